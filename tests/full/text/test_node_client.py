@@ -54,7 +54,7 @@ async def test_the_package_parses_every_response(
     assert code == 0, output
     async with running_system(nats_url, etcd_endpoint, namespace, tokenizers={MODEL: str(tokenizer)}) as system:
         await system.start_worker(1, vocabulary_size=VOCABULARY_SIZE)
-        await until(lambda: system.frontend.has_text(MODEL))
+        await until(lambda: system.frontend.models.has_text(MODEL))
         code, output = await run("node", "check.mjs", f"http://{system.http}/v1", MODEL, directory=directory)
         await system.until_idle()
     assert code == 0, output

@@ -36,18 +36,17 @@ async def test_text_is_served_once_a_worker_has_published_its_tokenizer(system: 
     assert refused.status == 400
     assert (await refused.json())["error"]["param"] == "messages"
     await system.start_worker(2, vocabulary_size=VOCABULARY_SIZE, tokenizer=str(directory))
-    await until(lambda: system.frontend.has_text(MODEL))
+    await until(lambda: system.frontend.models.has_text(MODEL))
     assert (await chat(system)).status == 200
 
 
 async def test_a_changed_chat_template_replaces_the_old_one(system: System, directory: Path, tmp_path: Path) -> None:
     await system.start_worker(1, tokenizer=str(directory))
-    await until(lambda: system.frontend.has_text(MODEL))
+    await until(lambda: system.frontend.models.has_text(MODEL))
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('replaced') }}")
     await system.start_worker(2, tokenizer=str(tmp_path))
-    texts = system.frontend.texts
-    assert texts is not None
+    texts = system.frontend.models.texts
     old = texts.find(MODEL)
     await until(lambda: texts.find(MODEL) is not old)
     assert "replaced" in (await (await chat(system)).json())["error"]["message"]
@@ -55,7 +54,7 @@ async def test_a_changed_chat_template_replaces_the_old_one(system: System, dire
 
 async def test_the_files_survive_the_loss_of_the_descriptor(system: System, directory: Path) -> None:
     worker = await system.start_worker(1, tokenizer=str(directory))
-    await until(lambda: system.frontend.has_text(MODEL))
+    await until(lambda: system.frontend.models.has_text(MODEL))
     component = ComponentName(system.where["namespace"], "workers")
     async with connect(system.where["etcd"]) as client:
         # Both are lost, as when etcd is restored from an old backup; the worker writes both again.

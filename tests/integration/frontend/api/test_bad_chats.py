@@ -28,7 +28,7 @@ async def served(tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: s
     )
     async with running_system(nats_url, etcd_endpoint, namespace) as system:
         await system.start_worker(1, tokenizer=str(tmp_path), vocabulary_size=VOCABULARY_SIZE)
-        await until(lambda: system.frontend.has_text(MODEL))
+        await until(lambda: system.frontend.models.has_text(MODEL))
         yield system
 
 

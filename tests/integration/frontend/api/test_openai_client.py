@@ -26,7 +26,7 @@ async def system(nats_url: str, etcd_endpoint: str, namespace: str, directory: P
     tokenizers = {MODEL: str(directory)}
     async with running_system(nats_url, etcd_endpoint, namespace, tokenizers=tokenizers) as running:
         await running.start_worker(1, vocabulary_size=VOCABULARY_SIZE)
-        await until(lambda: running.frontend.has_text(MODEL))
+        await until(lambda: running.frontend.models.has_text(MODEL))
         yield running
 
 

@@ -98,9 +98,8 @@ async def test_a_chat_is_routed_by_the_tokens_of_its_rendered_prompt(gateway: Ga
     write_small_tokenizer(tmp_path)
     engines = {worker_id: await gateway.add_engine(worker_id, tokenizer=str(tmp_path)) for worker_id in (1, 2)}
     frontend = gateway.system.frontend
-    await until(lambda: frontend.has_text(MODEL))
-    assert frontend.texts is not None
-    text = frontend.texts.get(MODEL, "messages")
+    await until(lambda: frontend.models.has_text(MODEL))
+    text = frontend.models.texts.get(MODEL, "messages")
     messages = [{"role": "user", "content": "Tell me about prefix caches. " * 40}]
     template = text.template
     assert template is not None

@@ -77,7 +77,7 @@ async def test_only_known_schedulers_are_asked(nats_url: str, etcd_endpoint: str
 
 async def test_the_page_can_be_switched_off(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     async with running_system(nats_url, etcd_endpoint, namespace, web_page=False) as system:
-        assert system.frontend.popular_prefixes is None
+        assert system.frontend.runner.popular_prefixes is None
         assert [(await get(system, path))[0] for path in ("/", "/ui/", "/ui/data/overview")] == [404, 404, 404]
 
 

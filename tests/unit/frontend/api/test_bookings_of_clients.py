@@ -59,7 +59,8 @@ def frontend(*known: bool | None) -> FrontendService:
 def served(links: Any) -> FrontendService:
     directory: Any = SimpleNamespace(components={"one": None})
     nothing: Any = []
-    return FrontendService(directory, links, nothing, FrontendMetrics(CollectorRegistry()), nothing)
+    runner: Any = SimpleNamespace(pool_choice=None)
+    return FrontendService(directory, links, nothing, runner, FrontendMetrics(CollectorRegistry()), nothing)
 
 
 async def sent(requested: FrontendService) -> tuple[bool, bool]:

@@ -15,7 +15,9 @@ from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
 from kvrouter.frontend.admission.admission import Admission, AdmissionLimits
 from kvrouter.frontend.api.http_server import HttpApi
-from kvrouter.frontend.api.service import FrontendService, GatewayOptions
+from kvrouter.frontend.api.request_runner import GatewayOptions, RequestRunner
+from kvrouter.frontend.api.served_models import ServedModels
+from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import Limits
 from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation
 from kvrouter.frontend.indexer_client import IndexerClient
@@ -112,20 +114,20 @@ async def running(
     access = None if opened is None else opened.access
     disaggregation = Disaggregation(runtime.directory, links, metrics)
     bounded = AdmissionLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
-    service = FrontendService(
-        runtime.directory,
+    models = ServedModels(runtime.directory, texts, access)
+    runner = RequestRunner(
+        models,
         links,
         worker_client,
         metrics,
         options,
-        recorder,
-        texts,
-        indexers,
-        access,
-        disaggregation,
-        PopularPrefixes() if settings.web_page else None,
-        Admission(bounded, runtime.registry),
+        recorder=recorder,
+        popular_prefixes=PopularPrefixes() if settings.web_page else None,
+        access=access,
+        admission=Admission(bounded, runtime.registry),
+        disaggregation=disaggregation,
     )
+    service = FrontendService(runtime.directory, links, models, runner, metrics, indexers, access)
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
         probing = group.create_task(probes.run(), name="worker-probes")
@@ -227,7 +229,9 @@ async def serving_http(
     limits = HttpLimits(settings.http_max_connections or share_of_descriptors(1 / 2), settings.http_header_seconds)
     own_health = partial(service.get_worker_health, GetWorkerHealthRequest(), deadline=Deadline.never())
     guarded = service.access is not None
-    async with open_page(runtime, service.indexers, service.popular_prefixes, own_health if guarded else None) as page:
+    async with open_page(
+        runtime, service.indexers, service.runner.popular_prefixes, own_health if guarded else None
+    ) as page:
         api = HttpApi(
             service,
             runtime.registry,

@@ -54,7 +54,7 @@ class CompletionRequest:
         body: bytes | bytearray,
         *,
         max_prompt_tokens: int,
-        check_text: Callable[[str], None] = lambda _: None,
+        check_text: Callable[[str], object] = lambda _: None,
     ) -> CompletionRequest:
         """Parses a body. Uses up to four times its size in memory and stops at the first error.
 

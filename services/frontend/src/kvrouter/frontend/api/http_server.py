@@ -258,7 +258,7 @@ class HttpApi:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
-        if self._frontend.may_forward and (forwarded := await self._forwarded(request, body)):
+        if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
         chat = parse_chat(body) if len(body) <= _LONG_BODY_BYTES else await asyncio.to_thread(parse_chat, body)
         return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request.headers)))
@@ -278,15 +278,15 @@ class HttpApi:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
-        if self._frontend.may_forward and (forwarded := await self._forwarded(request, body)):
+        if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
         completion_request = await self._parsed(request, body)
-        if not completion_request.is_plain or self._frontend.has_text(completion_request.fields.model):
+        if not completion_request.is_plain or self._frontend.models.has_text(completion_request.fields.model):
             return await self._run_text(request, completion_request.to_text_request())
         if completion_request.fields.stream:
             return await self._stream(request, completion_request)
         completion = WholeCompletion(completion_request)
-        await self._frontend.run(
+        await self._frontend.runner.run(
             completion_request.to_generate(),
             completion_request.prompt.token_ids,
             completion,
@@ -307,27 +307,27 @@ class HttpApi:
     def _parse(self, body: bytearray) -> CompletionRequest:
         return CompletionRequest.parse(
             body,
-            max_prompt_tokens=self._frontend.options.limits.max_prompt_tokens,
-            check_text=lambda model: self._frontend.check_text(model, "prompt"),
+            max_prompt_tokens=self._frontend.runner.options.limits.max_prompt_tokens,
+            check_text=lambda model: self._frontend.models.text_of(model, "prompt"),
         )
 
     async def _forwarded(self, request: web.Request, body: bytearray) -> web.StreamResponse | None:
         """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""
-        limit = self._frontend.options.limits.max_prompt_tokens
+        limit = self._frontend.runner.options.limits.max_prompt_tokens
         routed = await RoutedBody.read(body, max_prompt_tokens=limit)
-        view = self._frontend.forwards_to(routed.model)
+        view = self._frontend.models.forwards_to(routed.model)
         if view is None or self._session is None:
             return None
         routed = replace(routed, dp_rank=requested_rank(request.headers))
         routed, passed = permitted(self._frontend.access, routed, body)
-        routed = await routed.tokenized(self._frontend.texts, view.descriptor.model, max_prompt_tokens=limit)
+        routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
         forwarded = ForwardedRequest(
             request,
             passed,
             view,
             self._session,
-            self._frontend.worker_client,
-            self._frontend.worker_at,
+            self._frontend.runner.workers,
+            self._frontend.models.worker_at,
             routed_on_load=routed.is_routed_on_load(view),
             requests_usage=self._requests_usage,
             hidden_headers=() if self._frontend.access is None else CREDENTIAL_HEADERS,
@@ -335,7 +335,7 @@ class HttpApi:
         generate = generate_request(routed, request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_BYTES])
         prompt = routed.token_ids
         try:
-            await self._frontend.run(generate, prompt, forwarded, deadline=Deadline.never(), through=forwarded)
+            await self._frontend.runner.run(generate, prompt, forwarded, deadline=Deadline.never(), through=forwarded)
         except KvRouterError as error:
             if forwarded.response is None:
                 raise
@@ -345,22 +345,25 @@ class HttpApi:
         return forwarded.response
 
     async def _run_text(self, request: web.Request, text_request: TextRequest) -> web.StreamResponse:
-        prepared = await prepare(self._frontend, text_request)
+        prepared = await prepare(self._frontend.models, self._frontend.runner.options.limits, text_request)
         if not text_request.fields.stream:
             whole = WholeResponse(prepared.frame)
-            await run_all(self._frontend, prepared, whole)
+            await run_all(self._frontend.runner, prepared, whole)
             headers = prepared.frame.headers
             return web.Response(body=whole.body(), headers=headers, content_type="application/json", charset="utf-8")
         events = EventStream(request)
         stream = StreamedResponse(prepared.frame, events)
-        return await _streamed(request, events, stream, lambda: run_all(self._frontend, prepared, stream))
+        return await _streamed(request, events, stream, lambda: run_all(self._frontend.runner, prepared, stream))
 
     async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
         events = EventStream(request)
         stream = CompletionStream(completion_request, events)
         generate, prompt = completion_request.to_generate(), completion_request.prompt.token_ids
         return await _streamed(
-            request, events, stream, lambda: self._frontend.run(generate, prompt, stream, deadline=Deadline.never())
+            request,
+            events,
+            stream,
+            lambda: self._frontend.runner.run(generate, prompt, stream, deadline=Deadline.never()),
         )
 
 

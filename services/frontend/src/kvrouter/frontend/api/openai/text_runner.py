@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from kvrouter.frontend.api.openai.choice import Choice, ChoiceSink
 from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.openai.text_request import PromptSource, TextRequest
-from kvrouter.frontend.api.service import FrontendService
-from kvrouter.frontend.api.validation import structured_workers
+from kvrouter.frontend.api.request_runner import RequestRunner
+from kvrouter.frontend.api.served_models import ServedModels
+from kvrouter.frontend.api.validation import Limits, structured_workers
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest
@@ -28,39 +29,35 @@ class PreparedText:
     """Maximum number of prompt and output tokens together; 0 for no limit."""
 
 
-async def prepare(frontend: FrontendService, request: TextRequest) -> PreparedText:
+async def prepare(models: ServedModels, limits: Limits, request: TextRequest) -> PreparedText:
     """Tokenizes the prompts of a request, in a thread. Nothing is booked yet.
 
     Raises:
         UnknownModel, BadRequest, PromptTooLong.
     """
-    view, _ = frontend.resolve(request.fields.model)
+    view, _ = models.resolve(request.fields.model)
     model = view.descriptor.model
     constraint = request.fields.structured_output()
     if constraint is not None:
         structured_workers(view, constraint[0])
-    texts = frontend.texts
     needed = request.needs_text()
-    text = None if texts is None else texts.get(model, needed) if needed else texts.find(model)
-    limits = frontend.options.limits
+    text = models.texts.get(model, needed) if needed else models.texts.find(model)
     longest = view.descriptor.max_model_len
     limit = min(limits.max_prompt_tokens, longest - 1) if longest else limits.max_prompt_tokens
     prompts: Sequence[bytes]
-    if text is None or texts is None:
-        if needed:
-            raise BadRequest(f"{needed} needs a tokenizer", field=needed, advice="Send token ids to /v1/completions.")
+    if text is None:
         prompts = _tokenized(request.prompts, None, limit)
     else:
         found = text
         characters = sum(prompt.characters for prompt in request.prompts)
-        prompts = await texts.timed(lambda: _tokenized(request.prompts, found, limit), characters=characters)
+        prompts = await models.texts.timed(lambda: _tokenized(request.prompts, found, limit), characters=characters)
     for prompt, source in zip(prompts, request.prompts, strict=True):
         if not prompt:
             raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
     return PreparedText(TextFrame(request, text, prompts), longest)
 
 
-async def run_all(frontend: FrontendService, prepared: PreparedText, sink: ChoiceSink) -> None:
+async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:
     """Runs all sequences to their end. The first error ends all.
 
     Raises:
@@ -83,7 +80,7 @@ async def run_all(frontend: FrontendService, prepared: PreparedText, sink: Choic
             min_tokens=fields.min_tokens,
         )
         frame.choices.append(choice)
-        generate = fields.generate_request(_max_tokens(frontend, prepared, prompt))
+        generate = fields.generate_request(_max_tokens(runner.options.limits, prepared, prompt))
         sampling = generate.sampling_options
         if index % request.sequences and sampling.HasField("seed"):
             sampling.seed = (sampling.seed + index % request.sequences) % (1 << 64)
@@ -91,12 +88,12 @@ async def run_all(frontend: FrontendService, prepared: PreparedText, sink: Choic
             sampling.logprobs = 1 + request.top_logprobs
         runs.append((generate, prompt, choice))
     if len(runs) == 1:
-        await frontend.run(*runs[0], deadline=Deadline.never())
+        await runner.run(*runs[0], deadline=Deadline.never())
         return
     try:
         async with asyncio.TaskGroup() as group:
             for run in runs:
-                group.create_task(frontend.run(*run, deadline=Deadline.never()))
+                group.create_task(runner.run(*run, deadline=Deadline.never()))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
@@ -105,9 +102,9 @@ def _tokenized(prompts: Sequence[PromptSource], text: ModelText | None, limit: i
     return [prompt.tokens(text, limit) for prompt in prompts]
 
 
-def _max_tokens(frontend: FrontendService, prepared: PreparedText, prompt: bytes) -> int:
+def _max_tokens(limits: Limits, prepared: PreparedText, prompt: bytes) -> int:
     given = prepared.frame.request.max_tokens
     if given is not None:
         return given
     rest = prepared.longest - len(prompt) // 4 if prepared.longest else UNKNOWN_LENGTH_TOKENS
-    return max(1, min(rest, frontend.options.limits.max_output_tokens))
+    return max(1, min(rest, limits.max_output_tokens))

@@ -1,0 +1,208 @@
+"""Runs requests: checks them, admits them, runs them at workers, and counts them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.quotas import Grant
+from kvrouter.frontend.access.rules import check_generation
+from kvrouter.frontend.admission.admission import Admission, Admitted
+from kvrouter.frontend.api.served_models import ServedModels
+from kvrouter.frontend.api.validation import Limits, check_request, fitting_pools
+from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation, PrefillStage
+from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
+from kvrouter.frontend.lifecycle.continuation import why_not
+from kvrouter.frontend.lifecycle.generation import Generation
+from kvrouter.frontend.lifecycle.output_receiver import OutputComplete, OutputReceiver
+from kvrouter.frontend.lifecycle.request_pools import RequestPools
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
+from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
+from kvrouter.frontend.worker_client.client import WorkerClient, Workers
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """Operator settings of request handling."""
+
+    limits: Limits
+    max_attempts: int
+    """Maximum number of attempts for a request."""
+    default_deadline_seconds: float
+    """Deadline of requests whose client sets none."""
+    migration_limit: int
+    """Maximum number of migrations of requests that set none."""
+
+
+class RequestRunner:
+    """Runs the requests of all APIs of a Frontend."""
+
+    def __init__(
+        self,
+        models: ServedModels,
+        links: SchedulerLinks,
+        workers: WorkerClient,
+        metrics: FrontendMetrics,
+        options: GatewayOptions,
+        *,
+        recorder: Recorder | None = None,
+        popular_prefixes: PopularPrefixes | None = None,
+        access: Access | None = None,
+        admission: Admission | None = None,
+        disaggregation: Disaggregation | None = None,
+    ) -> None:
+        self.options = options
+        self.workers = workers
+        """The connections to workers."""
+        self.popular_prefixes = popular_prefixes
+        """Counts the prefixes of prompts; None to count none."""
+        self.pool_choice = PoolChoice(links)
+        """Chooses among several components of a model."""
+        self._models = models
+        self._links = links
+        self._metrics = metrics
+        self._recorder = recorder
+        self._access = access
+        self._admission = admission
+        self._disaggregation = disaggregation
+        self._in_flight = 0
+        metrics.in_flight.set_function(lambda: self._in_flight)
+
+    async def run(
+        self,
+        request: FrontendServiceGenerateRequest,
+        prompt: bytes,
+        receiver: OutputReceiver,
+        *,
+        deadline: Deadline,
+        through: Workers | None = None,
+    ) -> None:
+        """Routes a request and runs it to its end; the receiver gets its output. Cancelling the task aborts it.
+
+        Args:
+            request: The request, without token ids.
+            prompt: Its prompt, as a packed buffer.
+            receiver: Receives the output.
+            deadline: Deadline of the request.
+            through: Starts the attempts, at workers that check the request themselves; None for their Generate.
+
+        Raises:
+            KvRouterError: the request is invalid, cannot be routed, or lost its worker; or an error of the receiver.
+        """
+        deadline = deadline.or_after(self.options.default_deadline_seconds)
+        known_model, code = "", "CANCELLED"
+        generation: Generation | None = None
+        grant: Grant | None = None
+        admitted: Admitted | None = None
+        tokens = len(prompt) // TOKEN_BYTES
+        self._in_flight += 1
+        try:
+            if self._access is not None:
+                self._access.enforce(lambda caller: check_generation(caller, request), "Generate")
+            views, lora_name = self._models.resolve_all(request.model)
+            known_model = views[0].descriptor.model
+            if lora_name:
+                request.model = known_model
+                request.scope.lora_name = lora_name
+            view, pools = views[0], None
+            if len(views) > 1:
+                pools = self._pools_of(request, tokens, lora_name or known_model, through)
+                view = await pools.cheapest(prompt, deadline)
+            if through is None:
+                check_request(request, tokens, view, self.options.limits)
+            if self._access is not None:
+                grant = self._access.grant(tokens + request.stop_conditions.max_tokens, "Generate")
+            admitted = self._admitted(request, view, tokens)
+            generation = Generation(
+                request,
+                prompt,
+                view,
+                self._links,
+                through or self.workers,
+                self._metrics,
+                self._budget(request, forwarded=through is not None),
+                self._prefill_stage(request, view, through),
+                pools,
+            )
+            with suppress(OutputComplete):
+                await generation.run(receiver, deadline=deadline)
+            generation.observe_success()
+            code = "OK"
+        except KvRouterError as error:
+            code = error.code.name
+            raise
+        finally:
+            self._in_flight -= 1
+            output_tokens = 0 if generation is None else generation.output_tokens
+            if grant is not None:
+                grant.end(tokens + output_tokens if output_tokens else 0)
+            if admitted is not None:
+                admitted.end(output_tokens)
+            self._metrics.requests.labels(self._metrics.models.label(known_model), code).inc()
+            if generation is not None:
+                self._note(generation)
+
+    def _note(self, generation: Generation) -> None:
+        """Gives an ended request to those that observe the traffic."""
+        prefixes = self.popular_prefixes
+        is_counted = prefixes is not None and prefixes.wants_next()
+        if (self._recorder is None and not is_counted) or (outline := generation.outline()) is None:
+            return
+        if self._recorder is not None:
+            self._recorder.note(outline)
+        if prefixes is not None and is_counted:
+            prefixes.note(outline)
+
+    def _admitted(self, request: FrontendServiceGenerateRequest, view: ComponentView, tokens: int) -> Admitted | None:
+        if self._admission is None:
+            return None
+        # A tenant that a client claims would give a share to whoever claims many.
+        tenant, weight = "", 1.0
+        if self._access is not None:
+            caller = self._access.caller()
+            tenant, weight = caller.tenant, caller.weight
+        return self._admission.admit(view, tenant, weight, tokens, request.stop_conditions.max_tokens)
+
+    def _budget(self, request: FrontendServiceGenerateRequest, *, forwarded: bool) -> AttemptBudget:
+        limit = request.migration_limit if request.HasField("migration_limit") else self.options.migration_limit
+        return AttemptBudget(
+            max_attempts=self.options.max_attempts,
+            migration_limit=limit,
+            pinned=request.constraints.HasField("worker_id"),
+            cannot_migrate="it was forwarded as it is" if forwarded else why_not(request.sampling_options),
+        )
+
+    def _prefill_stage(
+        self, request: FrontendServiceGenerateRequest, view: ComponentView, through: Workers | None
+    ) -> PrefillStage | None:
+        if self._disaggregation is None:
+            return None
+        return self._disaggregation.stage(request, view, through or self.workers)
+
+    def _pools_of(
+        self, request: FrontendServiceGenerateRequest, tokens: int, model: str, through: Workers | None
+    ) -> RequestPools:
+        """Returns the pools that can serve a request, of which there are several now.
+
+        Args:
+            request: The request.
+            tokens: Tokens of its prompt.
+            model: Its model or LoRA adapter.
+            through: Starts the attempts at workers with an OpenAI API; None for any worker.
+        """
+        return RequestPools(
+            request,
+            lambda: fitting_pools(request, tokens, self._models.pools(model, forwarding=through is not None)),
+            self.pool_choice,
+            self.workers.health,
+            lambda view: self._prefill_stage(request, view, through),
+        )

@@ -1,0 +1,108 @@
+"""Finds what serves a model: its component, its tokenizer, and the API of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.rules import check_model
+from kvrouter.frontend.api.validation import resolve_model
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.errors import UnknownModel
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+
+class ServedModels:
+    """The models and LoRA adapters that are registered, as far as the caller may use them."""
+
+    def __init__(self, directory: Directory, texts: TextModels, access: Access | None) -> None:
+        self.texts = texts
+        """Tokenizers and chat templates."""
+        self._directory = directory
+        self._access = access
+        self._forwarding_of: object = None
+        self._forwarding: set[ComponentName] = set()
+
+    def resolve(self, model: str) -> tuple[ComponentView, str]:
+        """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+        Of several components it is the one with the most live workers: all of a model share what texts need.
+
+        Raises:
+            UnknownModel: no component serves it.
+        """
+        views, lora_name = self.resolve_all(model)
+        return views[0], lora_name
+
+    def resolve_all(self, model: str) -> tuple[list[ComponentView], str]:
+        """Returns the components that serve a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+        Raises:
+            UnknownModel: no component serves it.
+        """
+        if self._access is not None:
+            # Texts are prepared, and requests forwarded, by their model before they are checked as a whole.
+            self._access.enforce(lambda caller: check_model(caller, model), "")
+        try:
+            return resolve_model(model, self._directory.components)
+        except UnknownModel as error:
+            if self._access is None:
+                raise
+            raise UnknownModel(model, filter(self._access.caller().may_use, error.info.known_values)) from None
+
+    @property
+    def may_forward(self) -> bool:
+        """Whether all workers of some model have an OpenAI API of their own."""
+        components = self._directory.components
+        if components is not self._forwarding_of:
+            self._forwarding_of = components
+            self._forwarding = {
+                name
+                for name, view in components.items()
+                if view.workers and all(worker.openai_endpoint for worker in view.workers.values())
+            }
+        return bool(self._forwarding)
+
+    def forwards_to(self, model: str) -> ComponentView | None:
+        """Returns the largest component of a model whose workers all have an OpenAI API, if there is one."""
+        views, _ = self.resolve_all(model)
+        if not self.may_forward:
+            return None
+        return next((view for view in views if view.name in self._forwarding), None)
+
+    def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
+        """Returns the components of a model or adapter; ``forwarding`` for those that requests are forwarded to.
+
+        Raises:
+            UnknownModel: no component serves it (any more).
+        """
+        found, _ = resolve_model(model, self._directory.components)
+        if forwarding and self.may_forward:
+            return [view for view in found if view.name in self._forwarding] or found
+        return found
+
+    def worker_at(self, endpoint: str) -> WorkerRegistration | None:
+        """Returns the registered worker with an address; None if there is none."""
+        views = self._directory.components.values()
+        return next((each for view in views for each in view.workers.values() if each.endpoint == endpoint), None)
+
+    def has_text(self, model: str) -> bool:
+        """Returns whether the output of a model or LoRA adapter is returned as text."""
+        return self.texts.any_loaded and self.texts.find(self.resolve(model)[0].descriptor.model) is not None
+
+    def text_of(self, model: str, field: str) -> ModelText:
+        """Returns the tokenizer and template of a model or adapter.
+
+        Args:
+            model: Name of the model or adapter.
+            field: Field of the request that needs them, for the error.
+
+        Raises:
+            UnknownModel: no component serves the model.
+            BadRequest: the model has no tokenizer here.
+        """
+        view, _ = self.resolve(model)
+        return self.texts.get(view.descriptor.model, field)

@@ -1,0 +1,45 @@
+"""Prepares requests that come over gRPC with a text, or whose output is returned as text."""
+
+from __future__ import annotations
+
+from kvrouter.frontend.api.output_buffer import OutputBuffer
+from kvrouter.frontend.api.served_models import ServedModels
+from kvrouter.frontend.api.text_output import TextOutput
+from kvrouter.frontend.api.validation import Limits
+from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+
+
+async def with_text(
+    models: ServedModels, limits: Limits, request: FrontendServiceGenerateRequest, prompt: bytes, buffer: OutputBuffer
+) -> tuple[bytes, OutputReceiver]:
+    """Returns the prompt, tokenized if it is a text, and the receiver that adds text to the output if requested.
+
+    Raises:
+        UnknownModel: no component serves the model.
+        BadRequest: the model has no tokenizer here, or there are token ids beside a text.
+        PromptTooLong: the text has too many tokens.
+    """
+    field = "prompt_text" if request.prompt_text else "return_text"
+    if request.prompt_text and prompt:
+        raise BadRequest("prompt_text: there are token_ids too", field=field, advice="Send one of them.")
+    view, _ = models.resolve(request.model)
+    text = models.texts.get(view.descriptor.model, field)
+    if request.prompt_text:
+        longest = view.descriptor.max_model_len or limits.max_prompt_tokens + 1
+        limit = min(limits.max_prompt_tokens, longest - 1)
+        content = request.prompt_text
+        prompt = await models.texts.timed(
+            lambda: text.tokenizer.encode(content, special_tokens=True, limit=limit, field="prompt_text"),
+            characters=len(content),
+        )
+        request.ClearField("prompt_text")
+    if not request.return_text:
+        return prompt, buffer
+    stop = list(request.stop_conditions.stop)
+    request.stop_conditions.ClearField("stop")
+    if not all(stop):
+        raise BadRequest("a stop string is empty", field="stop_conditions.stop", advice="Leave it out.")
+    minimum = request.stop_conditions.min_tokens
+    return prompt, TextOutput(buffer, text.detokenizer(prompt), stop, min_tokens=minimum)
