@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::crypto::ring;
@@ -72,8 +72,7 @@ fn check_time(path: &str, chain: &[CertificateDer<'_>]) -> Result<(), Error> {
     let Some(own) = chain.first() else { return Ok(()) };
     let certificate =
         EndEntityCert::try_from(own).map_err(|error| unusable(path, &format!("a certificate, X.509: {error}")))?;
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let now = UnixTime::since_unix_epoch(since);
+    let now = UnixTime::now();
     // Without authorities the check always fails, and for its time first.
     let algorithms = ring::default_provider().signature_verification_algorithms.all;
     match certificate.verify_for_usage(algorithms, &[], &[], now, KeyUsage::server_auth(), None, None) {
