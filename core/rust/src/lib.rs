@@ -9,6 +9,7 @@ pub mod hash;
 pub mod index;
 mod json_tokens;
 mod load;
+mod outputs;
 mod predicted;
 pub mod publisher;
 #[cfg(feature = "python")]
@@ -25,7 +26,7 @@ mod _native {
     #[pymodule_export]
     use crate::python::{
         ActiveSequences, ApplySummary, EventBatch, EventLog, ForecastModel, MemoryBudget, PredictedIndex, PrefixIndex,
-        RankState, encode_event_batch, find_json_value, local_hashes, sequence_hashes, tokens_from_json,
+        RankState, encode_event_batch, find_json_value, local_hashes, read_tokens, sequence_hashes, tokens_from_json,
         tokens_to_json,
     };
 }

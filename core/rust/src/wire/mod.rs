@@ -74,6 +74,16 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Returns whether the rest is varints without tags, as a packed field has them.
+    pub fn are_varints(mut self) -> bool {
+        while !self.rest.is_empty() {
+            if self.varint().is_err() {
+                return false;
+            }
+        }
+        true
+    }
+
     /// Returns the number and the value of the next field; None at the end.
     pub fn next(&mut self) -> Result<Option<(u32, Value<'a>)>, Malformed> {
         if self.rest.is_empty() {

@@ -35,6 +35,7 @@ _NAMES = (
     "PredictedIndex",
     "ActiveSequences",
     "find_json_value",
+    "read_tokens",
     "tokens_from_json",
     "tokens_to_json",
 )
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
         PrefixIndex,
         find_json_value,
         local_hashes,
+        read_tokens,
         sequence_hashes,
         tokens_from_json,
         tokens_to_json,
@@ -143,6 +145,7 @@ __all__ = [
     "find_json_value",
     "local_hashes",
     "multimodal_hash",
+    "read_tokens",
     "sequence_hashes",
     "tokens_from_json",
     "tokens_to_json",

@@ -8,6 +8,7 @@ from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
 from kvrouter.core.reference.json_tokens import find_json_value, tokens_from_json, tokens_to_json
 from kvrouter.core.reference.memory_budget import MemoryBudget
+from kvrouter.core.reference.outputs import read_tokens
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
 
@@ -19,6 +20,7 @@ __all__ = [
     "PrefixIndex",
     "find_json_value",
     "local_hashes",
+    "read_tokens",
     "sequence_hashes",
     "tokens_from_json",
     "tokens_to_json",

@@ -11,9 +11,9 @@ import msgspec
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completions import FINISH_REASONS, CompletionFrame
 from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import RoutingInfo
-from kvrouter.v1.worker_pb2 import GenerateOutput
 
 MAX_UNREAD_TOKENS = 1 << 16
 """Output tokens that are kept for a client that does not read, 256 KiB. What the operating system and the transport
@@ -79,7 +79,7 @@ class CompletionStream:
         envelope = msgspec.json.encode(self._frame.envelope())
         self._before = envelope[:-1] + b',"choices":[{"index":0,"text":""'
 
-    def output(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002
+    def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
         """Writes a piece of the output, or keeps its tokens if the client does not read.
 
         Raises:

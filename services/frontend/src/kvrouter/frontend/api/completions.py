@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutingInfo
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+from kvrouter.v1.worker_pb2 import FinishReason
 
 FINISH_REASONS: dict[int, str | None] = {
     FinishReason.FINISH_REASON_UNSPECIFIED: None,
@@ -86,7 +87,7 @@ class CompletionFrame:
         """Adds where the request runs."""
         self._routing = routing
 
-    def count(self, output: GenerateOutput) -> None:
+    def count(self, output: Output) -> None:
         """Counts the tokens of a piece of output."""
         self.output_tokens += len(output.token_ids)
         if self._cached_tokens is None and output.HasField("cached_tokens"):
@@ -132,7 +133,7 @@ class WholeCompletion:
         """Adds where the request runs."""
         self._frame.routed(routing)
 
-    def output(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002
+    def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
         """Adds a piece of the output."""
         self._frame.count(output)
         self._token_ids.extend(output.token_ids)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net.response_buffer import MAX_UNREAD_BYTES, BufferFull, ResponseBuffer
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
-from kvrouter.v1.worker_pb2 import GenerateOutput
 
 
 class OutputBuffer(ResponseBuffer):
@@ -19,7 +19,7 @@ class OutputBuffer(ResponseBuffer):
         """Adds the routing to the next piece."""
         self._routing = FrontendServiceGenerateResponse(routing=routing).SerializeToString()
 
-    def output(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002
+    def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
         """Buffers a piece.
 
         Raises:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete, OutputReceiver
 from kvrouter.frontend.text.detokenizer import Detokenizer
 from kvrouter.frontend.text.stop_strings import StopStrings
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
+from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateResponse
+
+_parse = WorkerServiceGenerateResponse.FromString
 
 
 class TextOutput:
@@ -27,14 +30,13 @@ class TextOutput:
         """Adds where the request runs."""
         self._receiver.routed(routing)
 
-    def output(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002 - encoded again with its text
+    def output(self, encoded: bytes, output: Output) -> None:
         """Passes a piece on.
 
         Raises:
             OutputComplete: a stop string occurred.
         """
-        piece = GenerateOutput()
-        piece.CopyFrom(output)
+        piece = _parse(encoded).output
         self._tokens += len(output.token_ids)
         piece.text = self._detokenizer.feed(output.token_ids)
         if self._tokens > self._min_tokens:

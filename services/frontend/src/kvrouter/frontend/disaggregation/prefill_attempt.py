@@ -10,8 +10,9 @@ from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.frontend.worker_client.attempt import Outcome, WorkerAttempt
 from kvrouter.frontend.worker_client.failures import WorkerFailure
+from kvrouter.frontend.worker_client.output import Output, TokensOnly
 from kvrouter.v1.message_limits import DEFAULT_LIMITS
-from kvrouter.v1.worker_pb2 import GenerateOutput, TransferParams
+from kvrouter.v1.worker_pb2 import TransferParams
 
 MAX_TRANSFER_BYTES = DEFAULT_LIMITS.besides_bytes // 2
 """Maximum size of transfer parameters: what a worker accepts in a request, less what the client's request may have."""
@@ -55,7 +56,7 @@ class PrefillAttempt:
         if params is not None:
             self._params.set_result(params)
 
-    def start(self, start: Callable[[Callable[[bytes, GenerateOutput], None]], WorkerAttempt]) -> None:
+    def start(self, start: Callable[[Callable[[bytes, Output], None]], WorkerAttempt]) -> None:
         """Starts the call, given the receiver of its output."""
         self._attempt = start(self._take)
         self._attempt.ended.add_done_callback(lambda ended: self._settle(ended.result()))
@@ -76,11 +77,13 @@ class PrefillAttempt:
                 self.may_keep_blocks = True  # The cancellation may meet a prefill that has just been completed.
             self._attempt.cancel()
 
-    def _take(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002 - only the parsed output is read
+    def _take(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002 - only the parsed output is read
         if output.token_ids:
             self._link.prefill_complete(self.booking)
         if output.HasField("cached_tokens"):
             self._cached_tokens = output.cached_tokens
+        if isinstance(output, TokensOnly):
+            return
         if output.HasField("transfer_params") and not self._params.done():
             size = len(output.transfer_params.payload)
             if size > MAX_TRANSFER_BYTES:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
-from kvrouter.v1.worker_pb2 import GenerateOutput
 
 
 class OutputComplete(Exception):
@@ -25,7 +25,7 @@ class OutputReceiver(Protocol):
         """Receives where the request runs, at the start of each attempt."""
         ...
 
-    def output(self, encoded: bytes, output: GenerateOutput) -> None:
+    def output(self, encoded: bytes, output: Output) -> None:
         """Receives a piece of the output.
 
         Args:

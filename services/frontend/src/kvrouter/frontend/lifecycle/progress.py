@@ -9,6 +9,7 @@ from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateResponse
 
 
@@ -56,7 +57,7 @@ class Progress:
         self._room = -booking.prompt_tokens % booking.block_size
         """Output tokens that fit into the blocks that are booked."""
 
-    def pass_on(self, encoded: bytes, output: GenerateOutput) -> None:
+    def pass_on(self, encoded: bytes, output: Output) -> None:
         """Passes a piece of the output on. Runs for every token, so it defers what can wait for a full block."""
         tokens = len(output.token_ids)
         if tokens:
@@ -78,7 +79,7 @@ class Progress:
             self.cached_tokens = output.cached_tokens
             if self._continues:
                 # The client has received what the first worker found, of the prompt that it sent.
-                encoded, output = _without_cached_tokens(output)
+                encoded, output = _without_cached_tokens(encoded)
             else:
                 self._metrics.cached_tokens.inc(output.cached_tokens)
                 self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
@@ -108,8 +109,7 @@ class Progress:
         self._counted_tokens = self.output_tokens
 
 
-def _without_cached_tokens(output: GenerateOutput) -> tuple[bytes, GenerateOutput]:
-    rest = GenerateOutput()
-    rest.CopyFrom(output)
+def _without_cached_tokens(encoded: bytes) -> tuple[bytes, GenerateOutput]:
+    rest = WorkerServiceGenerateResponse.FromString(encoded).output
     rest.ClearField("cached_tokens")
     return WorkerServiceGenerateResponse(output=rest).SerializeToString(), rest

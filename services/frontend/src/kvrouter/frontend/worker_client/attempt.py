@@ -13,9 +13,11 @@ from typing import Protocol
 
 import structlog
 from google.protobuf.message import DecodeError
+from kvrouter.core import read_tokens
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, fault_of
 from kvrouter.frontend.worker_client.health import WorkerCall
+from kvrouter.frontend.worker_client.output import Output, TokensOnly
 from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
 from kvrouter.net.calls import CallError, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
@@ -49,7 +51,7 @@ class WorkerAttempt:
         request_id: str,
         health: WorkerCall,
         metrics: FrontendMetrics,
-        on_output: Callable[[bytes, GenerateOutput], None],
+        on_output: Callable[[bytes, Output], None],
         *,
         max_tokens: int,
         deadline: Deadline,
@@ -115,9 +117,17 @@ class WorkerAttempt:
         if self._over:
             return
         self._health.heard()
-        if self._finish_reason != _UNFINISHED:
+        if self._finish_reason:
             self._finish()  # A finish reason ends the output; whatever follows is ignored.
             return
+        token_ids = read_tokens(encoded)
+        if token_ids is not None and self._has_output and self._limit.admits(len(token_ids)):
+            self._pass_on(encoded, TokensOnly(token_ids))
+        else:
+            self._take(encoded)
+
+    def _take(self, encoded: bytes) -> None:
+        """Passes a piece on that begins or ends the output, or has more than tokens."""
         try:
             output = _parse(encoded).output
         except DecodeError:
@@ -172,7 +182,7 @@ class WorkerAttempt:
         else:
             self._end_failed(self._judge(failure, outcome_unknown=isinstance(error, OutcomeUnknown)))
 
-    def _pass_on(self, encoded: bytes, output: GenerateOutput) -> None:
+    def _pass_on(self, encoded: bytes, output: Output) -> None:
         try:
             self._on_output(encoded, output)
         except Exception as error:

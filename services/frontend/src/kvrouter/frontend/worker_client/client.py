@@ -9,10 +9,11 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, encode_with_prompt
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 
 class Workers(Protocol):
@@ -30,7 +31,7 @@ class Workers(Protocol):
         endpoint: str,
         request: WorkerServiceGenerateRequest,
         prompt: bytes,
-        on_output: Callable[[bytes, GenerateOutput], None],
+        on_output: Callable[[bytes, Output], None],
         *,
         deadline: Deadline,
         has_alternative: Callable[[], bool],
@@ -62,7 +63,7 @@ class WorkerClient:
         endpoint: str,
         request: WorkerServiceGenerateRequest,
         prompt: bytes,
-        on_output: Callable[[bytes, GenerateOutput], None],
+        on_output: Callable[[bytes, Output], None],
         *,
         deadline: Deadline,
         has_alternative: Callable[[], bool],

@@ -11,8 +11,9 @@ from kvrouter.frontend.api.completions import FINISH_REASONS
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.stop_strings import StopStrings
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
-from kvrouter.v1.worker_pb2 import GenerateOutput, TopLogprobs
+from kvrouter.v1.worker_pb2 import TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Choice:
         """Adds where the sequence runs."""
         self._sink.routed(self.index, routing)
 
-    def output(self, encoded: bytes, output: GenerateOutput) -> None:  # noqa: ARG002
+    def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
         """Adds a piece of the output.
 
         Raises:

@@ -22,6 +22,7 @@ from kvrouter.frontend.api.request_fields import RANK_HEADER
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -118,7 +119,7 @@ class ForwardedRequest:
         """Adds where the request runs."""
         self._added |= routing_headers(routing)
 
-    def output(self, encoded: bytes, output: GenerateOutput) -> None:
+    def output(self, encoded: bytes, output: Output) -> None:
         """Does nothing: the bytes are written as they arrive."""
 
     async def end_early(self, error: bytes) -> None:
@@ -141,7 +142,7 @@ class ForwardedRequest:
         endpoint: str,
         request: WorkerServiceGenerateRequest,
         prompt: bytes,  # noqa: ARG002 - the body has it
-        on_output: Callable[[bytes, GenerateOutput], None],
+        on_output: Callable[[bytes, Output], None],
         *,
         deadline: Deadline,
         has_alternative: Callable[[], bool],
