@@ -40,6 +40,7 @@ class NatsRefused(Error):
             " --nats-token-file, --nats-nkey-file or --nats-credentials-file, and the accounts of the server"
         )
 
+
 _T = TypeVar("_T")
 
 

@@ -16,8 +16,13 @@ from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.tracing.recording import recording
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, GetStatusRequest, SetBusyThresholdRequest
+from prometheus_client import CollectorRegistry
+
+from tests.integration.runtime.tracing.collector import collecting
 
 from ..gateway import MODEL, System, running_system, until
 from .gateway_stream import GatewayStream, headers
@@ -72,6 +77,21 @@ async def gateway(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIte
         made = Gateway(system, address)
         yield made
         await made.channel.close()
+
+
+async def test_a_choice_is_a_span_of_the_gateways_trace(gateway: Gateway) -> None:
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    await gateway.add_engine(1)
+    metrics = TracingMetrics(CollectorRegistry())
+    async with collecting() as collector, recording(collector.url, 0.0, {"service.name": "picker"}, metrics):
+        stream = gateway.stream()
+        await stream.request(BODY, sent={"traceparent": f"00-{trace}-{parent}-01"})
+        await stream.receive()
+        await collector.until(lambda: bool(collector.of_trace(trace)))
+        stream.call.cancel()
+        (picked,) = [each for each in collector.of_trace(trace) if each.name == "pick endpoint"]
+        assert picked.span.parent_span_id.hex() == parent
+        assert (picked.attributes["gen_ai.request.model"], picked.attributes["kvrouter.request_id"]) == (MODEL, "r-1")
 
 
 async def queued_requests(system: System) -> int:

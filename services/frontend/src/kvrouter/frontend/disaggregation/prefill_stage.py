@@ -23,6 +23,7 @@ from kvrouter.frontend.worker_client.client import Workers
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
+from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
@@ -242,18 +243,27 @@ class PrefillStage:
         self._abandoned.forget(selection.endpoint, request.request_id)
         self._running = running = PrefillAttempt(booking, selection.endpoint, link, self._metrics, params)
         try:
-            running.start(
-                lambda take: self._workers.start(
-                    worker_id,
-                    selection.endpoint,
-                    _prefill_request(request, key, selection.rank, params),
-                    prompt,
-                    take,
-                    deadline=deadline,
-                    has_alternative=lambda: True,
+            with span("kvrouter.v1.WorkerService/Generate", Kind.CLIENT) as prefill_span:
+                if prefill_span.recording:
+                    prefill_span.set(
+                        {
+                            "server.address": selection.endpoint,
+                            "kvrouter.rank": f"{worker_id}:{selection.rank.dp_rank}",
+                            "kvrouter.stage": "prefill",
+                        }
+                    )
+                running.start(
+                    lambda take: self._workers.start(
+                        worker_id,
+                        selection.endpoint,
+                        _prefill_request(request, key, selection.rank, params),
+                        prompt,
+                        take,
+                        deadline=deadline,
+                        has_alternative=lambda: True,
+                    )
                 )
-            )
-            return await running.transfer_params()
+                return await running.transfer_params()
         except PrefillFailed:
             raise
         except BaseException:

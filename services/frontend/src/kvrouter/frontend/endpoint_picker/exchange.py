@@ -27,8 +27,10 @@ from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints, served
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.endpoint_picker.picker import Picker
+from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, KvRouterError, TooLarge
+from kvrouter.runtime.tracing import request_span
 
 log = structlog.get_logger(component="endpoint-picker")
 
@@ -65,6 +67,7 @@ class Exchange:
         self._refused = False
         self._grant: Grant | None = None
         self._request_id = ""
+        self._traceparent = ""
         self._body = bytearray()
         self._allowed: frozenset[str] | None = None
         self._routed = RoutedBody("")
@@ -108,6 +111,7 @@ class Exchange:
             case "request_headers":
                 headers = _headers(message.request_headers.headers)
                 self._request_id = headers.get("x-request-id") or uuid.uuid4().hex
+                self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
                 if self._access is not None and not await self._authenticate(message.request_headers.headers):
                     return
                 self._allowed = allowed_endpoints(message.metadata_context)
@@ -182,6 +186,13 @@ class Exchange:
         self._body = bytearray()
 
     async def _choose(self) -> Pick:
+        with trace_context.entered(self._traceparent), request_span("pick endpoint") as pick_span:
+            pick = await self._choose_endpoint()
+            if pick_span.recording:
+                pick_span.set({"kvrouter.request_id": self._request_id, "gen_ai.request.model": self._routed.model})
+            return pick
+
+    async def _choose_endpoint(self) -> Pick:
         self._routed, self._body = await self._picker.read(self._body, self._caller)
         if self._access is not None:
             tokens = self._routed.prompt_tokens + self._routed.max_output_tokens
