@@ -15,7 +15,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1.common_pb2 import Component
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, GetWorkerHealthRequest, RoutingInfo
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, GetStatusRequest, RoutingRequest
@@ -105,6 +105,11 @@ class Fleet:
             [token for piece in pieces for token in piece.output.token_ids],
             [piece.routing for piece in pieces if piece.HasField("routing")],
         )
+
+    async def failures_of(self, worker_id: int) -> int:
+        """Returns how many failures the Frontend counts against a worker."""
+        answer = await self.system.client.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(10))
+        return next(each.consecutive_failures for each in answer.workers if each.worker_id == worker_id)
 
     async def until_idle(self) -> None:
         """Returns when the Scheduler has no booking in any pool, and no prefill worker keeps blocks."""

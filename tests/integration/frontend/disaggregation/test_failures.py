@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from kvrouter.runtime.errors import DeadlineExceeded
+from kvrouter.runtime.errors import DeadlineExceeded, WorkerLost
+from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TransferParams, WorkerServiceGenerateResponse
 
 from ....hostile_worker import Behaviour, HostileWorker, aborts, hangs, piece, writes
@@ -94,6 +95,29 @@ async def test_a_decode_worker_that_fails_before_output_leaves_no_blocks_behind(
         served = await fleet.serve_until_called(worker)
         assert len(served.tokens) == 4
         assert served.routing[-1].rank.worker_id == 1
+        await fleet.until_idle()
+
+
+@pytest.mark.parametrize("prefill", ["answers", "is lost"])
+async def test_a_failure_counts_against_a_decode_worker_if_its_prefill_worker_answers(
+    fleet: Fleet, prefill: str
+) -> None:
+    await fleet.start(1, DECODE)
+    await fleet.start(2, PREFILL)
+    failing = writes(piece(finish=FinishReason.FINISH_REASON_ERROR))
+    async with fleet.hostile(3, DECODE, failing) as worker, fleet.hostile(4, PREFILL, hangs) as prefiller:
+        await fleet.stop(2)
+
+        async def compute(context: Any) -> None:
+            await writes(computed(TransferParams(format="mock-json")))(context)
+            if prefill == "is lost":
+                prefiller.freeze()
+
+        prefiller.behave = compute
+        with pytest.raises(WorkerLost):
+            await fleet.serve(constraints=RoutingConstraints(worker_id=3))
+        assert worker.calls == 1
+        assert await fleet.failures_of(3) == (1 if prefill == "answers" else 0)
         await fleet.until_idle()
 
 

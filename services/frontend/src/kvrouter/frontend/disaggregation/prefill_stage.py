@@ -193,6 +193,10 @@ class PrefillStage:
         if running.may_keep_blocks and not fetched:
             self._abandoned.abort(self._workers, running.endpoint, running.booking.key.request_id)
 
+    async def is_lost(self) -> bool:
+        """Returns whether the prefill worker of the attempt does not answer, so that nobody gets its blocks."""
+        return self._running is not None and not await self._workers.answers(self._running.endpoint)
+
     def failed(self, message: str) -> None:
         """Notes that the decode worker did not get the blocks. The prefill worker is not used again for the request."""
         self._fail(message)

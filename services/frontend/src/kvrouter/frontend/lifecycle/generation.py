@@ -407,6 +407,8 @@ class Generation:
             self._prefill.watch(attempt.fail)
         try:
             outcome = await attempt.ended
+            if attempt.is_unattributed and (self._prefill is None or not await self._prefill.is_lost()):
+                attempt.blame()
         finally:
             attempt.cancel()
             del attempt  # It refers to the error below, whose traceback refers to this frame.

@@ -57,6 +57,7 @@ class WorkerAttempt:
         deadline: Deadline,
         has_alternative: Callable[[], bool],
         stays_a_probe: bool,
+        shares_blame: bool = False,
     ) -> None:
         """Calls nothing yet; ``start`` must follow.
 
@@ -70,6 +71,8 @@ class WorkerAttempt:
             deadline: Deadline of the call.
             has_alternative: Returns whether another worker could take the request, or continue it once it has output.
             stays_a_probe: Whether to wait for one more missed probe before leaving a worker that does not answer.
+            shares_blame: Whether the worker receives its prompt from another worker, which may be at fault if it fails
+                before its first output. Such a failure counts against it only by ``blame``.
         """
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """Done when the attempt has ended."""
@@ -83,6 +86,8 @@ class WorkerAttempt:
         self._deadline = deadline
         self._has_alternative = has_alternative
         self._stays_a_probe = stays_a_probe
+        self._shares_blame = shares_blame
+        self._unattributed: WorkerFailure | None = None
         self._missed_to_leave = 0
         """Number of missed probes at which a suspected worker is left."""
         self._call: RunningCall | None = None
@@ -104,6 +109,17 @@ class WorkerAttempt:
     def cancel(self) -> None:
         """Ends the attempt and cancels the call. Has no effect on an attempt that has ended."""
         self._end(None)
+
+    @property
+    def is_unattributed(self) -> bool:
+        """Whether it failed, and not certainly by its worker's fault."""
+        return self._unattributed is not None
+
+    def blame(self) -> None:
+        """Counts a failure against the worker that was not attributed yet."""
+        if self._unattributed is not None:
+            self._health.failed(self._unattributed)
+            self._unattributed = None
 
     def fail(self, error: Exception) -> bool:
         """Ends the attempt with an error that is not its worker's, unless it has output. Returns whether it did."""
@@ -259,7 +275,10 @@ class WorkerAttempt:
     def _note(self, cause: str, what: str) -> WorkerFailure:
         failure = WorkerFailure(self._worker_id, cause, f"worker {self._worker_id} {what}")
         self._metrics.worker_failures.labels(cause=cause).inc()
-        self._health.failed(failure)
+        if self._shares_blame and not self._has_output:
+            self._unattributed = failure
+        else:
+            self._health.failed(failure)
         return failure
 
     def _end(self, outcome: Outcome) -> None:

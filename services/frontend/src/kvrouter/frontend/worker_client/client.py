@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,8 +13,11 @@ from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
+
+_ANSWER_SECONDS = 0.5
 
 
 class Workers(Protocol):
@@ -38,6 +42,10 @@ class Workers(Protocol):
         stays_a_probe: bool = False,
     ) -> WorkerAttempt:
         """Starts a request at a worker; see ``WorkerClient``."""
+        ...
+
+    async def answers(self, endpoint: str) -> bool:
+        """Returns whether a worker is registered and answers a probe soon."""
         ...
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
@@ -87,10 +95,21 @@ class WorkerClient:
             deadline=deadline,
             has_alternative=has_alternative,
             stays_a_probe=stays_a_probe,
+            shares_blame=request.HasField("transfer_params") and request.stage == Stage.STAGE_DECODE,
         )
         encoded = encode_with_prompt(request, prompt)
         attempt.start(lambda receiver: self._pool.start(endpoint, encoded, receiver, deadline=deadline))
         return attempt
+
+    async def answers(self, endpoint: str) -> bool:
+        """Returns whether a worker is registered and answers a probe within half a second."""
+        if endpoint not in self.health.endpoints():
+            return False
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await self._pool.probe(endpoint)
+        except TimeoutError:
+            return False
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
         """Aborts a request that a worker may still run. Returns whether the worker could be reached soon."""

@@ -105,6 +105,7 @@ class ForwardedRequest:
         self._body = with_requested_usage or body
         self._view = view
         self._session = session
+        self._workers = workers
         self._worker_at = worker_at
         self._can_share = can_share(body)
         self._metrics = workers.metrics
@@ -159,6 +160,7 @@ class ForwardedRequest:
             deadline=deadline,
             has_alternative=has_alternative,
             stays_a_probe=stays_a_probe,
+            shares_blame=request.HasField("transfer_params") and request.stage == Stage.STAGE_DECODE,
         )
         is_prefill = request.stage == Stage.STAGE_PREFILL
         worker = None if is_prefill else self._view.workers.get(worker_id)
@@ -173,6 +175,10 @@ class ForwardedRequest:
             )
         )
         return attempt
+
+    async def answers(self, endpoint: str) -> bool:
+        """Returns whether a worker is registered and answers a probe soon."""
+        return await self._workers.answers(endpoint)
 
     async def abort(self, endpoint: str, request_id: str) -> bool:  # noqa: ARG002 - nobody is called
         """Returns True: an engine aborts a request whose connection is closed."""
