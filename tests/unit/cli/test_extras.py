@@ -2,52 +2,82 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import typer
 from kvrouter.cli.development.commands import add_commands
 from kvrouter.cli.extras import DEVELOPMENT_COMMANDS
 
+USES = [(), ("--help",), ("--wat", "file", "--load", "2")]
+OTHERS = ("serve", "explain", "top", "index", "component")
+CALLS = [
+    (),
+    ("--help",),
+    ("--version",),
+    *((command, *arguments) for command in DEVELOPMENT_COMMANDS for arguments in USES),
+    *((command, "--help") for command in OTHERS),
+]
 WITHOUT = """
-import sys
+import contextlib, io, json, sys
 for name in ("devtools", "simulator", "mocker"):
     sys.modules[f"kvrouter.{name}"] = None
 from kvrouter.cli.main import main
-main()
+
+def run(arguments):
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+json.dump([run(arguments) for arguments in json.load(sys.stdin)], sys.stdout)
 """
 
 
-def without_the_stack(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", WITHOUT, *arguments], capture_output=True, text=True, check=False)
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("--wat", "file", "--load", "2")])
+@pytest.fixture(scope="module")
+def done() -> dict[tuple[str, ...], Done]:
+    """What each call did, in one interpreter without the stack: to start one takes a second."""
+    command = [sys.executable, "-c", WITHOUT]
+    outcomes = subprocess.run(command, input=json.dumps(CALLS), capture_output=True, text=True, check=True)
+    return {call: Done(*outcome) for call, outcome in zip(CALLS, json.loads(outcomes.stdout), strict=True)}
+
+
+@pytest.mark.parametrize("arguments", USES)
 @pytest.mark.parametrize("command", DEVELOPMENT_COMMANDS)
-def test_a_command_names_the_extra_that_it_needs(command: str, arguments: tuple[str, ...]) -> None:
-    done = without_the_stack(command, *arguments)
-    assert done.returncode == 2
+def test_a_command_names_the_extra_that_it_needs(
+    done: dict[tuple[str, ...], Done], command: str, arguments: tuple[str, ...]
+) -> None:
     needs = "needs an extra that is not installed: pip install 'kvrouter[devstack]'"
-    assert done.stderr == f"kvrouter: `kvrouter {command}` {needs}\n"
-    assert done.stdout == ""
+    assert done[command, *arguments] == Done(2, "", f"kvrouter: `kvrouter {command}` {needs}\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])
-def test_help_lists_every_command(arguments: tuple[str, ...]) -> None:
-    done = without_the_stack(*arguments)
-    assert done.returncode == 0
-    listed = [line.split()[0] for line in done.stdout.partition("Commands:\n")[2].splitlines() if line.strip()]
+def test_help_lists_every_command(done: dict[tuple[str, ...], Done], arguments: tuple[str, ...]) -> None:
+    shown = done[arguments]
+    assert shown.returncode == 0
+    listed = [line.split()[0] for line in shown.stdout.partition("Commands:\n")[2].splitlines() if line.strip()]
     expected = {"serve", "relay", "sidecar", "explain", "drain", "undrain", "top", "index", "component", "keys"}
     assert {*DEVELOPMENT_COMMANDS} | expected == set(listed)
-    assert done.stdout.count("Not installed: pip install 'kvrouter[devstack]'") == len(DEVELOPMENT_COMMANDS)
+    assert shown.stdout.count("Not installed: pip install 'kvrouter[devstack]'") == len(DEVELOPMENT_COMMANDS)
 
 
-def test_the_other_commands_run() -> None:
-    assert without_the_stack("--version").returncode == 0
-    for command in ("serve", "explain", "top", "index", "component"):
-        done = without_the_stack(command, "--help")
-        assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("call", [("--version",), *((command, "--help") for command in OTHERS)])
+def test_the_other_commands_run(done: dict[tuple[str, ...], Done], call: tuple[str, ...]) -> None:
+    assert done[call].returncode == 0, done[call].stderr
 
 
 def test_the_commands_of_the_stack_are_those_that_are_named_without_it() -> None:
