@@ -7,6 +7,7 @@ what follows is never taken for a request of another client.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 
 from ..gateway import MODEL, System
@@ -71,6 +72,10 @@ async def test_ambiguous_requests_are_refused_and_hide_no_second_one(system: Sys
     outcomes = {}
     for name, sent in AMBIGUOUS.items():
         answer = await answered(system, sent + SMUGGLED)
+        if answer:
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert error["type"] == "invalid_request_error", name
+            assert error["message"], name
         statuses = re.findall(rb"HTTP/1\.1 (\d{3})", answer)
         outcomes[name] = [int(status) for status in statuses]
     wrong = {
@@ -86,3 +91,4 @@ async def test_a_flood_of_headers_ends_the_connection_or_is_refused(system: Syst
     many = (b"X-%d: a" % number for number in range(10_000))
     answer = await answered(system, post(*many, LENGTH, b"Connection: close"))
     assert re.findall(rb"HTTP/1\.1 (\d{3})", answer) in ([b"400"], [b"431"], [])
+    assert not answer or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]

@@ -16,12 +16,15 @@ from typing import Any, cast
 from aiohttp import web
 from kvrouter.net.tls import Tls, warn_if_exposed
 from kvrouter.runtime.bounds import bounds_of
+from kvrouter.runtime.http_refusals import JsonRequestHandler, ending
 from kvrouter.runtime.listening import BindFailed
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 MAX_CONNECTIONS = 16_384
 """Default limit of connections of one port, if there are enough file descriptors."""
 
+_OF_SERVER = frozenset({"handler_cancellation", "shutdown_timeout"})
+"""Options of the server that its connections do not have."""
 _SETTLED_SECONDS = 1.0
 """Time after a request in which its response is certainly written."""
 
@@ -73,14 +76,17 @@ async def serving_http(
     connections = _Connections(limits, registry, name)
     warn_if_exposed(f"{host or '*'}:{port}", tls)
     application.middlewares.insert(0, connections.follow_request)
-    runner = web.AppRunner(application, access_log=None, **options)
+    options["access_log"] = None
+    runner = web.AppRunner(application, **options)
     await runner.setup()
     try:
         handlers = runner.server
         assert handlers is not None  # noqa: S101 - set up above
+        loop = asyncio.get_running_loop()
+        of_handlers = {name: value for name, value in options.items() if name not in _OF_SERVER}
         try:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(handlers(), connections),
+            server = await loop.create_server(
+                lambda: _Connection(JsonRequestHandler(handlers, loop=loop, **of_handlers), connections),
                 host,
                 port,
                 reuse_port=reuse_port,
@@ -193,7 +199,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if not self._connections.add(self):
-            self._refuse("503 Service Unavailable")
+            self._refuse()
             return
         self._start_timer()
         self.handler.connection_made(transport)
@@ -234,15 +240,12 @@ class _Connection(asyncio.Protocol):
         self._header_timer = None
         if not self._in_request and self._transport is not None:
             self._connections.closed("header_timeout")
-            self._transport.write(_ending("408 Request Timeout"))
+            cause = f"the headers did not arrive within {self._connections.limits.header_seconds:g} s"
+            self._transport.write(ending(408, cause))
             self._transport.close()
 
-    def _refuse(self, status: str) -> None:
+    def _refuse(self) -> None:
         transport, self._transport = self._transport, None
         if transport is not None:
-            transport.write(_ending(status))
+            transport.write(ending(503, "too many connections"))
             transport.close()
-
-
-def _ending(status: str) -> bytes:
-    return f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n".encode()
