@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority
+from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
 from kvrouter.net.calls import SERVICE as CALL_STREAMS
 from kvrouter.net.etcd import connect
@@ -21,6 +22,8 @@ from kvrouter.net.tls import warn_if_exposed
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ServiceRegistration, WorkerRegistration
 from structlog.testing import capture_logs
+
+from ...listening import listening_addresses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
@@ -40,7 +43,16 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     directory = tmp_path_factory.mktemp("secure-system")
     logs = directory / "logs"
     logs.mkdir()
-    options = StackOptions(directory=directory, logs=logs, workers=2, clock=10.0, secure=True)
+    picker, ops = free_ports(2)
+    options = StackOptions(
+        directory=directory,
+        logs=logs,
+        workers=2,
+        clock=10.0,
+        secure=True,
+        frontend_options=("--endpoint-picker-bind", f"127.0.0.1:{picker}", "--http-bind", f"127.0.0.1:{ops}"),
+        log_level="debug",
+    )
     async with running_stack(options) as running:
         yield running
 
@@ -61,8 +73,11 @@ async def ports(stack: Stack) -> tuple[list[Port], list[Port]]:
             WorkerRegistration.FromString(entry.value) for entry in await client.get_prefix(workers.encode())
         ]
         rpc += [Port("worker", registration.endpoint) for registration in registrations]
-    assert len(rpc) == 5
-    assert len(http) == 5
+    _, picker, _, ops = stack.options.frontend_options
+    rpc.append(Port("frontend", picker))
+    http.append(Port("frontend", ops))
+    assert len(rpc) == 6
+    assert len(http) == 6
     return rpc, http
 
 
@@ -123,14 +138,14 @@ async def is_serving(channel: grpc.aio.Channel) -> bool:
     return bool(answer.status == SERVING)
 
 
-async def http_answers(port: Port, client: Client) -> bool:
+async def http_answers(port: Port, client: Client, path: str = "/health") -> bool:
     context = ssl.create_default_context(cafile=str(client.authority))
     if client.certificate is not None:
         context.load_cert_chain(client.certificate.cert, client.certificate.key)
     try:
         async with (
             aiohttp.ClientSession() as session,
-            session.get(f"https://{port.address}/health", ssl=context) as response,
+            session.get(f"https://{port.address}{path}", ssl=context) as response,
         ):
             return response.status == 200
     except (aiohttp.ClientError, ssl.SSLError, OSError):
@@ -147,6 +162,23 @@ async def test_every_port_refuses_who_does_not_authenticate(
         if port.role == SERVER_CERTIFICATES_ONLY:
             expected |= {"no certificate", "certificate of another authority", "expired certificate"}
         assert admitted == expected, port
+
+
+async def test_no_process_listens_elsewhere(stack: Stack, ports: tuple[list[Port], list[Port]]) -> None:
+    """A new port fails here until the tests of this file try it."""
+    servers = (stack.nats, stack.etcd)
+    process_ids = [process.pid for process in stack.processes.values()]
+    process_ids += [server.pid for server in servers if server.pid is not None]
+    tried = {port.address for kind in ports for port in kind}
+    # Those of NATS and etcd are tried in test_accounts, the one for other members of etcd below.
+    tried |= {stack.nats.address, stack.etcd.address, stack.etcd.peer_address}
+    assert set(listening_addresses(process_ids)) == tried
+
+
+async def test_members_of_etcd_need_a_certificate(stack: Stack, clients: dict[str, Client]) -> None:
+    port = Port("etcd", stack.etcd.peer_address)
+    admitted = {name for name, client in clients.items() if await http_answers(port, client, "/version")}
+    assert admitted == {"administrator"}
 
 
 async def test_no_port_speaks_plain_text(ports: tuple[list[Port], list[Port]]) -> None:
@@ -221,6 +253,18 @@ async def test_refused_connections_are_counted(
     assert await begun(http) >= before + 2
 
 
+async def _refused_with(stack: Stack, header: str) -> str:
+    """Returns a credential that a client showed in this header, with a request that is refused."""
+    assert stack.tls is not None
+    secret = f"kvr-{header}-of-a-client"
+    body = {"model": "absent", "prompt": [1], "max_tokens": 1}
+    async with aiohttp.ClientSession(headers={header: f"Bearer {secret}"}) as session:
+        url = f"https://{stack.http}/v1/completions"
+        async with session.post(url, json=body, ssl=stack.tls.client_context()) as response:
+            assert response.status == 404
+    return secret
+
+
 def visible(pid: int) -> list[str]:
     """Command line and environment of a process."""
     return [Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace") for what in ("cmdline", "environ")]
@@ -238,6 +282,7 @@ async def test_secrets_are_in_no_log_command_line_environment_or_metric(
     }
     secrets |= {path: path.read_text().splitlines()[1] for path in stack.credentials.folder.glob("*.key")}
     assert len(secrets) >= 16
+    secrets |= {Path(header): await _refused_with(stack, header) for header in ("authorization", "x-api-key")}
     shown = [path.read_text(errors="replace") for path in stack.options.logs.glob("*.log")]
     shown += [server.log_path.read_text(errors="replace") for server in (stack.nats, stack.etcd)]
     pids = [process.pid for process in stack.processes.values()]

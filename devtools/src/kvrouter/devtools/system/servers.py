@@ -294,6 +294,11 @@ class EtcdServer(ServerProcess):
         """Address for clients, host:port, with https:// if it requires TLS."""
         return self.address if self._credentials is None else f"{self._scheme}://{self.address}"
 
+    @property
+    def peer_address(self) -> str:
+        """Address for other members, host:port."""
+        return f"127.0.0.1:{self._peer_port}"
+
     async def start(self) -> Self:
         """Starts the server, and creates its accounts at the first start.
 
@@ -341,6 +346,8 @@ class EtcdServer(ServerProcess):
         return [
             *("--cert-file", str(paths.cert), "--key-file", str(paths.key)),
             *("--trusted-ca-file", str(paths.authority), "--client-cert-auth"),
+            *("--peer-cert-file", str(paths.cert), "--peer-key-file", str(paths.key)),
+            *("--peer-trusted-ca-file", str(paths.authority), "--peer-client-cert-auth"),
             *("--auth-token", "simple", "--auth-token-ttl", str(self._token_seconds)),
             # The passwords are random, so a costly hash would protect nothing.
             *("--bcrypt-cost", "4"),
@@ -350,7 +357,7 @@ class EtcdServer(ServerProcess):
         client = f"{self._scheme}://{self.address}"
         # The member stores its peer address in its data, so the port must stay the same over restarts.
         self._peer_port = self._peer_port if (self.directory / "data").exists() and self._peer_port else free_port()
-        peer = f"http://127.0.0.1:{self._peer_port}"
+        peer = f"{self._scheme}://{self.peer_address}"
         return [
             *("--name", "dev", "--data-dir", str(self.directory / "data")),
             *("--listen-client-urls", client, "--advertise-client-urls", client),

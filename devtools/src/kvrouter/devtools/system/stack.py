@@ -85,6 +85,9 @@ class StackOptions:
     frontend_options: tuple[str, ...] = ()
     """Further flags of the Frontend."""
 
+    log_level: str = "info"
+    """Least level of the services' log lines."""
+
     def __post_init__(self) -> None:
         for name in ("workers", "blocks", "block_size", "stream_interval"):
             if getattr(self, name) < 1:
@@ -167,6 +170,8 @@ class Stack:
             self.etcd.endpoint,
             "--nats",
             self.nats.url,
+            "--log-level",
+            options.log_level,
         )
         host, _, port = self.http.rpartition(":")
         at = ("--bind", self.frontend, "--host", host, "--port", port)
