@@ -296,6 +296,9 @@ async def test_an_http_client_sees_one_response_with_its_own_prompt_in_the_usage
             routed = chunks[-1]["kvrouter"]
     assert routed["earlier_ranks"] == [f"{FAILING}:0"]
     assert routed["inexact_continuation"]
+    if stream:  # Clients that do not ask for the usage see it where the continuation begins.
+        noticed = [number for number, chunk in enumerate(chunks) if chunk.get("kvrouter", {}).get("migrations")]
+        assert noticed == [BEFORE, len(chunks) - 1]
     usage = chunks[-1]["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (100, TOKENS)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 32}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 from kvrouter.frontend.api.completion_request import CompletionRequest
-from kvrouter.frontend.api.completions import FINISH_REASONS, CompletionFrame
+from kvrouter.frontend.api.completions import FINISH_REASONS, CompletionFrame, migration_notice
 from kvrouter.frontend.api.token_list import encode_token_ids
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.runtime.errors import TooLarge
@@ -64,6 +64,8 @@ class CompletionStream:
         self._prompt_is_due = self._frame.returns_prompt
         # The text of a chunk before its token ids, and after them by finish reason.
         self._before = b""
+        self._notice = b""
+        """Field of the next chunk, which says that the request has migrated."""
         self._after = {
             number: b',"logprobs":null,"finish_reason":%b,"stop_reason":null}]}' % msgspec.json.encode(name)
             for number, name in FINISH_REASONS.items()
@@ -77,6 +79,7 @@ class CompletionStream:
         self._frame.routed(routing)
         self._events.add_headers(self._frame.headers)
         envelope = msgspec.json.encode(self._frame.envelope())
+        self._notice = migration_notice(routing)
         self._before = envelope[:-1] + b',"choices":[{"index":0,"text":""'
 
     def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
@@ -131,6 +134,8 @@ class CompletionStream:
 
     def _write(self, token_ids: Any, finish_reason: int) -> None:
         before, after = self._before, self._after.get(finish_reason) or self._after[0]
+        if self._notice:
+            after, self._notice = b"%b%b}" % (after[:-1], self._notice), b""
         if not self._frame.returns_token_ids:
             self._events.write_event(before + after)
             return

@@ -48,6 +48,11 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
     return routed
 
 
+def migration_notice(routing: RoutingInfo) -> bytes:
+    """Returns a field for the first chunk of a stream's continuation; empty if the request has not migrated."""
+    return b',"kvrouter":' + msgspec.json.encode(describe_routing(routing)) if routing.migrations else b""
+
+
 def routing_headers(routing: RoutingInfo) -> dict[str, str]:
     """Returns the headers that say where a request ran."""
     headers = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.completion_stream import EventSink
+from kvrouter.frontend.api.completions import migration_notice
 from kvrouter.frontend.api.openai.choice import Piece
 from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.token_list import encode_token_ids
@@ -28,6 +29,8 @@ class StreamedResponse:
         self._kind = "chat.completion.chunk" if frame.request.is_chat else "text_completion"
         self._head = b""
         self._begun: set[int] = set()
+        self._notices: dict[int, bytes] = {}
+        """Field of the next chunk of each sequence that has migrated."""
         self._offsets: dict[int, int] = {}
         self._unread: list[bytes] = []
         self._unread_bytes = 0
@@ -36,6 +39,8 @@ class StreamedResponse:
     def routed(self, index: int, routing: RoutingInfo) -> None:
         """Adds where a sequence runs."""
         self._frame.routed(index, routing)
+        if notice := migration_notice(routing):
+            self._notices[index] = notice
         if not self._head:
             self._events.add_headers(self._frame.headers)
             self._head = _encode(self._frame.envelope(self._kind))[:-1]
@@ -71,7 +76,8 @@ class StreamedResponse:
             extra["token_ids"] = encode_token_ids(piece.token_ids)
         if frame.returns_prompt and begins:
             extra["prompt_token_ids"] = encode_token_ids(frame.prompt_of(index))
-        self._write(b'%b,"choices":[{"index":%d,%b]}' % (self._head, index, _encode(extra)[1:]))
+        notice = self._notices.pop(index, b"") if self._notices else b""
+        self._write(b'%b,"choices":[{"index":%d,%b]%b}' % (self._head, index, _encode(extra)[1:], notice))
 
     async def end(self) -> None:
         """Writes the rest of the response."""
