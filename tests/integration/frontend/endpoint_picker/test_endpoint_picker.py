@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,69 +13,20 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeade
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
-from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing.metrics import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
-from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, GetStatusRequest, SetBusyThresholdRequest
 from prometheus_client import CollectorRegistry
 
 from tests.integration.runtime.tracing.collector import collecting
 
 from ..gateway import MODEL, System, running_system, until
-from .gateway_stream import GatewayStream, headers
+from .gateway_stream import headers
+from .picking import Gateway
 
 BODY = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 8, "stream": True, "unknown": {"kept": True}}
 BUSY = SetBusyThresholdRequest(model=MODEL, thresholds=BusyThresholds(active_decode_blocks_threshold=0.0))
-
-
-class Gateway:
-    """A system with an endpoint picker."""
-
-    def __init__(self, system: System, address: str) -> None:
-        self.system = system
-        self.address = address
-        self.channel = grpc.aio.insecure_channel(address)
-
-    def stream(self) -> GatewayStream:
-        return GatewayStream(self.channel)
-
-    async def add_engine(self, worker_id: int, **fields: Any) -> str:
-        """Registers a worker whose requests reach the engine by another way; its OpenAI address."""
-        endpoint = f"127.0.0.1:{20_000 + worker_id}"
-        known: dict[str, Any] = {"openai_endpoint": f"http://{endpoint}", "ranks": {0: 1000}}
-        where = self.system.where
-        config = WorkerConfig(
-            component=ComponentName(where["namespace"], "workers"),
-            model=MODEL,
-            block_size=16,
-            worker_id=worker_id,
-            etcd=where["etcd"],
-            nats=where["nats"],
-            **(known | fields),
-        )
-        await self.system.stack.enter_async_context(running(config))
-        await self.system.until_candidate(worker_id)
-        return endpoint
-
-    async def until_booked(self, *counts: int) -> None:
-        """Returns when the workers have so many bookings, in the order of their ids."""
-        async with asyncio.timeout(30):
-            while True:
-                loads = await self.system.loads()
-                if tuple(loads[worker_id].active_requests for worker_id in sorted(loads)) == counts:
-                    return
-                await asyncio.sleep(0.01)
-
-
-@pytest.fixture
-async def gateway(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[Gateway]:
-    address = f"127.0.0.1:{free_port()}"
-    async with running_system(nats_url, etcd_endpoint, namespace, endpoint_picker_bind=address) as system:
-        made = Gateway(system, address)
-        yield made
-        await made.channel.close()
 
 
 async def test_a_choice_is_a_span_of_the_gateways_trace(gateway: Gateway) -> None:

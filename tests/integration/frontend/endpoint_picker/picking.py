@@ -1,0 +1,52 @@
+"""A system with an endpoint picker, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+from kvrouter.publisher.worker import WorkerConfig, running
+from kvrouter.v1.names import ComponentName
+
+from ..gateway import MODEL, System
+from .gateway_stream import GatewayStream
+
+
+class Gateway:
+    """A system with an endpoint picker."""
+
+    def __init__(self, system: System, address: str) -> None:
+        self.system = system
+        self.address = address
+        self.channel = grpc.aio.insecure_channel(address)
+
+    def stream(self) -> GatewayStream:
+        return GatewayStream(self.channel)
+
+    async def add_engine(self, worker_id: int, **fields: Any) -> str:
+        """Registers a worker whose requests reach the engine by another way; its OpenAI address."""
+        endpoint = f"127.0.0.1:{20_000 + worker_id}"
+        known: dict[str, Any] = {"openai_endpoint": f"http://{endpoint}", "ranks": {0: 1000}}
+        where = self.system.where
+        config = WorkerConfig(
+            component=ComponentName(where["namespace"], "workers"),
+            model=MODEL,
+            block_size=16,
+            worker_id=worker_id,
+            etcd=where["etcd"],
+            nats=where["nats"],
+            **(known | fields),
+        )
+        await self.system.stack.enter_async_context(running(config))
+        await self.system.until_candidate(worker_id)
+        return endpoint
+
+    async def until_booked(self, *counts: int) -> None:
+        """Returns when the workers have so many bookings, in the order of their ids."""
+        async with asyncio.timeout(30):
+            while True:
+                loads = await self.system.loads()
+                if tuple(loads[worker_id].active_requests for worker_id in sorted(loads)) == counts:
+                    return
+                await asyncio.sleep(0.01)
