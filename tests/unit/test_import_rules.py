@@ -147,7 +147,10 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
             *("recording", "scheduler_client", "text", "web", "worker_client"),
         ),
         "web": ("indexer_client", "recording"),
-        "endpoint_picker": ("access", "api", "packed_prompt", "scheduler_client", "text", "worker_client"),
+        "endpoint_picker": (
+            *("access", "admission", "api", "lifecycle", "model_metrics", "packed_prompt"),
+            *("scheduler_client", "text", "worker_client"),
+        ),
         "processes": ("access", "app", "settings"),
         "settings": ("scheduler_client",),
     },

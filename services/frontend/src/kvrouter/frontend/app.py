@@ -114,6 +114,7 @@ async def running(
     access = None if opened is None else opened.access
     disaggregation = Disaggregation(runtime.directory, links, metrics)
     bounded = AdmissionLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
+    admission = Admission(bounded, runtime.registry)
     models = ServedModels(runtime.directory, texts, access)
     runner = RequestRunner(
         models,
@@ -124,7 +125,7 @@ async def running(
         recorder=recorder,
         popular_prefixes=PopularPrefixes() if settings.web_page else None,
         access=access,
-        admission=Admission(bounded, runtime.registry),
+        admission=admission,
         disaggregation=disaggregation,
     )
     service = FrontendService(runtime.directory, links, models, runner, metrics, indexers, access)
@@ -137,7 +138,7 @@ async def running(
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
-            async with _serving_endpoint_picker(settings, runtime, links, health, texts, access):
+            async with _serving_endpoint_picker(settings, runtime, links, health, texts, metrics, access, admission):
                 yield service
         finally:
             linking.cancel()
@@ -163,7 +164,9 @@ async def _serving_endpoint_picker(
     links: SchedulerLinks,
     health: WorkerHealth,
     texts: TextModels,
+    metrics: FrontendMetrics,
     access: Access | None,
+    admission: Admission,
 ) -> AsyncIterator[None]:
     """Serves the endpoint picker while the context lasts, if its address is set.
 
@@ -176,20 +179,24 @@ async def _serving_endpoint_picker(
         return
     # Imported only here, since its messages are an extra.
     try:
+        from kvrouter.frontend.endpoint_picker.admission import PickerAdmission
+        from kvrouter.frontend.endpoint_picker.exchange import ExchangeOptions
         from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
         from kvrouter.frontend.endpoint_picker.picker import Picker
         from kvrouter.frontend.endpoint_picker.server import serving_picker
     except ModuleNotFoundError as error:
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
+    options = ExchangeOptions(
+        settings.request_timeout_seconds, PickerAdmission(access, admission), access, settings.request_stream_usage
+    )
     async with serving_picker(
-        Picker(runtime.directory, links, health, limits, texts, access),
+        Picker(runtime.directory, links, health, limits, texts, metrics.models, access),
         PickerMetrics(runtime.registry),
         settings.endpoint_picker_bind,
-        timeout_seconds=settings.request_timeout_seconds,
+        options,
         drain_seconds=settings.drain_seconds,
         tls=runtime.tls,
-        access=access,
     ):
         yield
 

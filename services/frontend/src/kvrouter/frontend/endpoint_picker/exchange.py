@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -20,13 +20,17 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, Processin
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller
 from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
-from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
+from kvrouter.frontend.api.openai.stream_usage import with_usage
+from kvrouter.frontend.api.request_fields import RANK_HEADER, requested_rank
 from kvrouter.frontend.endpoint_picker import responses
+from kvrouter.frontend.endpoint_picker.admission import AdmittedRequest, PickerAdmission
+from kvrouter.frontend.endpoint_picker.engine_response import EngineResponse
 from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints, served_endpoint
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.endpoint_picker.picker import Picker
+from kvrouter.frontend.lifecycle.span_attributes import describe_attempt, of_request
 from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest, KvRouterError, TooLarge
@@ -39,11 +43,27 @@ _FOLLOW_SECONDS = 2.0
 """Deadline for booking the load of a request that a fallback served."""
 _STREAM_TYPE = "text/event-stream"
 
+_ENCODING = "accept-encoding"
+
 Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
 
 
 class _GatewayLeft(Exception):
     """The gateway ended the stream: the client disconnected."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """How requests are treated."""
+
+    timeout_seconds: float
+    """Maximum time for a choice."""
+    admission: PickerAdmission
+    """Admits requests within limits."""
+    access: Access | None = None
+    """Authentication of the gateway's clients; None for none."""
+    requests_usage: bool = False
+    """Whether to request the usage of streams for the Frontend's own purpose, and remove it again."""
 
 
 class Exchange:
@@ -54,25 +74,25 @@ class Exchange:
         context: Context,
         picker: Picker,
         metrics: PickerMetrics,
-        *,
-        timeout_seconds: float,
-        access: Access | None = None,
+        options: ExchangeOptions,
     ) -> None:
         self._context = context
         self._picker = picker
         self._metrics = metrics
-        self._timeout_seconds = timeout_seconds
-        self._access = access
+        self._options = options
+        self._access = options.access
         self._caller: Caller | None = None
         self._refused = False
-        self._grant: Grant | None = None
+        self._admitted: AdmittedRequest | None = None
         self._request_id = ""
         self._traceparent = ""
         self._body = bytearray()
         self._allowed: frozenset[str] | None = None
         self._routed = RoutedBody("")
         self._pick: Pick | None = None
-        self._is_stream = False
+        self._dp_rank: int | None = None
+        self._removes_usage = False
+        self._response = EngineResponse(is_stream=False, removes_usage=False)
         self._full_duplex_response = False
         self._reading: asyncio.Task[Any] | None = None
 
@@ -88,10 +108,7 @@ class Exchange:
         except _GatewayLeft:
             self._metrics.requests.labels(code="CANCELLED").inc()
         finally:
-            if self._pick is not None:
-                self._pick.end()
-            if self._grant is not None:
-                self._grant.end()
+            self._free()
             if self._reading is not None:
                 self._reading.cancel()
 
@@ -112,7 +129,7 @@ class Exchange:
                 headers = _headers(message.request_headers.headers)
                 self._request_id = headers.get("x-request-id") or uuid.uuid4().hex
                 self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
-                if self._access is not None and not await self._authenticate(message.request_headers.headers):
+                if not await self._accept(message.request_headers.headers):
                     return
                 self._allowed = allowed_endpoints(message.metadata_context)
                 if message.request_headers.end_of_stream:
@@ -132,12 +149,13 @@ class Exchange:
             case _:
                 raise BadRequest("expected headers, a body or trailers, received a message with none of them")
 
-    async def _authenticate(self, headers: HeaderMap) -> bool:
-        """Returns whether the caller may call the path; otherwise the request is refused."""
-        assert self._access is not None  # noqa: S101 - checked by the caller
-        path = _headers(headers).get(":path", "")
+    async def _accept(self, headers: HeaderMap) -> bool:
+        """Returns whether the caller may call the path, and its headers are valid; otherwise refuses the request."""
+        named = _headers(headers)
         try:
-            self._caller = self._access.admit_to_engine(path, _header_list(headers))
+            if self._access is not None:
+                self._caller = self._access.admit_to_engine(named.get(":path", ""), _header_list(headers))
+            self._dp_rank = requested_rank(named)
         except KvRouterError as error:
             await self._refuse(error)
             return False
@@ -179,30 +197,39 @@ class Exchange:
         except KvRouterError as error:
             await self._refuse(error)
             return
-        headers = {"x-request-id": self._request_id, **pick.headers}
-        await self._context.write(responses.route(pick.endpoints, headers, self._hidden_headers))
+        headers = {**self._added_headers, **pick.headers}
+        await self._context.write(
+            responses.route(pick.endpoints, headers, sorted(self._removed_headers - headers.keys()))
+        )
         for piece in responses.request_body(self._body, end_of_stream=end_of_stream):
             await self._context.write(piece)
         self._body = bytearray()
 
     async def _choose(self) -> Pick:
         with trace_context.entered(self._traceparent), request_span("pick endpoint") as pick_span:
+            # The engine continues the trace from here, also if the client has begun none.
+            self._traceparent = trace_context.current()
             pick = await self._choose_endpoint()
             if pick_span.recording:
-                pick_span.set({"kvrouter.request_id": self._request_id, "gen_ai.request.model": self._routed.model})
+                pick_span.set(of_request(self._routed.model, self._request_id, self._routed.prompt_tokens))
+                describe_attempt(pick_span, pick.booking, pick.endpoints[0])
             return pick
 
     async def _choose_endpoint(self) -> Pick:
         self._routed, self._body = await self._picker.read(self._body, self._caller)
-        if self._access is not None:
-            tokens = self._routed.prompt_tokens + self._routed.max_output_tokens
-            self._grant = self._access.grant(tokens, "engine request", self._caller)
+        self._routed = replace(self._routed, dp_rank=self._dp_rank)
+        view = self._picker.view(self._routed.model)
+        self._admitted = self._options.admission.admit(view, self._routed, self._caller)
+        if self._options.requests_usage and self._full_duplex_response:
+            with_requested_usage = with_usage(bytes(self._body))
+            self._removes_usage = with_requested_usage is not None
+            self._body = bytearray(with_requested_usage or self._body)
         # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
         self._pick = await self._picker.pick(
             self._routed,
             request_id=self._request_id,
             allowed=self._allowed,
-            deadline=Deadline.after(self._timeout_seconds),
+            deadline=Deadline.after(self._options.timeout_seconds),
         )
         return self._pick
 
@@ -213,12 +240,26 @@ class Exchange:
         except KvRouterError as error:
             await self._refuse(error)
         else:
-            headers = {"x-request-id": self._request_id}
-            await self._context.write(responses.route(endpoints, headers, self._hidden_headers))
+            headers = self._added_headers
+            await self._context.write(
+                responses.route(endpoints, headers, sorted(self._removed_headers - headers.keys()))
+            )
 
     @property
-    def _hidden_headers(self) -> Collection[str]:
-        return () if self._access is None else CREDENTIAL_HEADERS
+    def _added_headers(self) -> dict[str, str]:
+        """Headers that every engine gets."""
+        trace = {trace_context.HEADER: self._traceparent} if self._traceparent else {}
+        return {"x-request-id": self._request_id, **trace}
+
+    @property
+    def _removed_headers(self) -> set[str]:
+        """Headers of the client that no engine gets."""
+        removed = set(() if self._access is None else CREDENTIAL_HEADERS)
+        if self._dp_rank is not None:
+            removed.add(RANK_HEADER)
+        if self._removes_usage:
+            removed.add(_ENCODING)  # A compressed stream could not be read.
+        return removed
 
     async def _refuse(self, error: KvRouterError, *, status: int | None = None) -> None:
         self._refused = True
@@ -227,7 +268,9 @@ class Exchange:
 
     async def _begin_response(self, message: ProcessingRequest) -> None:
         headers = _headers(message.response_headers.headers)
-        self._is_stream = headers.get("content-type", "").startswith(_STREAM_TYPE)
+        self._response = EngineResponse(
+            is_stream=headers.get("content-type", "").startswith(_STREAM_TYPE), removes_usage=self._removes_usage
+        )
         added: dict[str, str] = {}
         if self._pick is not None:
             served = served_endpoint(message.metadata_context)
@@ -242,6 +285,7 @@ class Exchange:
                 )
             rank = self._pick.booking.rank
             added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request_id}
+            added["x-kvrouter-overlap-blocks"] = str(self._pick.overlap_blocks)
             if self._pick.routed_on_load:
                 added["x-kvrouter-routed-on"] = "load"
         await self._context.write(responses.response_headers(added))
@@ -249,21 +293,32 @@ class Exchange:
             self._end()
 
     async def _pass_on(self, piece: HttpBody) -> None:
+        passed = self._response.take(piece.body, ends=piece.end_of_stream)
         if self._pick is not None:
-            self._pick.responded(piece.body, is_stream=self._is_stream)
+            self._pick.responded(piece.body, is_stream=self._response.is_stream)
         if piece.end_of_stream:
             self._end()
         await self._context.write(
-            responses.response_body(
-                piece.body, end_of_stream=piece.end_of_stream, full_duplex=self._full_duplex_response
-            )
+            responses.response_body(passed, end_of_stream=piece.end_of_stream, full_duplex=self._full_duplex_response)
         )
 
     def _end(self) -> None:
         if self._pick is not None:
-            self._pick.end()
             self._metrics.requests.labels(code="OK").inc()
-            self._pick = None
+            self._free()
+
+    def _free(self) -> None:
+        """Frees the booking, and ends the request for its limits, once."""
+        usage = self._response.usage()
+        pick, self._pick = self._pick, None
+        admitted, self._admitted = self._admitted, None
+        output_tokens = None if usage is None else usage.completion_tokens
+        if pick is not None:
+            pick.end(None if usage is None else usage.cached_tokens)
+            if output_tokens is None and (self._response.is_stream or not pick.output_tokens):
+                output_tokens = pick.output_tokens
+        if admitted is not None:
+            admitted.end(output_tokens if pick is not None else 0)
 
 
 def _headers(headers: HeaderMap) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 
@@ -20,6 +21,8 @@ class Pick:
         endpoints: Sequence[str],
         headers: Mapping[str, str],
         *,
+        metrics: ModelMetrics,
+        overlap_blocks: int,
         routed_on_load: bool,
     ) -> None:
         self.booking = booking
@@ -29,22 +32,35 @@ class Pick:
         """Headers for the engine, such as the rank that it shall use."""
         self.routed_on_load = routed_on_load
         """Whether the prompt could not be tokenized, so that no prefix was found."""
+        self.overlap_blocks = overlap_blocks
+        """Predicted overlap: leading blocks of the prompt that the rank has in device memory."""
+        self.output_tokens = 0
+        """Number of output tokens so far, as far as it can be seen: one for each event, and one for other responses."""
+        self._metrics = metrics
         self._link = link
-        self._output_tokens = 0
         self._ended = False
 
     def responded(self, piece: bytes, *, is_stream: bool) -> None:
         """Accounts for a piece of the response: the first one ends the prefill, each event of a stream is a token."""
         if self._ended or not piece:
             return
-        if not self._output_tokens:
+        if not self.output_tokens:
             self._link.prefill_complete(self.booking)
-        self._output_tokens += max(1, piece.count(_EVENT)) if is_stream else 1
+        self.output_tokens += max(1, piece.count(_EVENT)) if is_stream else 1
         if is_stream:
-            self._link.report_output(self.booking, self._output_tokens)
+            self._link.report_output(self.booking, self.output_tokens)
 
-    def end(self) -> None:
-        """Frees the booking."""
-        if not self._ended:
-            self._ended = True
-            self._link.free(self.booking, None)
+    def end(self, cached_tokens: int | None = None) -> None:
+        """Frees the booking.
+
+        Args:
+            cached_tokens: Prompt tokens that the engine found in its cache; None if it did not report them.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        self._link.free(self.booking, cached_tokens)
+        if cached_tokens is not None:
+            self._metrics.cached_tokens.inc(cached_tokens)
+            self._metrics.predicted_cached_tokens.inc(self.booking.predicted_cached_tokens)
+            self._metrics.prompt_tokens.inc(self.booking.prompt_tokens)

@@ -16,8 +16,10 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.tenant_body import permitted
+from kvrouter.frontend.api.request_fields import RANK_HEADER
 from kvrouter.frontend.api.validation import Limits, resolve_model
 from kvrouter.frontend.endpoint_picker.pick import Pick
+from kvrouter.frontend.model_metrics import MetricsByModel
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
@@ -36,8 +38,6 @@ log = structlog.get_logger(component="endpoint-picker")
 
 _FALLBACKS = 2
 """Further endpoints named with each pick, for gateways that retry."""
-_RANK_HEADER = "x-data-parallel-rank"
-"""Header by which vLLM runs a request on a certain data-parallel rank."""
 
 
 class _Offer(NamedTuple):
@@ -82,6 +82,8 @@ class _Offer(NamedTuple):
             priority=body.priority,
             max_output_tokens=body.max_output_tokens,
         )
+        if body.dp_rank is not None:
+            routing.constraints.dp_rank = body.dp_rank
         return cls(view, endpoints, routing, hashes)
 
     def takes(self, body: RoutedBody) -> bool:
@@ -113,9 +115,11 @@ class Picker:
         health: WorkerHealth,
         limits: Limits,
         texts: TextModels,
+        metrics: MetricsByModel,
         access: Access | None = None,
     ) -> None:
         self._access = access
+        self._metrics = metrics
         self._max_prompt_tokens = limits.max_prompt_tokens
         self._texts = texts
         self._directory = directory
@@ -138,7 +142,7 @@ class Picker:
         if self._access is not None:
             routed, passed = permitted(self._access, routed, body, caller)
             body = bytearray(passed)
-        model = resolve_model(routed.model, self._directory.components)[0][0].descriptor.model
+        model = self.view(routed.model).descriptor.model
         return await routed.tokenized(self._texts, model, max_prompt_tokens=self._max_prompt_tokens), body
 
     async def pick(
@@ -188,9 +192,15 @@ class Picker:
         fallbacks = self._fallbacks(view.name, endpoints, chosen)
         headers = {}
         if len(view.workers[chosen].ranks) > 1:
-            headers[_RANK_HEADER] = str(booking.rank.dp_rank)
+            headers[RANK_HEADER] = str(booking.rank.dp_rank)
         return Pick(
-            booking, link, [endpoints[chosen], *fallbacks], headers, routed_on_load=body.is_routed_on_load(view)
+            booking,
+            link,
+            [endpoints[chosen], *fallbacks],
+            headers,
+            metrics=self._metrics.of(view.descriptor.model),
+            overlap_blocks=selection.overlap_blocks,
+            routed_on_load=body.is_routed_on_load(view),
         )
 
     def any_endpoints(self, allowed: Collection[str] | None) -> list[str]:
@@ -221,6 +231,15 @@ class Picker:
         except KvRouterError as error:
             log.warning("fallback.not_booked", request_id=request_id, served=served, cause=str(error))
             return pick
+
+    def view(self, model: str) -> ComponentView:
+        """Returns a component of a model or LoRA adapter.
+
+        Raises:
+            UnknownModel: no component serves it.
+        """
+        views, _ = resolve_model(model, self._directory.components)
+        return views[0]
 
     def _fallbacks(self, name: ComponentName, endpoints: Mapping[int, str], chosen: int) -> list[str]:
         healthy = [worker.worker_id for worker in self._health.healthy(name)]

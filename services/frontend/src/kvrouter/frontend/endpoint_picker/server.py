@@ -16,8 +16,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
-from kvrouter.frontend.access.access import Access
-from kvrouter.frontend.endpoint_picker.exchange import Context, Exchange
+from kvrouter.frontend.endpoint_picker.exchange import Context, Exchange, ExchangeOptions
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.net.grpc_options import SERVER_OPTIONS
@@ -39,13 +38,10 @@ _STOP_SECONDS = 0.5
 class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  # The base class is not typed.
     """Envoy's external processing service."""
 
-    def __init__(
-        self, picker: Picker, metrics: PickerMetrics, *, timeout_seconds: float, access: Access | None = None
-    ) -> None:
+    def __init__(self, picker: Picker, metrics: PickerMetrics, options: ExchangeOptions) -> None:
         self._picker = picker
         self._metrics = metrics
-        self._access = access
-        self._timeout_seconds = timeout_seconds
+        self._options = options
         self._idle = asyncio.Event()
         self._idle.set()
         self.running = 0
@@ -61,14 +57,7 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
         self._idle.clear()
         try:
             with self._metrics.running.track_inprogress():
-                exchange = Exchange(
-                    context,
-                    self._picker,
-                    self._metrics,
-                    timeout_seconds=self._timeout_seconds,
-                    access=self._access,
-                )
-                await exchange.run()
+                await Exchange(context, self._picker, self._metrics, self._options).run()
         except KvRouterError as error:
             log.warning("gateway.refused", cause=str(error))
             await context.abort(error.code, f"{error}. {error.info.advice}")
@@ -83,11 +72,10 @@ async def serving_picker(
     picker: Picker,
     metrics: PickerMetrics,
     bind: str,
+    options: ExchangeOptions,
     *,
-    timeout_seconds: float,
     drain_seconds: float,
     tls: Tls | None = None,
-    access: Access | None = None,
 ) -> AsyncIterator[str]:
     """Serves the endpoint picker while the context lasts; yields its address, host:port.
 
@@ -95,8 +83,7 @@ async def serving_picker(
         picker: Chooses endpoints.
         metrics: Counts requests.
         bind: Address to listen on, host:port.
-        timeout_seconds: Maximum time for a choice.
-        access: Authentication of the gateway's clients; None for none.
+        options: How requests are treated.
         drain_seconds: Maximum time that running requests get to end when the context ends.
         tls: Encrypts connections; None for plain text.
 
@@ -104,7 +91,7 @@ async def serving_picker(
         BindFailed: the port is in use or the address is not one of this machine's.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    service = EndpointPickerService(picker, metrics, timeout_seconds=timeout_seconds, access=access)
+    service = EndpointPickerService(picker, metrics, options)
     add_ExternalProcessorServicer_to_server(service, server)
     health = aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
