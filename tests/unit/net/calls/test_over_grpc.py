@@ -288,6 +288,14 @@ SERVER_VIOLATIONS = {
     "garbage": (b"\xff\xff\xff", "garbage"),
     "a response to an unknown call": (CallResponse(number=99, kind=_LAST), "unknown_call"),
     "an unknown kind of response": (CallResponse(number=1, kind=77), "unknown_kind"),  # type: ignore[arg-type]
+    "a whole response to an unknown call": (
+        OpenCallStreamResponse(whole_numbers=[99], whole_responses=[b"x"]).SerializeToString(),
+        "unknown_call",
+    ),
+    "more numbers than whole responses": (
+        OpenCallStreamResponse(whole_numbers=[1, 1], whole_responses=[b"x"]).SerializeToString(),
+        "columns",
+    ),
 }
 
 

@@ -7,7 +7,7 @@ into a message, and counts as sent once its last part is. So a call that is not 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import (
@@ -196,29 +196,21 @@ class ClientStream:
         if message.HasField("server_hello"):
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
         self.heard = True
-        calls = self._calls
+        numbers, whole = message.whole_numbers, message.whole_responses
+        if numbers or whole:
+            self._receive_whole(numbers[:], whole[:])
         for item in message.responses:
-            number = item.number
-            call = calls.get(number)
-            if call is None:
-                raise ProtocolViolation("unknown_call", f"received a response to call {number}, which is not running")
-            receiver = call.receiver
-            kind = item.kind
+            call = self._running(item.number)
             try:
-                if kind or self._parts:
-                    self._take(call, kind, item)
-                elif receiver is not None:
-                    receiver.on_response(item.response)
+                self._take(call, item.kind, item)
             except ProtocolViolation:
                 raise
             except Exception:
-                # A defect in one call's receiver must not end the others.
-                log.exception("call.receiver_failed", call=number)
-                call.cancel()
+                self._defect(call)
         if message.HasField("draining"):
             self._drain(message.draining.last_call)
         self.counts.messages_received += 1
-        self.counts.items_received += len(message.responses)
+        self.counts.items_received += len(numbers) + len(message.responses)
 
     def lose(self, cause: str) -> None:
         """Ends every call because the stream has ended."""
@@ -282,6 +274,32 @@ class ClientStream:
     def _send_cancel(self, number: int) -> None:
         self._cancelled.append(number)
         self._wake()
+
+    def _running(self, number: int) -> RunningCall:
+        call = self._calls.get(number)
+        if call is None:
+            raise ProtocolViolation("unknown_call", f"received a response to call {number}, which is not running")
+        return call
+
+    def _defect(self, call: RunningCall) -> None:
+        """Ends a call whose receiver has failed: a defect in one must not end the others."""
+        log.exception("call.receiver_failed", call=call.number)
+        call.cancel()
+
+    def _receive_whole(self, numbers: Sequence[int], responses: Sequence[bytes]) -> None:
+        if len(numbers) != len(responses):
+            raise ProtocolViolation(
+                "columns", f"expected as many whole responses as numbers, received {len(responses)} and {len(numbers)}"
+            )
+        calls = self._calls
+        for number, response in zip(numbers, responses, strict=True):
+            call = calls.get(number) or self._running(number)
+            receiver = call.receiver
+            if receiver is not None:
+                try:
+                    receiver.on_response(response)
+                except Exception:
+                    self._defect(call)
 
     def _take(self, call: RunningCall, kind: int, item: CallResponse) -> None:
         """Processes a response that is a part, follows parts, or ends its call."""

@@ -218,6 +218,8 @@ class ServerStream:
         """Adds the responses that fit, in order. Returns the number of items added."""
         room = self._message_bytes - 2 * ITEM_BYTES
         queue, add = self._queue, message.responses.add
+        add_number, add_whole = message.whole_numbers.append, message.whole_responses.append
+        in_parts: set[int] = set()
         part = self._part_bytes + ITEM_BYTES
         sent = 0
         while queue:
@@ -234,6 +236,7 @@ class ServerStream:
                 sent += 1
                 start = self._offset
                 self._offset = end = start + self._part_bytes
+                in_parts.add(call.number)
                 if end < len(response):
                     add(number=call.number, response=response[start:end], kind=PART)
                     continue
@@ -245,8 +248,13 @@ class ServerStream:
                 continue
             elif size > room:
                 break
-            else:
+            elif kind:
                 add(number=call.number, response=response, kind=kind)
+            elif call.number in in_parts:
+                break  # In this message it would precede the parts of an earlier response.
+            else:
+                add_number(call.number)
+                add_whole(response)
             room -= size
             sent += 1
             queue.popleft()
