@@ -62,7 +62,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "kv_transfer": (),
         "contracts": ("deadline",),
         "config": ("version",),
-        "http_server": ("bounds", "listening"),
+        "http_server": ("bounds", "http_refusals", "listening"),
         "telemetry": ("http_server", "listening", "version"),
         "tracing": ("config", "errors", "version"),
         "rpc": ("deadline", "errors", "listening", "telemetry", "tracing"),
