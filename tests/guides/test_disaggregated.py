@@ -20,7 +20,7 @@ async def test_a_long_prompt_makes_the_detour_and_a_short_one_does_not(tmp_path:
             guide.replace({"127.0.0.1:8000": http[1]})
             long = json.loads(await guide.run("seq -s, 1 2000"))["kvrouter"]
             assert long["prefill_rank"] == "3:0"
-            assert long["prefill_reason"] == "to transfer 2000 tokens takes 15.5 ms, to compute them 32.0 ms"
+            assert long["prefill_reason"] == "to transfer 2000 tokens takes 15.5 ms, to compute them 48.6 ms"
             short = json.loads(await guide.run("seq -s, 5001 5100)"))["kvrouter"]
             assert "prefill_rank" not in short
             assert short["prefill_reason"] == "the decode worker lacks only 100 tokens, fewer than 512"

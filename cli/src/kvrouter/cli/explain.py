@@ -85,6 +85,10 @@ def summary(decision: Decision) -> str:
         lines.append(
             f"prefill by {'a prefill worker' if decision.prefill.remote else 'this rank'}: {decision.prefill.reason}"
         )
+        lines.append(
+            f"measured over modelled time: {decision.prefill.compute_factor:.2f} to compute,"
+            f" {decision.prefill.transfer_factor:.2f} to transfer"
+        )
     if decision.load_only:
         lines.append("on load alone: no Indexer answered in time")
     if decision.reason:

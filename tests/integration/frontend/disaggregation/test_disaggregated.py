@@ -10,7 +10,7 @@ from kvrouter.runtime.errors import UnknownModel, UnknownWorker
 from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints, RoutingOverrides, Stage
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest, ListModelsRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from .fleet import DECODE, PREFILL, Fleet
@@ -29,6 +29,10 @@ async def test_a_prefill_worker_computes_a_long_prompt_for_a_decode_worker(fleet
     assert len(served.routing) == 1
     assert fleet.prefills("remote") == 1
     await fleet.until_idle()
+    await fleet.serve(first=1000)
+    status = await fleet.system.scheduler.get_status(GetStatusRequest(decisions=10), deadline=Deadline.after(10))
+    measured = [each.prefill.transfer_factor for each in status.decisions if each.HasField("prefill")]
+    assert sorted(factor == 1 for factor in measured) == [False, True], "the hand-over of the first request counts"
 
 
 async def test_the_detour_begins_with_the_first_prefill_worker_and_ends_with_the_last_one(

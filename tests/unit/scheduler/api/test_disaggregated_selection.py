@@ -7,17 +7,24 @@ from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
-from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Component, Role, Stage
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import (
+    FreeRequest,
+    MarkPrefillCompleteRequest,
+    PrefillDecision,
+    SelectWorkerRequest,
+)
 
-from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, worker
+from ..harness import BLOCK, POOL, Parts, ResidentBlocks, routing, selecting, view, worker
 
 PREFILL = RemotePrefillOptions(min_tokens=4 * BLOCK, prefill_us_per_token=10.0, transfer=KvTransfer(latency_ms=0.0))
 
 
-def parts(mode: str, indexer: ResidentBlocks | None = None) -> Parts:
+def parts(mode: str, indexer: ResidentBlocks | None = None, options: RemotePrefillOptions = PREFILL) -> Parts:
     return Parts(
         view(*(worker(number, role=Role.ROLE_DECODE) for number in (1, 2)), role=Role.ROLE_DECODE),
-        options=RoutingOptions(mode, remote_prefill=PREFILL),
+        options=RoutingOptions(mode, remote_prefill=options),
         indexer=indexer or ResidentBlocks(),
     )
 
@@ -73,3 +80,47 @@ async def test_explain_shows_who_computes_the_prompt_and_what_each_worker_holds(
     assert explained.prefill == chosen.prefill
     assert [each.overlap_blocks for each in explained.candidates] == [2, 0]
     assert chosen.rank.worker_id == 1, "it must receive less"
+
+
+@pytest.mark.parametrize("mode", ["kv", "forecast"])
+async def test_the_decision_follows_measured_hand_overs(mode: str) -> None:
+    scheduler = parts(mode, options=RemotePrefillOptions(min_tokens=0))
+    selected = []
+    for number in range(8):
+        key = BookingKey(request_id=str(number), stage=Stage.STAGE_DECODE)
+        request = SelectWorkerRequest(request=routing(8, may_prefill_locally=True), booking=key)
+        selected.append((await scheduler.select(request)).prefill)
+        for handover_us in (1_000_000, 1):  # The second is a repetition, as after a reconnection.
+            scheduler.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key, handover_us=handover_us))
+        scheduler.bookings.free(FreeRequest(booking=key))
+    first, last = selected[0], selected[-1]
+    assert (first.remote, first.compute_factor, first.transfer_factor) == (True, 1.0, 1.0)
+    assert last.transfer_factor > 3
+    assert last.transfer_ms == pytest.approx(first.transfer_ms * last.transfer_factor)
+    assert not last.remote
+    assert "no less than to compute them" in last.reason
+
+
+@pytest.mark.parametrize("mode", ["kv", "forecast"])
+async def test_prefill_workers_stand_in_until_a_decode_worker_has_computed_a_prompt(mode: str) -> None:
+    scheduler = parts(mode, options=RemotePrefillOptions(min_tokens=1 << 20))
+    name = ComponentName(POOL.namespace, "prefill")
+    prefilling = view(worker(3, role=Role.ROLE_PREFILL), name=name, role=Role.ROLE_PREFILL)
+    scheduler.registered.register(scheduler.registered.components[POOL], prefilling)
+    measured = scheduler.pools.named(name.namespace, name.name).booked_load.prefill_times
+    measured.expect("other", 40 * BLOCK, 0.0)
+    measured.first_token("other", 1.0)
+
+    async def compute(request_id: str) -> PrefillDecision:
+        key = BookingKey(request_id=request_id, stage=Stage.STAGE_DECODE)
+        component = Component(namespace=POOL.namespace, name=POOL.name)
+        request = routing(40, may_prefill_locally=True, component=component)
+        chosen = await scheduler.select(SelectWorkerRequest(request=request, booking=key))
+        scheduler.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key))
+        scheduler.bookings.free(FreeRequest(booking=key))
+        return chosen.prefill
+
+    of_prefill = await compute("a")
+    assert of_prefill.compute_factor == measured.factors.compute > 1
+    own = await compute("b")
+    assert own.compute_factor != of_prefill.compute_factor

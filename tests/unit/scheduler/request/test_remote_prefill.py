@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kvrouter.runtime.kv_transfer import KvTransfer
-from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions, decide_prefill, prefill_places
+from kvrouter.scheduler.request.remote_prefill import (
+    PrefillFactors,
+    RemotePrefillOptions,
+    decide_prefill,
+    prefill_places,
+)
 
 OPTIONS = RemotePrefillOptions(
     min_tokens=100,
@@ -35,7 +40,7 @@ def test_a_prefill_worker_computes_what_is_long_and_faster_to_transfer(
 
 
 def test_a_slow_link_keeps_every_prompt_at_its_decode_worker() -> None:
-    slow = RemotePrefillOptions(min_tokens=0, transfer=KvTransfer(gigabytes_per_second=1.0))
+    slow = RemotePrefillOptions(0, 16.0, KvTransfer(gigabytes_per_second=1.0))
     assert not any(decide_prefill(tokens, slow).is_remote for tokens in (0, 1, 1_000, 1_000_000))
 
 
@@ -53,3 +58,24 @@ def test_the_columns_agree_with_the_single_decision() -> None:
 def test_what_is_transferred_weighs_less_than_what_is_computed() -> None:
     weighed = prefill_places(np.array([50, 400, 1_000, 10_000]), OPTIONS).weighed_tokens.tolist()
     assert weighed == [50, 400, 700, 5_200]
+
+
+def test_measured_times_decide_unless_the_time_to_compute_is_given() -> None:
+    learned = RemotePrefillOptions(min_tokens=0)
+    fast_engines, slow_link = PrefillFactors(compute=0.05), PrefillFactors(transfer=10.0)
+    assert decide_prefill(2_000, learned).is_remote
+    for factors in (fast_engines, slow_link):
+        decision = decide_prefill(2_000, learned, factors)
+        assert (decision.is_remote, decision.factors) == (False, factors)
+    given = RemotePrefillOptions(min_tokens=0, prefill_us_per_token=16.0)
+    decision = decide_prefill(2_000, given, fast_engines)
+    assert decision.is_remote
+    assert decision.factors.compute == 1.0
+
+
+def test_the_model_counts_the_fixed_part_of_each_step() -> None:
+    learned = RemotePrefillOptions(min_tokens=0)
+    one, two = (decide_prefill(tokens, learned).compute_ms for tokens in (8_192, 16_384))
+    assert two == pytest.approx(2 * one)
+    assert decide_prefill(1, learned).compute_ms > 16
+    assert decide_prefill(0, learned).compute_ms == 0

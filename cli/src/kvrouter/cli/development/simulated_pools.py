@@ -30,7 +30,7 @@ PrefillTime = Annotated[
     typer.Option(
         "--prefill-us-per-token",
         min=0,
-        help=f"Time to compute a prompt token, in µs, compared with its transfer; {_REMOTE.prefill_us_per_token:g}.",
+        help="Time to compute a prompt token, in µs, compared with its transfer; learned from first tokens by default.",
     ),
 ]
 TokenBytes = Annotated[
@@ -77,6 +77,6 @@ def remote_prefill_options(
     )
     return RemotePrefillOptions(
         _REMOTE.min_tokens if min_tokens is None else min_tokens,
-        _REMOTE.prefill_us_per_token if prefill_us_per_token is None else prefill_us_per_token,
+        prefill_us_per_token,
         link,
     )

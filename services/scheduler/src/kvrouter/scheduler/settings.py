@@ -116,11 +116,12 @@ class SchedulerSettings(RoutingSettings):
         ge=0,
         description="Least prompt tokens that the decode worker lacks for a prefill worker to compute the prompt.",
     )
-    prefill_us_per_token: float = Field(
-        default=16.0,
+    prefill_us_per_token: float | None = Field(
+        default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Time in which a decode worker computes a prompt token, compared with the transfer, microseconds.",
+        description="Time in which a decode worker computes a prompt token, compared with the transfer, microseconds;"
+        " learned from first tokens by default.",
     )
     kv_bytes_per_token: int = Field(
         default=131_072, ge=0, description="KV cache of a token that a prefill worker transfers, in bytes."
@@ -129,13 +130,13 @@ class SchedulerSettings(RoutingSettings):
         default=25.0,
         gt=0,
         allow_inf_nan=False,
-        description="Bandwidth of transfers from prefill to decode workers, in 10^9 bytes per second.",
+        description="Bandwidth of transfers from prefill to decode workers, in 10^9 bytes per second, until measured.",
     )
     kv_transfer_latency_ms: float = Field(
         default=5.0,
         ge=0,
         allow_inf_nan=False,
-        description="Time of a transfer besides that of its bytes, in milliseconds.",
+        description="Time of a transfer besides that of its bytes, in milliseconds, until measured.",
     )
     decisions_kept: int = Field(default=1024, ge=1, description="Number of past decisions that Explain can show.")
 

@@ -147,6 +147,7 @@ class Router:
         prompt, prefill_tokens = request.prompt, decision.prefill_tokens
         if not self.pool.booked_load.book(key, rank, prompt, prefill_tokens, forecast_ms=decision.forecast_ms):
             raise ValueError(f"request {number} is booked already")
+        self.pool.booked_load.measure_prefill(key, rank, prefill_tokens)
         if decision.is_prefilled_remotely and decision.prefill is not None:
             self._transfers[number] = decision.prefill.uncached_tokens
         self.announce(Announcement(key, 0, booked=(rank, prompt, prefill_tokens)))

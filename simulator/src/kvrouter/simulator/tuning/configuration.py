@@ -27,9 +27,10 @@ def toml_of(candidate: Candidate, workers: int, why: str) -> str:
     if candidate.prefill:
         lines += [
             f"remote_prefill_min_tokens = {remote.min_tokens}",
-            f"prefill_us_per_token = {float(remote.prefill_us_per_token)}",
             f"kv_bytes_per_token = {remote.transfer.bytes_per_token}",
             f"kv_transfer_gb_per_second = {float(remote.transfer.gigabytes_per_second)}",
             f"kv_transfer_latency_ms = {float(remote.transfer.latency_ms)}",
         ]
+        if remote.prefill_us_per_token is not None:
+            lines.append(f"prefill_us_per_token = {float(remote.prefill_us_per_token)}")
     return "\n".join(lines) + "\n"

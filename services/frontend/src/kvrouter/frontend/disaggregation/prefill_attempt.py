@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -42,6 +43,8 @@ class PrefillAttempt:
         self.endpoint = endpoint
         self.on_lost: Callable[[PrefillLost], None] | None = None
         """Called if the prefill fails after its transfer parameters are known."""
+        self.computed_ns = 0
+        """Time by ``time.perf_counter_ns`` at which the worker said that it has computed the prompt; 0 before."""
         self.may_keep_blocks = False
         """Whether the worker has computed the prompt, or may yet do so, and then keeps its blocks."""
         self.lost: PrefillLost | None = None
@@ -79,6 +82,7 @@ class PrefillAttempt:
 
     def _take(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002 - only the parsed output is read
         if output.token_ids:
+            self.computed_ns = time.perf_counter_ns()
             self._link.prefill_complete(self.booking)
         if output.HasField("cached_tokens"):
             self._cached_tokens = output.cached_tokens

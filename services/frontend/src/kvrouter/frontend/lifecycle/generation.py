@@ -288,7 +288,14 @@ class Generation:
         self._endpoint = selection.endpoint
         continues = self._output_tokens > 0
         self._progress = progress = Progress(
-            booking, self._link, receiver, self._model_metrics, self._since_ns, kept=self._kept, continues=continues
+            booking,
+            self._link,
+            receiver,
+            self._model_metrics,
+            self._since_ns,
+            kept=self._kept,
+            continues=continues,
+            handover_us=None if self._prefill is None else self._prefill.handover_us,
         )
         try:
             receiver.routed(self._routing_info(booking, selection))

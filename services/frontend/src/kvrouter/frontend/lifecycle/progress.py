@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from kvrouter.frontend.lifecycle.kept_output import KeptOutput
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
@@ -26,6 +27,7 @@ class Progress:
         *,
         kept: KeptOutput | None = None,
         continues: bool = False,
+        handover_us: Callable[[], int] | None = None,
     ) -> None:
         """Starts without output.
 
@@ -38,6 +40,8 @@ class Progress:
                 ``time.perf_counter_ns``.
             kept: Keeps the output; None if the request cannot migrate.
             continues: Whether the request has output of an earlier attempt.
+            handover_us: Returns the time since a prefill worker computed the prompt, microseconds, 0 if unknown; None
+                if the worker computes it.
         """
         self.output_tokens = 0
         """Output tokens of this attempt."""
@@ -51,6 +55,7 @@ class Progress:
         self._keep = None if kept is None else kept.add
         self._observe_latency = metrics.token_latency.observe
         self._continues = continues
+        self._handover_us = handover_us
         self._first_output_ns = self._last_output_ns = 0
         self._counted_tokens = 0
         """Output tokens that the metric includes."""
@@ -65,7 +70,7 @@ class Progress:
             if self.output_tokens:
                 self._observe_latency((now_ns - self._last_output_ns) / 1e9, tokens)
             else:
-                self._link.prefill_complete(self._booking, ends=output.finish_reason != 0)
+                self._prefill_complete(ends=output.finish_reason != 0)
                 waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
                 waited.observe((now_ns - self._since_ns) / 1e9)
                 self._first_output_ns = now_ns
@@ -96,6 +101,12 @@ class Progress:
         """Frees the booking."""
         self._count()
         self._link.free(self._booking, self.cached_tokens)
+
+    def _prefill_complete(self, *, ends: bool) -> None:
+        if self._handover_us is None:
+            self._link.prefill_complete(self._booking, ends=ends)
+        else:
+            self._link.prefill_complete(self._booking, ends=ends, handover_us=self._handover_us())
 
     def _report(self, *, ends: bool) -> None:
         """Reports that the request needs a further block."""

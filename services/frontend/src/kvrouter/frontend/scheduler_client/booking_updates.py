@@ -136,10 +136,13 @@ class BookingUpdates:
         """Stores a booking until it is freed."""
         self._live[key_of(booking.key)] = booking
 
-    def prefill_complete(self, booking: LiveBooking) -> BookingUpdate:
-        """Marks the prompt as computed and returns the update that reports it."""
+    def prefill_complete(self, booking: LiveBooking, handover_us: int = 0) -> BookingUpdate:
+        """Marks the prompt as computed and returns the update that reports it. ``handover_us`` as in the contract."""
         booking.prefill_complete = True
-        return BookingUpdate(prefill_complete=MarkPrefillCompleteRequest(booking=booking.key))
+        marking = MarkPrefillCompleteRequest(booking=booking.key)
+        if handover_us:
+            marking.handover_us = handover_us
+        return BookingUpdate(prefill_complete=marking)
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> BookingUpdate | None:
         """Sets the number of output tokens. Returns an update only if the request needs a further block."""

@@ -216,14 +216,15 @@ class SchedulerLink:
         """Stores a booking until it is freed, to re-assert it at another Scheduler."""
         self._updates.keep(booking)
 
-    def prefill_complete(self, booking: LiveBooking, *, ends: bool = False) -> None:
+    def prefill_complete(self, booking: LiveBooking, *, ends: bool = False, handover_us: int = 0) -> None:
         """Reports that the prompt is computed. Does not wait.
 
         Args:
             booking: The booking.
             ends: Whether the output is complete, so that ``free`` follows. Both are then sent in one call.
+            handover_us: Time from the end of a prefill elsewhere to the first token, microseconds; 0 if unknown.
         """
-        update = self._updates.prefill_complete(booking)
+        update = self._updates.prefill_complete(booking, handover_us)
         # Without a session nothing is to be sent: the next opening re-asserts the booking as it is by then.
         if self._session is not None:
             self._updates.add(update)

@@ -213,7 +213,10 @@ class Selector:
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,
         )
-        return self._booking_leases.book(booking, self._clock(), forecast_ms=decision.forecast_ms)
+        if not self._booking_leases.book(booking, self._clock(), forecast_ms=decision.forecast_ms):
+            return False
+        context.pool.booked_load.measure_prefill(key, decision.rank, decision.prefill_tokens)
+        return True
 
     async def _compare(self, request: SelectWorkerRequest, deadline: Deadline) -> SelectWorkerResponse:
         """Returns the choice and its cost for a caller that compares components.

@@ -69,6 +69,8 @@ class BookingUpdates:
         """Records that the prompt of a booking is computed."""
         booking = self._find(request.booking)
         if booking is not None:
+            if request.handover_us and not booking.prefilled:
+                _note_handover(booking, request.handover_us)
             self._booking_table.prefill_complete(booking)
         return MarkPrefillCompleteResponse(known=booking is not None)
 
@@ -122,3 +124,11 @@ class BookingUpdates:
             return None
         self._metrics.reasserted.inc()
         return booking
+
+
+def _note_handover(booking: Booking, measured_us: int) -> None:
+    """Compares the time of a hand-over with what its decision expected."""
+    expected = booking.outcome.prefill
+    if expected.remote and expected.transfer_factor > 0:
+        modelled = expected.transfer_ms / expected.transfer_factor
+        booking.pool.booked_load.prefill_times.handed_over(measured_us / 1e3, modelled)

@@ -13,6 +13,7 @@ from kvrouter.runtime.errors import TooLarge
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.latency_calibration import LatencyCalibration
 from kvrouter.scheduler.load.prefill_queues import Head, Heads, PrefillQueues
+from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import Stage
@@ -97,6 +98,7 @@ class BookedLoad:
         self._bookings: dict[Rank, int] = {}
         self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
+        self.prefill_times = PrefillTimes()
         self._clock = clock
 
     def __len__(self) -> int:
@@ -205,6 +207,11 @@ class BookedLoad:
             self._forget_if_idle(rank)
         return booked
 
+    def measure_prefill(self, key: Key, rank: Rank, prefill_tokens: int) -> None:
+        """Measures the time to the first token of a booking made now, if its rank computes no other prompt."""
+        if prefill_tokens and self._prefills.waiting(rank) == 1:
+            self.prefill_times.expect(key, prefill_tokens, self._clock())
+
     def tracks_blocks(self, stage: int) -> bool:
         """Returns whether the blocks of a booking of that stage count as active."""
         return self._accounting.track_active_blocks and stage != _PREFILL
@@ -217,6 +224,7 @@ class BookedLoad:
         now = self._clock()
         self._prefills.leave(rank, key, now)
         self.latency_calibration.first_token(key, now)
+        self.prefill_times.first_token(key, now)
         return self._sequences.prefill_complete(key)
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
@@ -233,6 +241,7 @@ class BookedLoad:
         self._sequences.free(key)
         self._prefills.leave(rank, key, self._clock())
         self.latency_calibration.forget(key)
+        self.prefill_times.forget(key)
         left = self._bookings[rank] - 1
         if left:
             self._bookings[rank] = left

@@ -13,6 +13,7 @@ from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits
 from kvrouter.scheduler.load.prediction_check import PredictionCheck
+from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
@@ -141,6 +142,18 @@ class Pools:
         if not serving:
             raise UnknownModel(request.model, self.models())
         return self._current(max(serving, key=lambda view: (len(view.workers), str(view.name))))
+
+    def prefill_measured_by(self, decode: Pool) -> PrefillTimes | None:
+        """Returns the measured prefills of a prefill pool of the model, if the decode pool has none of its own."""
+        if decode.booked_load.prefill_times.measured_prompts:
+            return None
+        measured = [
+            pool.booked_load.prefill_times
+            for pool in self._pools.values()
+            if pool.role == Role.ROLE_PREFILL and pool.model == decode.model
+        ]
+        most = max(measured, key=lambda times: times.measured_prompts, default=None)
+        return most if most is not None and most.measured_prompts else None
 
     def _views(self) -> list[ComponentView]:
         # Nothing can be booked in a component without a block size.

@@ -80,6 +80,10 @@ class PrefillQueues:
             del self._queues[rank], self._since[rank]
         self._update(rank)
 
+    def waiting(self, rank: Rank) -> int:
+        """Returns the number of requests of a rank without a first token."""
+        return len(self._queues.get(rank, ()))
+
     def head(self, rank: Rank, now: float) -> Head:
         """Returns the prompt that a rank is computing."""
         queue = self._queues.get(rank)

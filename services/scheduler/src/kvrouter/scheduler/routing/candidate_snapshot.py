@@ -112,7 +112,7 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
         prefill = PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
         if request.may_prefill_locally:
             uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)
-            prefill = prefill_places(uncached, request.options.remote_prefill)
+            prefill = prefill_places(uncached, request.options.remote_prefill, request.prefill_factors())
             new_tokens = np.where(prefill.is_remote, 0, uncached)
     return CandidateSnapshot(
         worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free, prefill

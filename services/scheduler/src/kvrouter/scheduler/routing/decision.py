@@ -97,10 +97,11 @@ class Decision(NamedTuple):
     @property
     def prefill(self) -> PrefillDecision | None:
         """Who computes the prompt; None if that is not decided here, or if no rank was chosen."""
-        if self.remote_prefill is None or self.context is None:
+        if self.remote_prefill is None or self.context is None or self.snapshot.prefill is None:
             return None
         held = self.overlap_blocks * self.context.block_size
-        return decide_prefill(max(0, self.context.prompt_tokens - held), self.remote_prefill)
+        uncached = max(0, self.context.prompt_tokens - held)
+        return decide_prefill(uncached, self.remote_prefill, self.snapshot.prefill.factors)
 
     def to_message(self) -> DecisionMessage:
         """Returns the decision as a message, with candidates in order of rank."""
@@ -162,6 +163,8 @@ def prefill_message(decision: PrefillDecision | None) -> PrefillDecisionMessage 
         compute_ms=decision.compute_ms,
         transfer_ms=decision.transfer_ms,
         reason=decision.reason,
+        compute_factor=decision.factors.compute,
+        transfer_factor=decision.factors.transfer,
     )
 
 

@@ -8,10 +8,12 @@ from typing import NamedTuple
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pool, Pools
+from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions, ignored_overrides, overridden
 from kvrouter.scheduler.request.prompt import Prompt, read_prompt
+from kvrouter.scheduler.request.remote_prefill import PrefillFactors
 from kvrouter.scheduler.routing.affinity import conversation_of
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.v1.common_pb2 import Role, Stage
@@ -55,6 +57,13 @@ class RequestContext(NamedTuple):
     """Names of the request's overrides that have no effect in its mode."""
     may_prefill_locally: bool = False
     """In stage decode, whether the rank may compute the prompt itself; otherwise a prefill worker always does."""
+    measured_by: PrefillTimes | None = None
+    """A component whose measured prefills stand in for those of the decode workers; None for their own."""
+
+    def prefill_factors(self) -> PrefillFactors:
+        """Returns what is known of the times to compute and to transfer a prompt."""
+        factors = self.pool.booked_load.prefill_times.factors
+        return factors if self.measured_by is None else factors._replace(compute=self.measured_by.factors.compute)
 
 
 class RequestReader:
@@ -110,6 +119,7 @@ class RequestReader:
                 advice="Name the worker, or choose another mode.",
                 known=sorted({candidate.rank[0] for candidate in pool.candidates}),
             )
+        may_prefill_locally = request.may_prefill_locally and stage == Stage.STAGE_DECODE
         return RequestContext(
             pool,
             prompt,
@@ -119,7 +129,8 @@ class RequestReader:
             conversation_of(request),
             request.priority,
             ignored_overrides(request.overrides, options.mode),
-            request.may_prefill_locally and stage == Stage.STAGE_DECODE,
+            may_prefill_locally,
+            self._pools.prefill_measured_by(pool) if may_prefill_locally else None,
         )
 
 

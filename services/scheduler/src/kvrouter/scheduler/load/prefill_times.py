@@ -1,0 +1,94 @@
+"""Learns how long the ranks of a component compute prompts, and how long they receive prompts that others computed.
+
+    factor = exp(mean of log(measured / modelled)), the mean of about the last WINDOW measurements
+
+Measured are
+
+- first tokens of prompts of at least LEAST_TOKENS new tokens on ranks that compute no other prompt;
+- hand-overs: the time from the end of a prefill to the first token of its decode worker, as the Frontend reports it.
+
+Unlike the latency calibration of mode forecast this works in every mode. The model counts as the first measurements, so
+that a single odd one has little weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+from kvrouter.scheduler.request.remote_prefill import PrefillFactors, modelled_ms
+
+LEAST_TOKENS = 256
+"""Shorter prompts take mostly the fixed part of a step."""
+WINDOW = 50
+"""Measurements that a factor reflects."""
+_PRIOR = 3
+"""Measurements for which the model counts."""
+_WIDEST = 16.0
+"""Limit of a single ratio of measured to modelled time, in either direction."""
+_MAX_EXPECTED = 1 << 16
+"""Prompts that wait for their first token; beyond it the oldest are dropped."""
+
+
+class _Factor:
+    def __init__(self) -> None:
+        self.count = 0
+        self._mean = 0.0
+
+    @property
+    def value(self) -> float:
+        return math.exp(self._mean)
+
+    def observe(self, measured_ms: float, modelled: float) -> None:
+        if measured_ms <= 0 or modelled <= 0:
+            return
+        self.count += 1
+        ratio = min(max(measured_ms / modelled, 1 / _WIDEST), _WIDEST)
+        self._mean += (math.log(ratio) - self._mean) / min(self.count + _PRIOR, WINDOW)
+
+
+class PrefillTimes:
+    """The factors of one component. Pure: times are passed in."""
+
+    def __init__(self) -> None:
+        self._compute, self._transfer = _Factor(), _Factor()
+        self._expected: dict[Hashable, tuple[int, float]] = {}
+
+    @property
+    def factors(self) -> PrefillFactors:
+        """Measured times over modelled ones; 1 before anything is measured."""
+        return PrefillFactors(self._compute.value, self._transfer.value)
+
+    @property
+    def measured_prompts(self) -> int:
+        """Number of first tokens that the factor for computing rests on."""
+        return self._compute.count
+
+    def expect(self, key: Hashable, tokens: int, now: float) -> None:
+        """Notes that a rank without other prompts computes a prompt now.
+
+        Args:
+            key: Key of its booking.
+            tokens: Prompt tokens to compute.
+            now: Time in seconds.
+        """
+        if tokens < LEAST_TOKENS:
+            return
+        if len(self._expected) >= _MAX_EXPECTED:
+            del self._expected[next(iter(self._expected))]
+        self._expected[key] = (tokens, now)
+
+    def first_token(self, key: Hashable, now: float) -> None:
+        """Measures a prompt that is expected."""
+        if (expected := self._expected.pop(key, None)) is not None:
+            tokens, since = expected
+            self._compute.observe((now - since) * 1e3, float(modelled_ms(np.array([tokens]))[0]))
+
+    def forget(self, key: Hashable) -> None:
+        """Drops a prompt that ended without a first token."""
+        self._expected.pop(key, None)
+
+    def handed_over(self, measured_ms: float, modelled: float) -> None:
+        """Measures a hand-over, given the time of the model of the link; both in ms."""
+        self._transfer.observe(measured_ms, modelled)
