@@ -70,6 +70,9 @@ class CompletionStream:
             number: b',"logprobs":null,"finish_reason":%b,"stop_reason":null}]}' % msgspec.json.encode(name)
             for number, name in FINISH_REASONS.items()
         }
+        # Around the token id of a chunk with one token, no finish reason and nothing else, as nearly all.
+        self._token_head = b""
+        self._token_tail = b"]" + self._after[0]
         self._unread = array("I")
         self._unread_finish_reason: int = 0
         self._flushing: asyncio.Task[None] | None = None
@@ -81,6 +84,7 @@ class CompletionStream:
         envelope = msgspec.json.encode(self._frame.envelope())
         self._notice = migration_notice(routing)
         self._before = envelope[:-1] + b',"choices":[{"index":0,"text":""'
+        self._token_head = b""
 
     def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
         """Writes a piece of the output, or keeps its tokens if the client does not read.
@@ -133,6 +137,12 @@ class CompletionStream:
         self._write(token_ids, self._unread_finish_reason)
 
     def _write(self, token_ids: Any, finish_reason: int) -> None:
+        if self._token_head and not finish_reason and len(token_ids) == 1:
+            self._events.write_event(self._token_head + b"%d" % token_ids[0] + self._token_tail)
+        else:
+            self._write_any(token_ids, finish_reason)
+
+    def _write_any(self, token_ids: Any, finish_reason: int) -> None:
         before, after = self._before, self._after.get(finish_reason) or self._after[0]
         if self._notice:
             after, self._notice = b"%b%b}" % (after[:-1], self._notice), b""
@@ -142,7 +152,6 @@ class CompletionStream:
         if self._prompt_is_due and token_ids:
             self._prompt_is_due = False
             after = b',"prompt_token_ids":%b%b' % (self._frame.prompt_token_ids(), after)
-        if len(token_ids) == 1:
-            self._events.write_event(b'%b,"token_ids":[%d]%b' % (before, token_ids[0], after))
-        else:
-            self._events.write_event(b'%b,"token_ids":%b%b' % (before, encode_token_ids(token_ids), after))
+        self._events.write_event(b'%b,"token_ids":%b%b' % (before, encode_token_ids(token_ids), after))
+        if not self._prompt_is_due:
+            self._token_head = before + b',"token_ids":['

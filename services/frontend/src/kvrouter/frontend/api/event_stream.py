@@ -15,6 +15,16 @@ from aiohttp.abc import AbstractStreamWriter
 _END_OF_BODY = b"0\r\n\r\n"
 _FRAMING_BYTES = len(b"data: \n\n")
 """What an event adds to its data."""
+_SHORT = 1024
+"""Bytes of data below which the head of a chunk is not formatted anew: nearly every event of a stream."""
+
+
+def _chunk_head(size: int) -> bytes:
+    """Returns what precedes the data of an event in a chunk of its own."""
+    return b"%x\r\ndata: " % (size + _FRAMING_BYTES)
+
+
+_HEADS = [_chunk_head(size) for size in range(_SHORT)]
 
 
 class EventStream(web.StreamResponse):
@@ -57,7 +67,8 @@ class EventStream(web.StreamResponse):
         if transport is None or transport.is_closing():
             return  # aiohttp cancels the handler.
         if self._chunked:
-            text = b"%x\r\ndata: %b\n\n\r\n" % (len(data) + _FRAMING_BYTES, data)
+            size = len(data)
+            text = (_HEADS[size] if size < _SHORT else _chunk_head(size)) + data + b"\n\n\r\n"
         else:
             text = b"data: %b\n\n" % data
         if not self.begun:
