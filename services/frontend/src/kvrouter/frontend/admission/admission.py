@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrouter.frontend.admission.fair_bound import FairBound
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import Overloaded
+from kvrouter.runtime.fair_bound import FairBound
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry, Counter
 
