@@ -13,6 +13,7 @@ import pytest
 from kvrouter.frontend.access.refusals import RefusalReason
 from kvrouter.net.calls import CallRefused, CallStreamClient
 from kvrouter.runtime.errors import KvRouterError, from_rpc_error
+from kvrouter.scheduler.api.selection import Selector
 from kvrouter.v1 import frontend_pb2_grpc
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, Stage
 from kvrouter.v1.errors_pb2 import ErrorReason
@@ -26,7 +27,7 @@ from kvrouter.v1.frontend_pb2 import (
     ReleaseRequest,
 )
 from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
 
 from ..gateway import MODEL, System, request
 from .keys import Keys
@@ -242,6 +243,22 @@ async def test_tenants_share_no_blocks(guarded: System, http: aiohttp.ClientSess
     assert await cached("second") == 0
     assert await cached("admin") == 0
     assert await cached("client") > 0
+
+
+async def test_the_scheduler_learns_the_tenant_of_each_request(
+    guarded: System, grpc_api: Grpc, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants: list[str] = []
+    select = Selector.select
+
+    async def noted(self: Selector, chosen: SelectWorkerRequest, **named: Any) -> SelectWorkerResponse:
+        tenants.append(chosen.tenant)
+        return await select(self, chosen, **named)
+
+    monkeypatch.setattr(Selector, "select", noted)
+    for key in ("client", "admin"):
+        assert await grpc_api.code("Generate", request(), bearer(keys[key])) == "OK"
+    assert tenants == ["t", ""]
 
 
 async def test_a_tenant_cannot_look_into_anothers_cache(grpc_api: Grpc, keys: Keys) -> None:

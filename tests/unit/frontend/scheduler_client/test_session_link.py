@@ -79,6 +79,17 @@ async def test_advice_to_shard_is_passed_on() -> None:
     assert advised.is_set()
 
 
+async def test_a_selection_names_the_tenant_of_its_caller_and_none_that_a_client_claims() -> None:
+    scheduler = Refusing(0)
+    scheduler.opened.set()
+    async with linked(scheduler, tenant=lambda: ("caller's", 2.0)) as link:
+        await link.select(selection(), deadline=Deadline.never())
+        claimed = selection()
+        claimed.tenant, claimed.tenant_weight = "claimed", 100.0
+        await link.select(claimed, deadline=Deadline.never())
+    assert [(each.tenant, each.tenant_weight) for each in scheduler.selected] == [("caller's", 2.0)] * 2
+
+
 async def test_it_ends_when_it_is_cancelled_at_any_point() -> None:
     for steps in range(40):
         link = SchedulerLink(COMPONENT, Failing(0), session_id="session", client_name="test")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import structlog
 from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
 from kvrouter.frontend.admission.admission import Admission, AdmissionLimits
@@ -80,6 +81,7 @@ async def running(
         instance_id=runtime.instance_id,
         sharding=settings.sharding,
         heartbeat_timeout_seconds=settings.scheduler_heartbeat_timeout_seconds,
+        tenant=_tenant_of_caller if settings.api_keys or settings.jwt_keys else None,
     )
     pool = WorkerPool(runtime.instance_id, counts=runtime.call_streams.client("worker"), tls=runtime.tls)
     back_off = BackOff(
@@ -310,3 +312,8 @@ async def _until_ready(service: FrontendService, stopping: asyncio.Event) -> Non
         async with asyncio.timeout(_READY_SECONDS):
             while not service.ready() and not stopping.is_set():  # noqa: ASYNC110 - readiness is only polled
                 await asyncio.sleep(_READINESS_SECONDS)
+
+
+def _tenant_of_caller() -> tuple[str, float]:
+    caller = current_caller()
+    return ("", 1.0) if caller is None else (caller.tenant, caller.weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from envoy.config.core.v3.base_pb2 import HeaderMap
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
 from kvrouter.frontend.access.access import Access
-from kvrouter.frontend.access.caller import Caller
+from kvrouter.frontend.access.caller import Caller, acting_for
 from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import with_usage
@@ -224,13 +225,14 @@ class Exchange:
             with_requested_usage = with_usage(bytes(self._body))
             self._removes_usage = with_requested_usage is not None
             self._body = bytearray(with_requested_usage or self._body)
-        # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
-        self._pick = await self._picker.pick(
-            self._routed,
-            request_id=self._request_id,
-            allowed=self._allowed,
-            deadline=Deadline.after(self._options.timeout_seconds),
-        )
+        with acting_for(self._caller) if self._caller is not None else nullcontext():
+            # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
+            self._pick = await self._picker.pick(
+                self._routed,
+                request_id=self._request_id,
+                allowed=self._allowed,
+                deadline=Deadline.after(self._options.timeout_seconds),
+            )
         return self._pick
 
     async def _route_without_body(self) -> None:

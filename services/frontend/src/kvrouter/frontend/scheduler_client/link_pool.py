@@ -41,6 +41,7 @@ class SchedulerLinks:
         instance_id: str,
         sharding: bool | None = None,
         heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+        tenant: Callable[[], tuple[str, float]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens no link yet.
@@ -51,9 +52,11 @@ class SchedulerLinks:
             instance_id: Id of this Frontend.
             sharding: Whether to shard requests: True, False, or None to follow the Scheduler's advice.
             heartbeat_timeout_seconds: Silence after which a Scheduler is replaced by another, in seconds.
+            tenant: Returns tenant and weight of the caller of the running call; None without authentication.
             clock: Returns the time in seconds.
         """
         self._directory = directory
+        self._tenant = tenant
         self._source = source
         self._instance_id = instance_id
         # A restarted Frontend with the same id does not own its former bookings, so its sessions need other ids.
@@ -165,6 +168,7 @@ class SchedulerLinks:
                 client_name=self._instance_id,
                 shard=shard,
                 heartbeat_timeout_seconds=self._heartbeat_timeout,
+                tenant=self._tenant,
                 on_sharding_advised=lambda: component.sharding.advise(self._clock()),
             )
             self._group.create_task(

@@ -82,6 +82,7 @@ class SchedulerLink:
         client_name: str,
         shard: int = 0,
         heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+        tenant: Callable[[], tuple[str, float]] | None = None,
         on_sharding_advised: Callable[[], None] = lambda: None,
     ) -> None:
         """Connects nothing yet.
@@ -93,8 +94,10 @@ class SchedulerLink:
             client_name: Name of the Frontend, for logs.
             shard: Shard of the component; 0 if it is not sharded.
             heartbeat_timeout_seconds: Silence after which a Scheduler is replaced by another, in seconds.
+            tenant: Returns tenant and weight of the caller of the running call; None without authentication.
             on_sharding_advised: Called when a Scheduler reports overload.
         """
+        self._tenant = tenant
         self._component = component
         self._on_sharding_advised = on_sharding_advised
         self._young_until = time.monotonic() + _YOUNG_SECONDS
@@ -146,6 +149,8 @@ class SchedulerLink:
             DeadlineExceeded: the Scheduler answers heartbeats, but did not decide before the deadline.
         """
         sent = False
+        if self._tenant is not None:
+            request.tenant, request.tenant_weight = self._tenant()
         self._updates.select(request.booking)
         try:
             while True:

@@ -7,6 +7,7 @@ is queued. Once a rank has room, it is decided again and booked.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from random import Random
@@ -35,6 +36,7 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.policies.interface import Explanation, Wait, rank_label
+from kvrouter.scheduler.queue.fair_order import Tenant
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import RoutingOptions
@@ -251,7 +253,12 @@ class Selector:
             deadline = deadline.within(request.time_left_ms / 1e3)
         try:
             return await self.queued.enqueue(
-                context, overlaps, decision, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
+                context,
+                overlaps,
+                decision,
+                arrived_unix_ns=request.arrived_unix_ns,
+                deadline=deadline,
+                tenant=_tenant_of(request),
             )
         except (AllBusy, DeadlineExceeded) as error:
             self._record(
@@ -298,3 +305,8 @@ class Selector:
 def _waiting_reason(decision: Decision) -> Explanation:
     why = decision.explanation
     return why._replace(reason=f"queued for {rank_label(decision.rank)}: {why.reason}")
+
+
+def _tenant_of(request: SelectWorkerRequest) -> Tenant:
+    weight = request.tenant_weight
+    return Tenant(request.tenant, weight if 0 < weight < math.inf else 1.0)

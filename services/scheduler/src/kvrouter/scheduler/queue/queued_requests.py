@@ -29,6 +29,7 @@ from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
+from kvrouter.scheduler.queue.fair_order import Tenant
 from kvrouter.scheduler.queue.request_queue import INTERVAL_S, RequestQueue
 from kvrouter.scheduler.routing.candidate_snapshot import RETRY_AFTER_MS
 from kvrouter.scheduler.routing.decision import Decision
@@ -124,6 +125,7 @@ class QueuedRequests:
         *,
         arrived_unix_ns: int,
         deadline: Deadline,
+        tenant: Tenant,
     ) -> SelectWorkerResponse:
         """Waits until the request can be dispatched, books it and returns the response.
 
@@ -133,9 +135,10 @@ class QueuedRequests:
             decision: The decision, with a Wait.
             arrived_unix_ns: Arrival of the request at the caller, nanoseconds since 1970; 0 for now.
             deadline: Deadline of its first token.
+            tenant: Whose request it is.
 
         Raises:
-            AllBusy: the queue is full.
+            AllBusy: the queue is full, or nearly full and the tenant has its share of it.
             DeadlineExceeded: it could not meet its deadline.
             KvRouterError: no rank can take it any more.
         """
@@ -153,11 +156,14 @@ class QueuedRequests:
             since=now - waited,
             deadline=math.inf if remaining is None else now + remaining,
             priority=request.priority,
+            tenant=tenant,
         ):
             self._count(component, "full")
-            raise AllBusy(
-                RETRY_AFTER_MS, f"no worker has room, and the queue has its maximum of {self._max_queued_requests}"
-            )
+            most = self._max_queued_requests
+            full = f"the queue has its maximum of {most}"
+            if not component.queue.full:
+                full = f"the tenant has its share of the queue, which has {len(component.queue)} of at most {most}"
+            raise AllBusy(RETRY_AFTER_MS, f"no worker has room, and {full}")
         outcome: asyncio.Future[SelectWorkerResponse | KvRouterError] = asyncio.get_running_loop().create_future()
         self._waiting[key] = waiting = _Waiter(
             request, overlaps, decision.rank, wait.explanation.reason, now - waited, now, outcome

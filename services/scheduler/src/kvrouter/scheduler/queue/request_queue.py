@@ -11,12 +11,14 @@ request that fits passes one that does not, and its rank is chosen when it leave
     queue.started(request)                            # it has its first token, or has ended
     queue.remove(request)                             # its caller has gone
 
-Order: priority, then the fewest tokens of KV cache that the request adds; waiting time counts at AGING.
+Order: priority, then the fewest tokens of KV cache that the request adds; waiting time counts at AGING. Tenants take
+turns (``fair_order``), and share the capacity of the queue (``kvrouter.runtime.fair_bound``).
 
 No request starves. The oldest request that has waited PATIENCE_S goes to its cheapest rank even without room: one at a
 time, the next when it has started, or after STALL_S. A request behind k older ones therefore leaves within PATIENCE_S +
 (k + 1) * (STALL_S + INTERVAL_S), whatever its size and priority, if ``release`` is called when due. Later requests do
-not count, unless they have waited longer elsewhere.
+not count, unless they have waited longer elsewhere. With n tenants the oldest of each take turns: k is then n times the
+older requests of the same tenant.
 
 A request is late if the expected wait makes it miss its deadline:
 
@@ -29,14 +31,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvrouter.core import Rank
+from kvrouter.runtime.fair_bound import FairBound
 from kvrouter.scheduler.policies.interface import Choice, Wait
+from kvrouter.scheduler.queue.fair_order import Entry, FairOrder, Place, Tenant
 
 AGING = 2000.0
 """Tokens by which one second of waiting lowers a sort key. A prompt of 100,000 tokens passes a new one after 50 s,
@@ -64,12 +67,13 @@ WINDOW, LEAST = 64, 8
 
 T = TypeVar("T", bound=Hashable)
 
-
-_Place = tuple[int, float]
+_NOBODY = Tenant()
 
 
 @dataclass(slots=True)
-class _Queued:
+class _Queued(Generic[T]):
+    request: T
+    tenant: Tenant
     number: int
     since: float
     deadline: float
@@ -84,9 +88,14 @@ class _Queued:
         return self.deadline - self.work_ms / 1e3
 
     @property
-    def place(self) -> _Place:
+    def place(self) -> Place:
         """Sort key. Independent of the current time, because all requests age alike."""
         return -self.priority, self.room_tokens + AGING * self.since
+
+    @property
+    def entry(self) -> Entry[T]:
+        """Returns the request in the order of its tenant."""
+        return Entry(self.place, self.number, self.request, self.room_tokens)
 
 
 class RequestQueue(Generic[T]):
@@ -94,15 +103,14 @@ class RequestQueue(Generic[T]):
 
     def __init__(self, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> None:
         self.max_queued_requests = max_queued_requests
-        self._queued: dict[T, _Queued] = {}
-        # Sorted. The number separates equal sort keys.
-        self._order: list[tuple[_Place, int, T]] = []
-        self._ages: list[tuple[float, int, T]] = []
+        self._queued: dict[T, _Queued[T]] = {}
+        self._order: FairOrder[T] = FairOrder()
+        self._now = 0.0
+        self._room = FairBound(max_queued_requests, lambda: self._now)
         self._numbers = itertools.count()
         self._forced: tuple[T, float] | None = None
         self._next_look = -math.inf
         self._look_again = False
-        self._looked_to: tuple[_Place, int] | None = None
         self._gone, self._counted_from = 0.0, 0.0
         self._soonest = math.inf
         """Lower bound of every queued request's ``must_go``."""
@@ -123,7 +131,8 @@ class RequestQueue(Generic[T]):
     @property
     def oldest(self) -> T | None:
         """The request that has waited longest; None if none waits."""
-        return self._ages[0][2] if self._ages else None
+        oldest = self._order.oldest()
+        return None if oldest is None else oldest[1]
 
     def add(
         self,
@@ -134,18 +143,24 @@ class RequestQueue(Generic[T]):
         since: float | None = None,
         deadline: float = math.inf,
         priority: int = 0,
+        tenant: Tenant = _NOBODY,
     ) -> bool:
-        """Adds a request that has waited since ``since``. Returns False, and adds nothing, if the queue is full."""
-        if self.full:
+        """Adds a request that has waited since ``since``.
+
+        Returns False, and adds nothing, if the queue is full, or nearly full and the tenant has its share of it.
+        """
+        self._now = now
+        if self.full or not self._room.try_add(tenant.name, tenant.weight, 1):
             return False
         if not self._queued:
             self._gone, self._counted_from = 0.0, now
         since = now if since is None else since
-        queued = _Queued(next(self._numbers), since, deadline, priority, wait.room_tokens, wait.work_ms, wait.rank)
+        number = next(self._numbers)
+        room_tokens, work_ms = wait.room_tokens, wait.work_ms
+        queued = _Queued(request, tenant, number, since, deadline, priority, room_tokens, work_ms, wait.rank)
         self._queued[request] = queued
         self._soonest = min(self._soonest, queued.must_go)
-        insort(self._order, (queued.place, queued.number, request))
-        insort(self._ages, (since, queued.number, request))
+        self._order.add(tenant, queued.entry, since)
         return True
 
     def remove(self, request: T) -> bool:
@@ -161,7 +176,7 @@ class RequestQueue(Generic[T]):
     def is_late(self, request: T, now: float) -> bool:
         """Returns whether a queued request would miss its deadline."""
         queued = self._queued[request]
-        ahead = bisect_left(self._order, (queued.place, queued.number))
+        ahead = self._order.ahead(queued.tenant, queued.entry)
         return now + (ahead + 1) * self._between_s(now) > queued.must_go
 
     def late(self, now: float) -> list[T]:
@@ -171,10 +186,10 @@ class RequestQueue(Generic[T]):
         if now + len(self._queued) * between <= self._soonest:
             return found
         self._soonest = math.inf
-        for index, (_, _, request) in enumerate(self._order):
-            must_go = self._queued[request].must_go
+        for index, entry in enumerate(self._order.in_order(resumed=False)):
+            must_go = self._queued[entry.request].must_go
             if now + (index - len(found) + 1) * between > must_go:
-                found.append(request)
+                found.append(entry.request)
             else:
                 self._soonest = min(self._soonest, must_go)
         return found
@@ -193,6 +208,7 @@ class RequestQueue(Generic[T]):
         self._next_look, self._look_again = now + INTERVAL_S, False
         impatient = self._impatient(now)
         without_room: Counter[Rank | None] = Counter()
+        tried: dict[str, Entry[T]] = {}
         for request in self._in_order(impatient):
             queued = self._queued.get(request)
             if queued is None or (without_room[queued.rank] >= TRIES_PER_RANK and queued.rank and request != impatient):
@@ -201,25 +217,30 @@ class RequestQueue(Generic[T]):
             if request not in self._queued:
                 continue
             if isinstance(decided, Wait):
-                self._keep_queued(request, queued, decided)
+                self._keep_queued(queued, decided)
                 if request != impatient:
+                    tried[queued.tenant.name] = queued.entry
                     without_room[queued.rank] += 1
                     if without_room.total() >= TRIES:
-                        self._looked_to, self._look_again = (queued.place, queued.number + 1), True
+                        self._order.pause(tried)
+                        self._look_again = True
                         return
                     continue
                 self._forced = (request, now)
+                self._order.force(queued.tenant)
+            self._order.receive(queued.tenant, queued.room_tokens)
             self._drop(request)
             self._count(now)
             yield request, decided
-        self._looked_to = None
+        self._order.restart()
 
     def next_due(self) -> float:
         """Returns the time in seconds of the next pass if nothing happens before; infinity if none is needed."""
-        if not self._queued:
+        oldest = self._order.oldest()
+        if oldest is None:
             return math.inf
         again = self._next_look if self._look_again else math.inf
-        patience = self._ages[0][0] + PATIENCE_S
+        patience = oldest[0] + PATIENCE_S
         if self._forced is not None:
             patience = max(patience, self._forced[1] + STALL_S)
         return min(again, max(self._next_look, patience))
@@ -228,29 +249,29 @@ class RequestQueue(Generic[T]):
         """Returns the request to release whatever the state of its rank; None if there is none."""
         if self._forced is not None and now < self._forced[1] + STALL_S:
             return None
-        since, _, oldest = self._ages[0]
-        return oldest if now >= since + PATIENCE_S else None
+        return self._order.impatient(now - PATIENCE_S)
 
-    def _in_order(self, first: T | None) -> list[T]:
-        """Returns ``first``, then the requests that the last pass did not reach, then the others, each in order."""
-        start = 0 if self._looked_to is None else bisect_left(self._order, self._looked_to)
-        requests = [request for _, _, request in self._order[start:] + self._order[:start]]
-        return requests if first is None else [first, *requests]
+    def _in_order(self, first: T | None) -> Iterator[T]:
+        """Yields ``first``, then the requests that the last pass did not reach, then the others, each in order."""
+        if first is not None:
+            yield first
+        for entry in self._order.in_order(resumed=True):
+            yield entry.request
 
     def _drop(self, request: T) -> bool:
         queued = self._queued.pop(request, None)
         if queued is None:
             return False
-        del self._order[bisect_left(self._order, (queued.place, queued.number))]
-        del self._ages[bisect_left(self._ages, (queued.since, queued.number))]
+        self._order.remove(queued.tenant, queued.entry, queued.since)
+        self._room.remove(queued.tenant.name, 1)
         return True
 
-    def _keep_queued(self, request: T, queued: _Queued, wait: Wait) -> None:
+    def _keep_queued(self, queued: _Queued[T], wait: Wait) -> None:
         """Updates a request that stays, whose sort key may have changed."""
-        del self._order[bisect_left(self._order, (queued.place, queued.number))]
+        before = queued.entry
         queued.room_tokens, queued.work_ms, queued.rank = wait.room_tokens, wait.work_ms, wait.rank
         self._soonest = min(self._soonest, queued.must_go)
-        insort(self._order, (queued.place, queued.number, request))
+        self._order.replace(queued.tenant, before, queued.entry)
 
     def _count(self, now: float) -> None:
         self._gone += 1

@@ -1,0 +1,124 @@
+"""Tenants that share a queue: they take turns, by weight, and a tenant that floods it leaves others room."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
+from kvrouter.scheduler.queue.fair_order import Tenant
+from kvrouter.scheduler.queue.request_queue import INTERVAL_S, PATIENCE_S, RequestQueue
+
+WHY = Explanation("")
+FLOOD, QUIET = Tenant("flood"), Tenant("quiet")
+Queue = RequestQueue[tuple[str, int]]
+
+
+def add(queue: Queue, tenant: Tenant, numbers: range, now: float = 0.0, tokens: int = 1000, priority: int = 0) -> int:
+    """Adds requests until one is refused, and returns how many were added."""
+    for count, number in enumerate(numbers):
+        wait = Wait(0, WHY, work_ms=1.0, room_tokens=tokens)
+        if not queue.add((tenant.name, number), wait, now, tenant=tenant, priority=priority):
+            return count
+    return len(numbers)
+
+
+def released(queue: Queue, now: float, most: int) -> list[str]:
+    """Tenants of the first requests that leave, with room for only so many."""
+    left = most
+
+    def decide(_: tuple[str, int]) -> Choice | Wait:
+        nonlocal left
+        left -= 1
+        return Choice(0, WHY) if left >= 0 else Wait(0, WHY, room_tokens=1000)
+
+    return [tenant for (tenant, _), _ in queue.release(now, decide)]
+
+
+def test_a_tenant_that_comes_later_does_not_wait_for_the_queue_of_another() -> None:
+    queue = Queue()
+    add(queue, FLOOD, range(500))
+    add(queue, QUIET, range(3), 1.0)
+    assert released(queue, 2.0, 7).count("quiet") == 3
+
+
+def test_tenants_receive_room_by_weight_and_tokens() -> None:
+    queue = Queue()
+    add(queue, Tenant("heavy", 3.0), range(100))
+    add(queue, Tenant("light", 1.0), range(100))
+    assert Counter(released(queue, 1.0, 40)) == {"heavy": 30, "light": 10}
+    queue = Queue()
+    add(queue, Tenant("large"), range(100), tokens=4000)
+    add(queue, Tenant("small"), range(100), tokens=1000)
+    assert Counter(released(queue, 1.0, 50)) == {"small": 40, "large": 10}
+
+
+def test_turns_go_on_over_passes_and_idleness_earns_nothing() -> None:
+    queue = Queue()
+    add(queue, FLOOD, range(100))
+    for step in range(1, 21):
+        assert released(queue, step * 2 * INTERVAL_S, 1) == ["flood"]
+    add(queue, QUIET, range(100), 1.0)
+    order = [released(queue, 2.0 + step * 2 * INTERVAL_S, 1)[0] for step in range(20)]
+    assert Counter(order) == {"flood": 10, "quiet": 10}
+
+
+def test_priority_goes_before_turns() -> None:
+    queue = Queue()
+    add(queue, QUIET, range(10))
+    add(queue, FLOOD, range(10), priority=1)
+    assert released(queue, 1.0, 10) == ["flood"] * 10
+
+
+def test_a_tenant_that_fills_the_queue_leaves_others_their_share() -> None:
+    queue = Queue(max_queued_requests=100)
+    assert add(queue, FLOOD, range(200)) == 100, "one that is alone may use everything"
+    assert not queue.add(("quiet", 0), Wait(0, WHY), 0.0, tenant=QUIET)
+    released(queue, 1.0, 40)
+    assert add(queue, QUIET, range(200), 1.0) == 40
+    assert add(queue, FLOOD, range(200, 300), 1.0) == 0
+
+
+def test_requests_without_room_leave_by_turns() -> None:
+    queue = Queue()
+    add(queue, FLOOD, range(50))
+    add(queue, QUIET, range(50), 1.0)
+    now, order = 1.0 + PATIENCE_S, []
+    for _ in range(6):
+        now += 2 * INTERVAL_S
+        ((request, _),) = queue.release(now, lambda _: Wait(0, WHY, room_tokens=1000))
+        order.append(request)
+        queue.started(request)
+    assert order == [("flood", 0), ("quiet", 0), ("flood", 1), ("quiet", 1), ("flood", 2), ("quiet", 2)]
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_the_expected_wait_counts_turns_and_not_the_queue_of_another_tenant(ahead: int) -> None:
+    queue = Queue()
+    add(queue, FLOOD, range(100))
+    for step in range(1, 61):
+        assert len(released(queue, float(step), 1)) == 1  # One request leaves each second.
+    add(queue, FLOOD, range(100, 1000), 60.0)
+    add(queue, QUIET, range(ahead), 60.0)
+    for number, seconds, late in ((ahead, 30.0, False), (ahead + 1, 1.0, True)):
+        request = ("quiet", number)
+        wait = Wait(0, WHY, work_ms=1.0, room_tokens=1000)
+        queue.add(request, wait, 60.0, tenant=QUIET, deadline=60.0 + seconds)
+        assert queue.is_late(request, 60.0) == late
+        assert (request in queue.late(60.0)) == late
+        queue.remove(request)
+
+
+def test_a_pass_that_ends_early_continues_with_the_requests_of_every_tenant() -> None:
+    queue = Queue()
+    add(queue, FLOOD, range(200))
+    add(queue, QUIET, range(200))
+    tried: list[tuple[str, int]] = []
+
+    def decide(request: tuple[str, int]) -> Wait:
+        tried.append(request)
+        return Wait(0, WHY, room_tokens=1000)
+
+    for step in range(1, 8):
+        assert not list(queue.release(step * 2 * INTERVAL_S, decide))
+    assert len(set(tried)) == 400
