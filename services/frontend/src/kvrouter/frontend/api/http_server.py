@@ -328,11 +328,15 @@ class HttpApi:
             self._session,
             self._frontend.runner.workers,
             self._frontend.models.worker_at,
+            prompt_bytes=len(routed.token_ids),
+            max_tokens=routed.max_output_tokens,
+            is_stream=routed.is_stream,
             routed_on_load=routed.is_routed_on_load(view),
             requests_usage=self._requests_usage,
             hidden_headers=() if self._frontend.access is None else CREDENTIAL_HEADERS,
         )
         generate = generate_request(routed, request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_BYTES])
+        forwarded.describe_sampling(generate)
         prompt = routed.token_ids
         try:
             await self._frontend.runner.run(generate, prompt, forwarded, deadline=Deadline.never(), through=forwarded)

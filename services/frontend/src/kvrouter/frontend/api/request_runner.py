@@ -129,7 +129,7 @@ class RequestRunner:
                 self._links,
                 through or self.workers,
                 self._metrics,
-                self._budget(request, forwarded=through is not None),
+                self._budget(request, through),
                 self._prefill_stage(request, view, through),
                 pools,
             )
@@ -172,13 +172,13 @@ class RequestRunner:
             tenant, weight = caller.tenant, caller.weight
         return self._admission.admit(view, tenant, weight, tokens, request.stop_conditions.max_tokens)
 
-    def _budget(self, request: FrontendServiceGenerateRequest, *, forwarded: bool) -> AttemptBudget:
+    def _budget(self, request: FrontendServiceGenerateRequest, through: Workers | None) -> AttemptBudget:
         limit = request.migration_limit if request.HasField("migration_limit") else self.options.migration_limit
         return AttemptBudget(
             max_attempts=self.options.max_attempts,
             migration_limit=limit,
             pinned=request.constraints.HasField("worker_id"),
-            cannot_migrate="it was forwarded as it is" if forwarded else why_not(request.sampling_options),
+            cannot_migrate=through.why_it_stays if through is not None else lambda: why_not(request.sampling_options),
         )
 
     def _prefill_stage(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvrouter.frontend.worker_client.failures import WorkerFailure
 
 
@@ -12,14 +14,21 @@ class AttemptBudget:
     request continues on another worker, with a new set of attempts.
     """
 
-    def __init__(self, *, max_attempts: int, migration_limit: int, pinned: bool, cannot_migrate: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        max_attempts: int,
+        migration_limit: int,
+        pinned: bool,
+        cannot_migrate: Callable[[], str] = str,
+    ) -> None:
         """Sets the limits.
 
         Args:
             max_attempts: Maximum number of attempts in a row without output.
             migration_limit: Maximum number of migrations.
             pinned: Whether one worker alone may serve the request.
-            cannot_migrate: Why the request cannot continue elsewhere once it has output; empty if it can.
+            cannot_migrate: Returns why the request cannot continue elsewhere once it has output; empty if it can.
         """
         self.migrations = 0
         """Migrations so far."""
@@ -28,7 +37,7 @@ class AttemptBudget:
         self._max_attempts = max_attempts
         self._migration_limit = migration_limit
         self._pinned = pinned
-        self._cannot_migrate = "the request is pinned to its worker" if pinned else cannot_migrate
+        self._cannot_migrate: Callable[[], str] = _pinned if pinned else cannot_migrate
         self._failed_attempts = 0
         """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
         Scheduler may discover another worker later than this gateway does."""
@@ -43,8 +52,8 @@ class AttemptBudget:
         """Returns why the request cannot migrate; empty if it can."""
         if not self._migration_limit:
             return "its migration limit is 0"
-        if self._cannot_migrate:
-            return self._cannot_migrate
+        if why := self._cannot_migrate():
+            return why
         if self.migrations >= self._migration_limit:
             return f"it has migrated {self.migrations} times, its limit"
         return ""
@@ -57,3 +66,7 @@ class AttemptBudget:
         elif failure.worker_id != self.silent_worker_id:
             self._failed_attempts += 1
         self.silent_worker_id = failure.worker_id if failure.is_silent else None
+
+
+def _pinned() -> str:
+    return "the request is pinned to its worker"

@@ -44,6 +44,6 @@ def remaining(stop: StopConditions, output_tokens: int) -> StopConditions:
     """Returns the stop conditions of the rest of the output."""
     rest = StopConditions()
     rest.CopyFrom(stop)
-    rest.max_tokens = stop.max_tokens - output_tokens
+    rest.max_tokens = max(0, stop.max_tokens - output_tokens)
     rest.min_tokens = max(0, stop.min_tokens - output_tokens)
     return rest

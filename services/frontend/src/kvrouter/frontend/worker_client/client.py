@@ -29,6 +29,10 @@ class Workers(Protocol):
         """Returns whether a prefill worker can compute the prompt of what is started here."""
         ...
 
+    def why_it_stays(self) -> str:
+        """Returns why what is started here cannot continue elsewhere once it has output; empty if it can."""
+        ...
+
     def start(
         self,
         worker_id: int,
@@ -64,6 +68,10 @@ class WorkerClient:
     def can_prefill(self, worker: WorkerRegistration) -> bool:  # noqa: ARG002 - any can
         """Returns True: every worker has a Generate."""
         return True
+
+    def why_it_stays(self) -> str:
+        """Returns an empty text: all output is known as tokens."""
+        return ""
 
     def start(
         self,

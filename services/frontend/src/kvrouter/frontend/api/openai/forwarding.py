@@ -1,24 +1,28 @@
 """Forwards requests to workers that have an OpenAI API of their own, with the body unchanged and the response as it is.
 
 The request is booked, retried and accounted for as any other. What its worker sends goes to the client byte for byte.
-The events of a stream are only counted, since they stand for tokens. A request is retried only until the first byte.
+The events of a stream are only counted, since they stand for tokens. Such a request is retried only until the first
+byte. A stream whose events have token ids continues on another worker (``token_stream``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from kvrouter.frontend.api.completions import routing_headers
+from kvrouter.frontend.api.completions import describe_routing, routing_headers
+from kvrouter.frontend.api.openai.continued_body import continued_body, sampling_state, why_it_stays
 from kvrouter.frontend.api.openai.reported_usage import Usage, UsageReader
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
+from kvrouter.frontend.api.openai.token_stream import TokenStream
 from kvrouter.frontend.api.openai.transfer_body import can_share, decode_body, prefill_body, transfer_params
 from kvrouter.frontend.api.request_fields import RANK_HEADER
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
@@ -79,6 +83,9 @@ class ForwardedRequest:
         workers: WorkerClient,
         worker_at: Callable[[str], WorkerRegistration | None],
         *,
+        prompt_bytes: int,
+        max_tokens: int,
+        is_stream: bool,
         routed_on_load: bool,
         requests_usage: bool,
         hidden_headers: Collection[str] = (),
@@ -92,6 +99,9 @@ class ForwardedRequest:
             session: Connections to their OpenAI APIs.
             workers: Health and metrics of the workers.
             worker_at: Returns the worker with an address, in any pool.
+            prompt_bytes: Size of its packed prompt.
+            max_tokens: Limit of its output; 0 if it has none.
+            is_stream: Whether it asks for a stream.
             routed_on_load: Whether its prompt was not tokenized.
             requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
             hidden_headers: Headers of the client that no engine gets, in lower case.
@@ -108,6 +118,11 @@ class ForwardedRequest:
         self._workers = workers
         self._worker_at = worker_at
         self._can_share = can_share(body)
+        self._prompt_bytes = prompt_bytes
+        self._is_stream = is_stream
+        self._why_it_stays = why_it_stays(request.path, body)
+        self._tokens = None if self._why_it_stays else TokenStream(max_tokens)
+        self._routing: dict[str, Any] = {}
         self._metrics = workers.metrics
         self._not_forwarded = _NOT_FORWARDED.union(hidden_headers)
         self._added = {"x-kvrouter-routed-on": "load"} if routed_on_load else {}
@@ -116,8 +131,20 @@ class ForwardedRequest:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
         return self._can_share and bool(worker.openai_endpoint)
 
+    def why_it_stays(self) -> str:
+        """Returns why the request cannot continue on another engine once it has output; empty if it can."""
+        if self._tokens is not None and not self._tokens.has_ids:
+            return "its engine returns no token ids"
+        return self._why_it_stays and f"it was forwarded as it is: {self._why_it_stays}"
+
+    def describe_sampling(self, request: FrontendServiceGenerateRequest) -> None:
+        """Adds the options that make a continuation inexact. The body has all options."""
+        if self._tokens is not None:
+            request.sampling_options.CopyFrom(sampling_state(self._body))
+
     def routed(self, routing: RoutingInfo) -> None:
         """Adds where the request runs."""
+        self._routing = describe_routing(routing)
         self._added |= routing_headers(routing)
 
     def output(self, encoded: bytes, output: Output) -> None:
@@ -142,18 +169,20 @@ class ForwardedRequest:
         worker_id: int,
         endpoint: str,
         request: WorkerServiceGenerateRequest,
-        prompt: bytes,  # noqa: ARG002 - the body has it
+        prompt: bytes,
         on_output: Callable[[bytes, Output], None],
         *,
         deadline: Deadline,
         has_alternative: Callable[[], bool],
         stays_a_probe: bool = False,
     ) -> WorkerAttempt:
-        """Starts an attempt at a worker, as ``WorkerClient.start``."""
+        """Starts an attempt at a worker, as ``WorkerClient.start``. The body has the prompt; more is output so far."""
+        is_prefill = request.stage == Stage.STAGE_PREFILL
+        shows_progress = is_prefill or self._is_stream
         attempt = WorkerAttempt(
             worker_id,
             request.request_id,
-            self.health.begin(endpoint),
+            self.health.begin(endpoint, len(prompt) // TOKEN_BYTES if shows_progress else None),
             self._metrics,
             on_output,
             max_tokens=_UNLIMITED_TOKENS,
@@ -162,13 +191,16 @@ class ForwardedRequest:
             stays_a_probe=stays_a_probe,
             shares_blame=request.HasField("transfer_params") and request.stage == Stage.STAGE_DECODE,
         )
-        is_prefill = request.stage == Stage.STAGE_PREFILL
         worker = None if is_prefill else self._view.workers.get(worker_id)
         if worker is None or worker.endpoint != endpoint:
             worker = self._worker_at(endpoint)  # It is in another pool.
         params = request.transfer_params if request.HasField("transfer_params") else None
-        body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
-        read = self._read_prefill if is_prefill else self._pass_on
+        output_tokens = (len(prompt) - self._prompt_bytes) // TOKEN_BYTES
+        body = continued_body(self._body, prompt, output_tokens) if output_tokens else self._body
+        body = prefill_body(body, params) if is_prefill else decode_body(body, params)
+        read = self._read_prefill if is_prefill else self._pass_on if self._tokens is None else self._pass_tokens_on
+        if self._tokens is not None and not is_prefill:
+            self._tokens.engine_begins(output_tokens, self._routing)
         attempt.start(
             lambda receiver: asyncio.create_task(
                 self._call(worker, worker_id, request.dp_rank, body, read, receiver, deadline)
@@ -200,7 +232,7 @@ class ForwardedRequest:
         headers = _without(self._request.headers, self._not_forwarded)
         if len(worker.ranks) > 1:
             headers[RANK_HEADER] = str(dp_rank)
-        if self._removes_usage:
+        if self._removes_usage or self._tokens is not None:
             headers = _without(headers, _ENCODING)  # A compressed stream could not be read.
         if traceparent := trace_context.current():
             headers[trace_context.HEADER] = traceparent
@@ -245,13 +277,46 @@ class ForwardedRequest:
                 await self.response.write(passed)
             reader.take(chunk)
             if is_stream:
-                receiver.on_response(_piece(tokens=chunk.count(b"data: ") or 1))
+                receiver.on_response(_piece(token_ids=bytes(chunk.count(b"data: ") or 1)))
         if self.response is None:
             self.response = await self._begin(answer)
         if remover is not None and (rest := remover.rest()):
             await self.response.write(rest)
         usage = reader.usage()
-        receiver.on_response(_piece(tokens=0 if is_stream else _tokens_of(usage), usage=usage, ends=True))
+        receiver.on_response(_piece(token_ids=bytes(0 if is_stream else _tokens_of(usage)), usage=usage, ends=True))
+        receiver.on_end()
+
+    async def _pass_tokens_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
+        """Passes on a stream whose tokens are kept, event by event."""
+        tokens = self._tokens
+        if tokens is None or answer.content_type != _STREAM_TYPE:
+            if self.response is not None:
+                why = (await answer.content.read(256)).decode(errors="replace")
+                raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why}")
+            await self._pass_on(answer, receiver)
+            return
+        remover = UsageRemover() if self._removes_usage else None
+        reader = UsageReader(is_stream=True)
+        try:
+            async for chunk in answer.content.iter_any():
+                events, token_ids, failure = tokens.take(chunk)
+                if self.response is None and events:
+                    self.response = await self._begin(answer)
+                reader.take(chunk)
+                # Nothing waits between the two, so that exactly the tokens that are written are kept.
+                receiver.on_response(_piece(token_ids=token_ids))
+                passed = events if remover is None else remover.remove(events)
+                if passed and self.response is not None:
+                    await self.response.write(passed)
+                if failure is not None:
+                    raise failure
+            if not tokens.is_done:
+                raise DependencyAway("its OpenAI API ends the stream without [DONE]")
+        except (aiohttp.ClientError, TimeoutError, DependencyAway):
+            if self.response is None or not tokens.is_finished:
+                raise
+            await self.response.write(tokens.end_of_output())
+        receiver.on_response(_piece(usage=reader.usage(), ends=True))
         receiver.on_end()
 
     async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
@@ -269,8 +334,8 @@ async def _refusal(answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway:
     return AllBusy(RETRY_AFTER_MS, message) if answer.status == _BUSY_STATUS else DependencyAway(message)
 
 
-def _piece(*, tokens: int, usage: Usage | None = None, ends: bool = False) -> bytes:
-    output = GenerateOutput(token_ids=bytes(tokens))
+def _piece(*, token_ids: Iterable[int] = (), usage: Usage | None = None, ends: bool = False) -> bytes:
+    output = GenerateOutput(token_ids=token_ids)
     if usage is not None and usage.cached_tokens is not None:
         output.cached_tokens = usage.cached_tokens
     if ends:

@@ -38,6 +38,7 @@ _Raw = msgspec.Raw
 
 class _Fields(msgspec.Struct, frozen=True):
     model: str = ""
+    stream: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     cache_salt: str | None = None
@@ -84,6 +85,8 @@ class RoutedBody:
     source: PromptSource | None = field(default=None, repr=False)
     """What can be tokenized; None for a list of token ids, and where only the engine knows the tokens."""
     max_output_tokens: int = 0
+    is_stream: bool = False
+    """Whether the response is to be a stream."""
     cache_salt: str = ""
     tenant: str = ""
     """Tenant whose cache is isolated; empty for none."""
@@ -115,6 +118,7 @@ class RoutedBody:
         parsed = cls(
             model=fields.model,
             max_output_tokens=max(0, min(output, _MAX_TOKENS)),
+            is_stream=bool(fields.stream),
             cache_salt=fields.cache_salt or "",
             priority=fields.priority or 0,
         )

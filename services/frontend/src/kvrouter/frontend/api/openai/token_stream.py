@@ -1,0 +1,172 @@
+"""The stream of a forwarded completion whose events have token ids, so that another engine can continue it. Pure.
+
+The events of the first engine pass unchanged. Those of a later one get the head of the first event, and the usage of
+the whole response, since its prompt has the output so far at its end.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+from kvrouter.runtime.errors import DependencyAway
+
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n")
+_MAX_EVENT_BYTES = 1 << 20
+_DONE = b"[DONE]"
+_HEAD = ("id", "created", "model")
+_FAILED = frozenset({"abort", "error"})
+_FIRST_SERVER_ERROR = 500
+_UNKNOWN = 0
+"""Stands for the tokens of an event without token ids, so that it counts as output."""
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: Any = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+
+
+class Tokens(NamedTuple):
+    """Events of a stream, and the tokens in them."""
+
+    events: bytes
+    token_ids: list[int]
+    failure: DependencyAway | None
+    """What the engine reports after these events, if it has failed."""
+
+
+class TokenStream:
+    """One response, over all engines that serve it. ``engine_begins`` must be called for each."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """``max_tokens`` is the limit of the whole output."""
+        self.has_ids = True
+        """Whether all output so far had its token ids."""
+        self.is_done = False
+        """Whether the end of the stream has arrived."""
+        self._max_tokens = max_tokens
+        self._output_tokens = 0
+        self._has_finish_reason = False
+        self._head: dict[str, Any] = {}
+        self._known_tokens = 0
+        """Output tokens of earlier engines."""
+        self._is_later = False
+        """Whether an earlier engine has begun the response."""
+        self._notice: dict[str, Any] = {}
+        self._begun = bytearray()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all output has arrived, if not the end of the stream."""
+        return self._has_finish_reason or self._output_tokens >= self._max_tokens
+
+    def engine_begins(self, known_tokens: int, routing: dict[str, Any]) -> None:
+        """Expects the events of an engine.
+
+        Args:
+            known_tokens: Output tokens of earlier engines, which are at the end of its prompt.
+            routing: How the request was routed, for the first event of a continuation.
+        """
+        self._begun.clear()
+        self._known_tokens = self._output_tokens = known_tokens
+        self._is_later = bool(self._head)
+        self._notice = {"kvrouter": routing} if known_tokens else {}
+
+    def take(self, chunk: bytes) -> Tokens:
+        """Returns the events that are complete now."""
+        self._begun += chunk
+        passed, token_ids, failure = bytearray(), list[int](), None
+        for event in self._complete():
+            data = event[len(b"data:") :].strip() if event.startswith(b"data:") else b""
+            if data == _DONE:
+                self.is_done = True
+            elif data:
+                try:
+                    token_ids += self._read(data)
+                except DependencyAway as error:
+                    failure = error
+                    break
+                event = self._continued(data) if self._is_later else event
+            passed += event
+        self._output_tokens += len(token_ids)
+        if len(self._begun) > _MAX_EVENT_BYTES:
+            failure = DependencyAway(f"its OpenAI API sends an event of more than {_MAX_EVENT_BYTES} bytes")
+        return Tokens(bytes(passed), token_ids, failure)
+
+    def end_of_output(self) -> bytes:
+        """Returns the events that end a stream whose engine was lost after its last token."""
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "token_ids": []}
+        last = self._head | {"object": "text_completion", "choices": [choice]}
+        return (b"" if self._has_finish_reason else _encoded(last)) + b"data: %b\n\n" % _DONE
+
+    def _complete(self) -> list[bytes]:
+        """Returns the events that are complete, and keeps the rest."""
+        events, at = [], 0
+        for end in _EVENT_END.finditer(self._begun):
+            events.append(bytes(self._begun[at : end.end()]))
+            at = end.end()
+        del self._begun[:at]
+        return events
+
+    def _read(self, data: bytes) -> list[int]:
+        """Returns the tokens of an event.
+
+        Raises:
+            DependencyAway: the event says that the engine has failed.
+        """
+        try:
+            event = _EVENT.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self.has_ids = False
+            return [_UNKNOWN]
+        if event.error is not None and _is_of_server(event.error):
+            raise DependencyAway(f"its OpenAI API reports an error: {event.error.message:.256}")
+        token_ids = list[int]()
+        for choice in event.choices:
+            if choice.finish_reason in _FAILED:
+                raise DependencyAway(f"its OpenAI API ends the request with {choice.finish_reason}")
+            if choice.token_ids is None and choice.text:
+                self.has_ids = False
+                token_ids.append(_UNKNOWN)
+            token_ids += choice.token_ids or ()
+            self._has_finish_reason |= choice.finish_reason is not None
+        if not self._head and event.choices:
+            parsed = _OBJECT.decode(data)
+            self._head = {name: parsed[name] for name in _HEAD if name in parsed}
+        return token_ids
+
+    def _continued(self, data: bytes) -> bytes:
+        """Returns an event of a later engine as one of the first."""
+        event = _OBJECT.decode(data)
+        for choice in event.get("choices", ()):
+            choice.pop("prompt_token_ids", None)
+        if usage := event.get("usage"):
+            usage["prompt_tokens"] = usage.get("prompt_tokens", 0) - self._known_tokens
+            usage["completion_tokens"] = usage.get("completion_tokens", 0) + self._known_tokens
+            usage["prompt_tokens_details"] = None  # Its engine found in the cache what another one had computed.
+        notice, self._notice = self._notice, {}
+        return _encoded(event | self._head | notice)
+
+
+def _is_of_server(error: _Error) -> bool:
+    return not isinstance(error.code, int) or error.code >= _FIRST_SERVER_ERROR
+
+
+def _encoded(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
