@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError
 from kvrouter.core import read_tokens
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, fault_of
-from kvrouter.frontend.worker_client.health import WorkerCall
 from kvrouter.frontend.worker_client.output import Output, TokensOnly
 from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
+from kvrouter.frontend.worker_client.worker_call import WorkerCall
 from kvrouter.net.calls import CallError, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, from_call_error

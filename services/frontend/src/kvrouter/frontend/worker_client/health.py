@@ -7,69 +7,29 @@ Workers are identified by address, so that a worker that restarts elsewhere has 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from random import Random
 
 import structlog
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff, CircuitBreaker
-from kvrouter.frontend.worker_client.failures import WorkerFailure
-from kvrouter.frontend.worker_client.stall_detection import MonitoredRequest, StallDetector
+from kvrouter.frontend.worker_client.observed_worker import (
+    REASONS,
+    ObservedWorker,
+    Registered,
+    ids_of,
+    is_healthy,
+    state_of,
+)
+from kvrouter.frontend.worker_client.stall_detection import StallDetector
+from kvrouter.frontend.worker_client.worker_call import WorkerCall
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.frontend_pb2 import WorkerHealth as WorkerHealthMessage
-from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 log = structlog.get_logger(component="frontend")
 
-_MAX_FAILURE_TEXT = 256
-"""Characters of a failure message that are stored."""
-
 _NONE: Mapping[int, str] = {}
-_REASONS = {
-    WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED: "it does not answer probes",
-    WorkerHealthState.WORKER_HEALTH_STATE_STALLED: "it accepts requests and generates nothing",
-    WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF: "its requests fail",
-    WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN: "a trial request decides whether it has recovered",
-}
-"""Why requests avoid a worker."""
-
-_Registered = tuple[ComponentName, WorkerRegistration]
-
-
-@dataclass(slots=True)
-class _Worker:
-    """State of the worker at one address."""
-
-    endpoint: str
-    circuit: CircuitBreaker
-    detector: StallDetector | None
-    """None if stalls are not detected."""
-    registered: Sequence[_Registered] = ()
-    """Its registrations. Empty after it left; two if it came back under another id."""
-    calls: int = 0
-    """Running Generate calls."""
-    missed: int = 0
-    """Consecutive unanswered probes."""
-    suspected: bool = False
-    stalled: bool = False
-    stalls: int = 0
-    """How often it was found stalled."""
-    migrate_unix_ns: int = 0
-    """Time from which its requests continue elsewhere, because an operator drains it; 0 for never."""
-    leaving: bool = False
-    """Whether that time has come."""
-    heard: bool = False
-    """Whether it sent anything since the last probe."""
-    last_failure: str = ""
-    waiting: dict[WorkerCall, Callable[[], None]] = field(default_factory=dict)
-    """Its calls, with the functions to call while they should leave the worker."""
-
-    @property
-    def should_be_left(self) -> bool:
-        """Whether its requests should leave it."""
-        return self.suspected or self.stalled or self.leaving
 
 
 class WorkerHealth:
@@ -98,9 +58,13 @@ class WorkerHealth:
         self._max_missed = max_missed
         self._clock = clock
         self._rng = rng or Random()
-        self._workers: dict[str, _Worker] = {}
-        self._unhealthy: dict[str, _Worker] = {}
+        self._workers: dict[str, ObservedWorker] = {}
+        self._unhealthy: dict[str, ObservedWorker] = {}
         """Workers that are suspected or whose circuit is not closed."""
+
+    def now(self) -> float:
+        """Returns the time in seconds."""
+        return self._clock()
 
     @property
     def suspected(self) -> int:
@@ -119,7 +83,7 @@ class WorkerHealth:
 
     def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
         """Applies the registrations. A worker that left is removed when its last call has ended."""
-        registered: dict[str, list[_Registered]] = {}
+        registered: dict[str, list[Registered]] = {}
         migrating: dict[str, int] = {}
         for name, view in components.items():
             for registration in view.workers.values():
@@ -132,7 +96,7 @@ class WorkerHealth:
             worker.migrate_unix_ns = migrating.get(endpoint, 0)
         for endpoint in self._workers.keys() - registered.keys():
             self._workers[endpoint].registered = ()
-            self._forget_if_gone(self._workers[endpoint])
+            self.forget_if_gone(self._workers[endpoint])
         self._wake(self._unhealthy.values())  # A new worker may take the requests of suspected ones.
 
     def endpoints(self) -> KeysView[str]:
@@ -149,9 +113,9 @@ class WorkerHealth:
             return _NONE
         now = self._clock()
         return {
-            registration.worker_id: _REASONS.get(_state(worker, now), "")
+            registration.worker_id: REASONS.get(state_of(worker, now), "")
             for worker in self._unhealthy.values()
-            if not _is_healthy(worker, now)
+            if not is_healthy(worker, now)
             for name, registration in worker.registered
             if name == component
         }
@@ -160,7 +124,7 @@ class WorkerHealth:
         """Yields the registrations of a component's healthy workers."""
         now = self._clock()
         for worker in self._workers.values():
-            if _is_healthy(worker, now):
+            if is_healthy(worker, now):
                 yield from (registration for name, registration in worker.registered if name == component)
 
     def begin(self, endpoint: str, prompt_tokens: int | None = None) -> WorkerCall:
@@ -185,7 +149,7 @@ class WorkerHealth:
             elif verdict is False and worker.stalled:
                 self._resume(worker)
 
-    def _stall(self, worker: _Worker) -> None:
+    def _stall(self, worker: ObservedWorker) -> None:
         worker.stalled = True
         worker.stalls += 1
         worker.last_failure = "it accepts requests but generates nothing, or far less than before"
@@ -194,18 +158,18 @@ class WorkerHealth:
         log.warning(
             "worker.stalled",
             endpoint=worker.endpoint,
-            workers=_ids(worker),
+            workers=ids_of(worker),
             calls=worker.calls,
             seconds=round(worker.circuit.retry_in(now), 1),
             consequence="no new requests while another worker fits; its requests continue elsewhere",
         )
-        self._reclassify(worker)
+        self.reclassify(worker)
 
-    def _resume(self, worker: _Worker) -> None:
+    def _resume(self, worker: ObservedWorker) -> None:
         worker.stalled = False
         worker.circuit.responded()
-        log.info("worker.resumed", endpoint=worker.endpoint, workers=_ids(worker))
-        self._reclassify(worker)
+        log.info("worker.resumed", endpoint=worker.endpoint, workers=ids_of(worker))
+        self.reclassify(worker)
 
     def is_watched(self, endpoint: str) -> bool:
         """Returns whether a worker has running calls or left its last probe unanswered, so that it is probed often."""
@@ -226,9 +190,9 @@ class WorkerHealth:
         if worker is None:
             return
         if worker.suspected:
-            log.info("worker.recovered", endpoint=endpoint, workers=_ids(worker), missed_probes=worker.missed)
+            log.info("worker.recovered", endpoint=endpoint, workers=ids_of(worker), missed_probes=worker.missed)
         worker.missed, worker.suspected = 0, False
-        self._reclassify(worker)
+        self.reclassify(worker)
 
     def missed(self, endpoint: str) -> None:
         """Records that another interval passed without an answer to a probe."""
@@ -244,12 +208,12 @@ class WorkerHealth:
         log.warning(
             "worker.suspected",
             endpoint=endpoint,
-            workers=_ids(worker),
+            workers=ids_of(worker),
             missed_probes=worker.missed,
             calls=worker.calls,
             consequence="no new requests while another worker fits; requests without output are retried elsewhere",
         )
-        self._reclassify(worker)
+        self.reclassify(worker)
 
     def status(self, component: ComponentName | None = None) -> list[WorkerHealthMessage]:
         """Returns the health of every registered worker, or of those of one component."""
@@ -266,7 +230,7 @@ class WorkerHealth:
                 component=registration.component,
                 worker_id=registration.worker_id,
                 endpoint=worker.endpoint,
-                state=_state(worker, now),
+                state=state_of(worker, now),
                 missed_probes=worker.missed,
                 consecutive_failures=worker.circuit.failures,
                 retry_in_ms=round(worker.circuit.retry_in(now) * 1000),
@@ -276,14 +240,15 @@ class WorkerHealth:
             for _, registration, worker in entries
         ]
 
-    def _worker(self, endpoint: str) -> _Worker:
+    def _worker(self, endpoint: str) -> ObservedWorker:
         worker = self._workers.get(endpoint)
         if worker is None:
             detector = StallDetector(self._stall_seconds) if self._stall_seconds else None
-            worker = self._workers[endpoint] = _Worker(endpoint, CircuitBreaker(self._back_off, self._rng), detector)
+            circuit = CircuitBreaker(self._back_off, self._rng)
+            worker = self._workers[endpoint] = ObservedWorker(endpoint, circuit, detector)
         return worker
 
-    def _reclassify(self, worker: _Worker) -> None:
+    def reclassify(self, worker: ObservedWorker) -> None:
         """Updates the set of unhealthy workers after a change, and wakes the requests that may move because of it."""
         if not worker.suspected and worker.circuit.is_closed:
             if self._unhealthy.pop(worker.endpoint, None):
@@ -292,126 +257,15 @@ class WorkerHealth:
             self._unhealthy[worker.endpoint] = worker
             self._wake([worker])
 
-    def _wake(self, workers: Iterable[_Worker]) -> None:
+    def _wake(self, workers: Iterable[ObservedWorker]) -> None:
         # Copies, because a request that leaves its worker ends its call at once.
         for worker in list(workers):
             if worker.should_be_left:
                 for reconsider in list(worker.waiting.values()):
                     reconsider()
 
-    def _forget_if_gone(self, worker: _Worker) -> None:
+    def forget_if_gone(self, worker: ObservedWorker) -> None:
+        """Forgets a worker that has left and has no more calls."""
         if not worker.registered and not worker.calls:
             self._workers.pop(worker.endpoint, None)
             self._unhealthy.pop(worker.endpoint, None)
-
-
-class WorkerCall:
-    """A running Generate call, as far as its worker's health is concerned."""
-
-    def __init__(self, health: WorkerHealth, worker: _Worker, now: float, prompt_tokens: int | None) -> None:
-        self._health = health
-        self._worker = worker
-        self._is_trial = worker.circuit.began(now)
-        worker.calls += 1
-        self._stalls_before = worker.stalls
-        self._monitored: MonitoredRequest | None = None
-        if worker.detector is not None and prompt_tokens is not None:
-            self._monitored = worker.detector.began(prompt_tokens, now)
-
-    @property
-    def is_suspected(self) -> bool:
-        """Whether the worker is suspected."""
-        return self._worker.suspected
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the worker has stalled since the call began, and still is."""
-        return self._worker.stalled and self._worker.stalls > self._stalls_before
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether requests must leave the worker, because an operator drains it."""
-        return self._worker.leaving
-
-    @property
-    def missed_probes(self) -> int:
-        """Consecutive probes that the worker has not answered."""
-        return self._worker.missed
-
-    def heard(self) -> None:
-        """Records that the worker sent something."""
-        worker = self._worker
-        worker.heard = True
-        if worker.detector is not None:
-            worker.detector.pieces += 1
-        if worker.missed:
-            self._health.answered(worker.endpoint)
-
-    def responded(self) -> None:
-        """Records the first output."""
-        if self._monitored is not None and self._worker.detector is not None:
-            self._worker.detector.first_output(self._monitored, self._health._clock())
-        if not self._worker.circuit.is_closed:
-            self._worker.stalled = False
-            self._worker.circuit.responded()
-            log.info("worker.back_off_ended", endpoint=self._worker.endpoint, workers=_ids(self._worker))
-            self._health._reclassify(self._worker)
-
-    def completed(self) -> None:
-        """Records that the response is complete."""
-        self._worker.last_failure = ""
-        if self._worker.circuit.failures:
-            self._worker.circuit.completed()
-            self._health._reclassify(self._worker)
-
-    def failed(self, failure: WorkerFailure) -> None:
-        """Records a failure that is the worker's fault."""
-        worker, circuit, now = self._worker, self._worker.circuit, self._health._clock()
-        worker.last_failure = failure.message[:_MAX_FAILURE_TEXT]
-        failures = circuit.failures
-        circuit.failed(now)
-        if circuit.failures > failures and not circuit.is_closed:
-            log.warning(
-                "worker.backed_off",
-                endpoint=worker.endpoint,
-                workers=_ids(worker),
-                failures=circuit.failures,
-                seconds=round(circuit.retry_in(now), 1),
-                cause=failure.cause,
-                consequence="no new requests while another worker fits",
-            )
-        self._health._reclassify(worker)
-
-    def watch(self, reconsider: Callable[[], None]) -> None:
-        """Calls a function whenever the request may have to leave the worker, until ``end``."""
-        self._worker.waiting[self] = reconsider
-
-    def end(self) -> None:
-        """Records the end of the call, however it ended."""
-        self._worker.waiting.pop(self, None)
-        self._worker.calls -= 1
-        if self._monitored is not None and self._worker.detector is not None:
-            self._worker.detector.ended(self._monitored)
-        if self._is_trial:
-            self._worker.circuit.trial_ended()
-        self._health._forget_if_gone(self._worker)
-
-
-def _is_healthy(worker: _Worker, now: float) -> bool:
-    return not worker.suspected and worker.circuit.admits(now)
-
-
-def _state(worker: _Worker, now: float) -> WorkerHealthState:
-    if worker.suspected:
-        return WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED
-    if worker.stalled:
-        return WorkerHealthState.WORKER_HEALTH_STATE_STALLED
-    if worker.circuit.is_closed:
-        return WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY
-    if worker.circuit.retry_in(now):
-        return WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF
-    return WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN
-
-
-def _ids(worker: _Worker) -> list[int]:
-    return [registration.worker_id for _, registration in worker.registered]

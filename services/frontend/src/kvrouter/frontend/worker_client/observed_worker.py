@@ -1,0 +1,79 @@
+"""What a Frontend knows of one worker, and the state that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvrouter.frontend.worker_client.circuit_breaker import CircuitBreaker
+from kvrouter.frontend.worker_client.stall_detection import StallDetector
+from kvrouter.v1.frontend_pb2 import WorkerHealthState
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+REASONS = {
+    WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED: "it does not answer probes",
+    WorkerHealthState.WORKER_HEALTH_STATE_STALLED: "it accepts requests and generates nothing",
+    WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF: "its requests fail",
+    WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN: "a trial request decides whether it has recovered",
+}
+"""Why requests avoid a worker."""
+
+Registered = tuple[ComponentName, WorkerRegistration]
+
+
+@dataclass(slots=True)
+class ObservedWorker:
+    """State of the worker at one address."""
+
+    endpoint: str
+    circuit: CircuitBreaker
+    detector: StallDetector | None
+    """None if stalls are not detected."""
+    registered: Sequence[Registered] = ()
+    """Its registrations. Empty after it left; two if it came back under another id."""
+    calls: int = 0
+    """Running Generate calls."""
+    missed: int = 0
+    """Consecutive unanswered probes."""
+    suspected: bool = False
+    stalled: bool = False
+    stalls: int = 0
+    """How often it was found stalled."""
+    migrate_unix_ns: int = 0
+    """Time from which its requests continue elsewhere, because an operator drains it; 0 for never."""
+    leaving: bool = False
+    """Whether that time has come."""
+    heard: bool = False
+    """Whether it sent anything since the last probe."""
+    last_failure: str = ""
+    waiting: dict[object, Callable[[], None]] = field(default_factory=dict)
+    """Its calls, with the functions to call while they should leave the worker."""
+
+    @property
+    def should_be_left(self) -> bool:
+        """Whether its requests should leave it."""
+        return self.suspected or self.stalled or self.leaving
+
+
+def is_healthy(worker: ObservedWorker, now: float) -> bool:
+    """Returns whether new requests may go to a worker."""
+    return not worker.suspected and worker.circuit.admits(now)
+
+
+def state_of(worker: ObservedWorker, now: float) -> WorkerHealthState:
+    """Returns the state of a worker at a time, in seconds of the clock of its circuit."""
+    if worker.suspected:
+        return WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED
+    if worker.stalled:
+        return WorkerHealthState.WORKER_HEALTH_STATE_STALLED
+    if worker.circuit.is_closed:
+        return WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY
+    if worker.circuit.retry_in(now):
+        return WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF
+    return WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN
+
+
+def ids_of(worker: ObservedWorker) -> list[int]:
+    """Returns the ids under which a worker is registered, for logs."""
+    return [registration.worker_id for _, registration in worker.registered]
