@@ -18,12 +18,14 @@ from kvrouter.frontend.processes.parent import ProcessMetrics
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.indexer.replica.metrics import IndexerMetrics
+from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.http_server import _Connections
+from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.nats_connection import NatsMetrics
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.health import readiness_gauge
@@ -108,6 +110,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     mocker = CollectorRegistry()
     lateness_histogram(mocker)
     expose_load({}, mocker)
+    Handover(block_size=1, transfer=KvTransfer(), lease_seconds=1, concurrent=False, clock_factor=1, registry=mocker)
     yield "Mocker", mocker
 
 
