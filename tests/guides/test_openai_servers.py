@@ -19,24 +19,15 @@ async def test_a_chat_stays_at_the_server_that_has_its_beginning(tmp_path: Path)
     ports = {f":{port}": f":{free}" for port, free in zip(named, free_ports(len(named)), strict=True)}
     ports["--port 9102"] = f"--port {ports[':9102'][1:]}"
     with Guide("docs/guides/openai-servers.md", directory=tmp_path, replaced=ports) as guide:
-        async with guide.running("kvrouter up") as system:
-            nats = await system.prints(r"^NATS +(\S+)")
-            etcd = await system.prints(r"^etcd +(\S+)")
-            await system.prints("Ctrl-C stops everything")
-            guide.replace({"nats://127.0.0.1:4222": nats[1], "127.0.0.1:2379": etcd[1]})
-            async with (
-                guide.running("kvrouter serve") as services,
-                guide.running("--bind 127.0.0.1:9201"),
-                guide.running("--bind 127.0.0.1:9202"),
-                guide.running("kvrouter sidecar"),
-            ):
-                await services.prints(f"127.0.0.1{ports[':9102']}")
-                # The Frontend learns of the component from etcd, shortly after the sidecar registered the servers.
-                first = answer(
-                    await guide.until("never finished?\"}]}'", lambda output: "choices" in answer(output)[1])
-                )
-                second = answer(await guide.run("analytical engine"))
-            await system.interrupt()
+        async with (
+            guide.running("--bind 127.0.0.1:9201"),
+            guide.running("--bind 127.0.0.1:9202"),
+            guide.running("kvrouter serve") as services,
+        ):
+            await services.prints(f"127.0.0.1{ports[':9102']}")
+            # The Frontend learns of the servers when they answer for the first time.
+            first = answer(await guide.until("never finished?\"}]}'", lambda output: "choices" in answer(output)[1]))
+            second = answer(await guide.run("analytical engine"))
     assert second[0]["x-kvrouter-worker"] == first[0]["x-kvrouter-worker"]
     assert int(second[0]["x-kvrouter-overlap-blocks"]) > 0
     assert second[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -59,3 +59,11 @@ def test_a_service_that_cannot_be_called_is_refused(change: dict[str, Any]) -> N
     service = ServiceRegistration(**({"instance_id": "one", "endpoint": "h:1", "ready": True} | change))
     with pytest.raises(Undecodable):
         read_service("one", service.SerializeToString())
+
+
+def test_a_server_without_a_worker_service_has_its_url_as_its_address() -> None:
+    url = "http://h:1"
+    worker = WorkerRegistration(worker_id=1, endpoint=url, openai_endpoint=url)
+    assert read_worker(POOL, 1, worker.SerializeToString()).endpoint == url
+    with pytest.raises(Undecodable, match="expected host:port"):
+        read_worker(POOL, 1, WorkerRegistration(worker_id=1, endpoint=url).SerializeToString())

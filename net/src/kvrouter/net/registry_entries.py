@@ -14,6 +14,7 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceRegistration, WorkerRegistration
 
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]\x00-\x1f]+):[0-9]{1,5}")
+_URL = re.compile(r"https?://[^\s/]")
 _MAX_BLOCKS = (1 << 63) - 1
 
 
@@ -45,7 +46,9 @@ def read_worker(name: ComponentName, worker_id: int, raw: bytes) -> WorkerRegist
     if worker.worker_id != worker_id:
         raise Undecodable("invalid", f"expected worker_id {worker_id} as in the key, received {worker.worker_id}")
     _check_component(worker.component, name)
-    _check_address(worker.endpoint)
+    is_openai_server = _URL.match(worker.endpoint) and worker.endpoint == worker.openai_endpoint
+    if not is_openai_server:
+        _check_address(worker.endpoint)
     _check_enum(worker.role, Role, "role")
     _check_enum(worker.transport, Transport, "transport")
     dp_ranks = [rank.dp_rank for rank in worker.ranks]

@@ -237,6 +237,15 @@ async def test_usage_that_the_client_did_not_request_is_counted_and_removed(
         assert sample(registry, "kvrouter_frontend_cached_tokens_total") == 48
 
 
+async def test_a_model_whose_engines_have_left_is_unavailable_and_not_refused(system: System) -> None:
+    async with AsyncExitStack() as engines:
+        await start_engine(system, engines, 1)
+    await system.until_gone(1)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+    response, received = await post(system, json.dumps(body).encode())
+    assert (response.status, json.loads(received)["error"]["type"]) == (503, "server_error")
+
+
 async def test_a_request_that_every_engine_fails_is_an_error(system: System, stack: AsyncExitStack) -> None:
     engine = await start_engine(system, stack, 1)
     engine.respond = fail

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import structlog
+from aiohttp import web
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints
@@ -35,6 +36,22 @@ async def mocker(worker_id: int, **settings: Any) -> AsyncIterator[str]:
     known = MockerSettings(**({"worker_id": worker_id, "drain_seconds": 5, "model": "m"} | settings))
     async with serving_alone(known, new_registry()) as endpoint:
         yield endpoint
+
+
+@asynccontextmanager
+async def openai_server(status: int = 200, body: str = '{"data": [{"id": "m"}]}', port: int = 0) -> AsyncIterator[str]:
+    async def models(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=body, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -110,6 +127,40 @@ async def test_a_worker_that_differs_from_the_list_is_left_out(settings: dict[st
         ):
             assert list(registered(directory)) == [8]
     assert [line["cause"] for line in logs if line["event"] == "static_worker.mismatched"] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, '{"data": [{"id": "m"}, {"id": "n"}]}'), (401, "no key"), (404, ""), (200, "no JSON")],
+)
+async def test_a_server_that_has_only_an_openai_api_is_taken(status: int, body: str) -> None:
+    listed = {"ranks": 1, "total_blocks": 50}
+    async with openai_server(status, body) as url, discovery({"endpoint": f"{url}/v1/", **listed}) as directory:
+        found = registered(directory)[1]
+        assert (found.endpoint, found.openai_endpoint, found.model) == (url, url, "m")
+        assert [(rank.dp_rank, rank.total_blocks) for rank in found.ranks] == [(0, 50)]
+
+
+async def test_an_openai_server_of_another_model_is_left_out() -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with openai_server(body='{"data": [{"id": "n"}]}') as url, discovery({"endpoint": url}) as directory:
+            assert registered(directory) == {}
+    causes = [line["cause"] for line in logs if line["event"] == "static_worker.mismatched"]
+    assert causes == ["expected model 'm', the server has 'n'"]
+
+
+async def test_an_openai_server_is_left_out_while_it_does_not_answer() -> None:
+    async with AsyncExitStack() as first:
+        url = await first.enter_async_context(openai_server())
+        async with discovery({"endpoint": url}) as directory:
+            assert list(registered(directory)) == [1]
+            await first.aclose()
+            await until(directory, lambda seen: not registered(seen))
+            port = int(url.rpartition(":")[2])
+            async with openai_server(status=503, port=port), openai_server():
+                assert registered(directory) == {}
+            async with openai_server(port=port):
+                await until(directory, lambda seen: 1 in registered(seen))
 
 
 async def test_a_worker_that_was_replaced_by_a_fitting_one_is_taken() -> None:

@@ -1,5 +1,6 @@
 """What the gateway refuses before it does anything."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +38,14 @@ def request(**fields: Any) -> FrontendServiceGenerateRequest:
         "stop_conditions": StopConditions(max_tokens=10),
     }
     return FrontendServiceGenerateRequest(**(defaults | fields))
+
+
+def test_tokens_for_a_server_that_has_only_an_openai_api_are_refused() -> None:
+    url = "http://h:1"
+    servers = replace(view("a", "m"), workers={0: WorkerRegistration(worker_id=0, endpoint=url, openai_endpoint=url)})
+    with pytest.raises(BadRequest) as caught:
+        check_request(request(), 3, servers, LIMITS)
+    assert caught.value.info.field == "model"
 
 
 def test_the_error_for_an_unknown_model_lists_the_known_ones() -> None:

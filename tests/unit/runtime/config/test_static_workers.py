@@ -97,6 +97,12 @@ def test_a_wrong_option_is_one_line(argv: tuple[str, ...], words: str) -> None:
             "expected each worker_id once, received 1 twice",
         ),
         (
+            '[[components]]\nmodel = "m"\nworkers = [{endpoint = "h:1"}, {endpoint = "http://h:2"}]',
+            "expected addresses or URLs, received both",
+        ),
+        ('[[components]]\nmodel = "m"\nworkers = [{endpoint = "http://"}]', "expected http://host:port"),
+        ('[[components]]\nmodel = "m"\nworkers = [{endpoint = "http://h:99999"}]', "workers.0.endpoint"),
+        (
             '[[components]]\nmodel = "m"\nworkers = [{endpoint = "h:1"}]\n' * 2,
             "expected each component once, received workers twice",
         ),
@@ -110,6 +116,13 @@ def test_a_wrong_file_is_one_line_that_names_it(text: str, words: str, tmp_path:
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_urls_of_openai_servers_are_read_without_their_version() -> None:
+    listed = read("--static-workers", "http://h:1/v1,https://h/", "--static-model", "m")
+    assert listed is not None
+    (component,) = listed.components
+    assert [worker.endpoint for worker in component.workers] == ["http://h:1", "https://h"]
 
 
 def test_a_file_and_a_model_beside_it_are_refused(tmp_path: Path) -> None:

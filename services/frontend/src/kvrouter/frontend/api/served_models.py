@@ -10,7 +10,7 @@ from kvrouter.frontend.api.validation import resolve_model
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import UnknownModel
+from kvrouter.runtime.errors import NoWorkers, UnknownModel
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
@@ -102,7 +102,10 @@ class ServedModels:
 
         Raises:
             UnknownModel: no component serves the model.
+            NoWorkers: the model has no live worker, so that nothing is known of its tokenizer.
             BadRequest: the model has no tokenizer here.
         """
         view, _ = self.resolve(model)
+        if not view.workers and self.texts.find(view.descriptor.model) is None:
+            raise NoWorkers(f"{view.name} has no live worker")
         return self.texts.get(view.descriptor.model, field)

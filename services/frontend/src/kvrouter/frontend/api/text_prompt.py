@@ -18,6 +18,7 @@ async def with_text(
 
     Raises:
         UnknownModel: no component serves the model.
+        NoWorkers: the model has no live worker, so that nothing is known of its tokenizer.
         BadRequest: the model has no tokenizer here, or there are token ids beside a text.
         PromptTooLong: the text has too many tokens.
     """
@@ -25,7 +26,7 @@ async def with_text(
     if request.prompt_text and prompt:
         raise BadRequest("prompt_text: there are token_ids too", field=field, advice="Send one of them.")
     view, _ = models.resolve(request.model)
-    text = models.texts.get(view.descriptor.model, field)
+    text = models.text_of(request.model, field)
     if request.prompt_text:
         longest = view.descriptor.max_model_len or limits.max_prompt_tokens + 1
         limit = min(limits.max_prompt_tokens, longest - 1)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.discovery.openai_server import is_openai_server
 from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.v1.common_pb2 import Role, RoutingOverrides, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
@@ -24,6 +26,7 @@ MAX_MIGRATIONS = 16
 _ONLY_PREFILL = Role.ROLE_PREFILL
 _UNFIT = {Stage.STAGE_PREFILL: Role.ROLE_DECODE}
 """The role that does not serve a stage, if it is not the prefill role. A decode worker can compute prompts itself."""
+_NO_WORKER = WorkerRegistration()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,12 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
         raise BadRequest("the prompt is empty", field="token_ids", advice="Send at least one token id.")
     if tokens > limits.max_prompt_tokens:
         raise PromptTooLong(tokens, limits.max_prompt_tokens)
+    if is_openai_server(next(iter(view.workers.values()), _NO_WORKER)):
+        raise BadRequest(
+            f"the workers of model {view.descriptor.model!r} have only an OpenAI API",
+            field="model",
+            advice="Send the request to the Frontend's HTTP API.",
+        )
     longest = view.descriptor.max_model_len
     if longest and tokens >= longest:
         raise PromptTooLong(tokens, longest - 1)

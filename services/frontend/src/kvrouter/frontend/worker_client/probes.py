@@ -2,6 +2,8 @@
 
 A probe is a grpc.health call, which the worker's event loop answers. A deep queue or a long prefill does not delay the
 answer, and a frozen process does not give it. HTTP/2 keepalive would not do: gRPC's own threads answer it.
+
+Listed servers that have only an OpenAI API are not probed here: their discovery asks for their models.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from random import Random
 
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
+from kvrouter.runtime.config.addresses import is_url
 from kvrouter.runtime.discovery.directory import Directory
 
 _IDLE_PROBES_PER_SECOND = 200
@@ -42,6 +45,8 @@ class WorkerProbes:
                 self._health.update(directory.components)
                 self._pool.update(directory.components)
                 for endpoint in self._health.endpoints() - self._probing.keys():
+                    if is_url(endpoint):
+                        continue
                     self._probing[endpoint] = group.create_task(self._probe(endpoint), name=f"probe {endpoint}")
 
     async def _watch_progress(self) -> None:

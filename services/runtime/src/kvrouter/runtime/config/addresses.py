@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from kvrouter.v1.names import InvalidName, check_name
 from pydantic import AfterValidator
@@ -30,6 +31,21 @@ def _checked_optional_address(text: str) -> str:
     return _checked_address(text) if text else text
 
 
+def is_url(text: str) -> bool:
+    """Returns whether an address is the URL of an HTTP API."""
+    return text.startswith(("http://", "https://"))
+
+
+def _checked_address_or_url(text: str) -> str:
+    if not is_url(text):
+        return _checked_address(text)
+    parts = urlsplit(text)
+    if not parts.hostname or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError("expected http://host:port or https://host:port")
+    _ = parts.port  # Raises ValueError if it is none.
+    return text.rstrip("/").removesuffix("/v1")
+
+
 def check_socket_endpoint(text: str) -> str:
     """Returns the endpoint of a ZMQ socket.
 
@@ -49,5 +65,7 @@ Name = Annotated[str, AfterValidator(_checked_name)]
 """1 to 64 letters, digits, ``-`` or ``_``."""
 Address = Annotated[str, AfterValidator(_checked_address)]
 """host:port, with an IPv6 host in brackets."""
+AddressOrUrl = Annotated[str, AfterValidator(_checked_address_or_url)]
+"""host:port of a gRPC service, or URL of an OpenAI API without its /v1."""
 OptionalAddress = Annotated[str, AfterValidator(_checked_optional_address)]
 """host:port, with an IPv6 host in brackets, or empty."""

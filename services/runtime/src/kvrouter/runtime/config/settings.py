@@ -229,7 +229,8 @@ class RoutingSettings(ServiceSettings):
     )
     static_workers: tuple[str, ...] = Field(
         default=(),
-        description="Workers of a system without etcd and NATS: addresses host:port, separated by commas, or a file.",
+        description="Workers of a system without etcd and NATS, separated by commas: addresses host:port, or URLs of "
+        "servers that have only an OpenAI API; or a file.",
     )
     static_model: str = Field(default="", description="Name of the model that the workers listed by address serve.")
     static_component: Name = Field(

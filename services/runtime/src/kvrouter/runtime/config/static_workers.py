@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrouter.runtime.config.addresses import Address, Name
+from kvrouter.runtime.config.addresses import AddressOrUrl, Name, is_url
 from kvrouter.runtime.config.worker_options import RoleOption
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -23,8 +23,8 @@ _E = TypeVar("_E", bound=_Entry)
 class StaticWorker(_Entry):
     """A listed worker. Properties that are not given are fetched from the worker."""
 
-    endpoint: Address
-    """Address of its WorkerService, host:port."""
+    endpoint: AddressOrUrl
+    """Address of its WorkerService, host:port; or URL of a server that has only an OpenAI API."""
     worker_id: int | None = Field(default=None, ge=0, lt=1 << 64)
     """Worker id; by default the one that the worker reports, otherwise its position in the list, from 1."""
     ranks: int | None = Field(default=None, ge=1, le=1024)
@@ -57,6 +57,8 @@ class StaticComponent(_Entry):
     @model_validator(mode="after")
     def _differ(self) -> StaticComponent:
         _check_unique("endpoint", [worker.endpoint for worker in self.workers])
+        if len({is_url(worker.endpoint) for worker in self.workers}) > 1:
+            raise ValueError("expected addresses or URLs, received both in one component")
         _check_unique("worker_id", [each.worker_id for each in self.workers if each.worker_id is not None])
         return self
 

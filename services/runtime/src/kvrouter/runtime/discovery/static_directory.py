@@ -1,8 +1,8 @@
 """Discovery from a static list: probes every listed worker and yields the same entries that etcd would contain.
 
 A worker is left out until it answers. What the list does not say comes from the worker: ``GetLoad`` returns its id,
-ranks, blocks and incarnation, and grpc.health says whether it is stopping. A worker that serves another model than the
-list says, or has blocks of another size, is left out.
+ranks, blocks and incarnation, and grpc.health says whether it is stopping. A server that has only an OpenAI API is
+asked for its models. A worker that serves another model than the list says, or has blocks of another size, is left out.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import aiohttp
 import grpc.aio
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.net.etcd import Snapshot
 from kvrouter.net.tls import Tls
+from kvrouter.runtime.config.addresses import is_url
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, StaticWorker
 from kvrouter.runtime.config.worker_options import ROLES
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.openai_server import Unanswered, served_models
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc.client import open_channel, remote
 from kvrouter.v1 import scheduler_pb2, worker_pb2
@@ -79,6 +82,7 @@ class StaticDiscovery:
         self.on_load: Callable[[ComponentName, LoadReport], None] | None = None
         """Called with the load report of each rank after every probe."""
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._session: aiohttp.ClientSession | None = None
 
     async def changes(self) -> AsyncGenerator[Snapshot]:
         """Yields all entries whenever one has changed, first after every listed process was probed once. Never ends."""
@@ -95,6 +99,8 @@ class StaticDiscovery:
             for channel in self._channels.values():
                 await channel.close()
             self._channels.clear()
+            if self._session is not None:
+                await self._session.close()
 
     async def _look(self) -> dict[str, bytes]:
         async with asyncio.TaskGroup() as group:
@@ -144,6 +150,9 @@ class StaticDiscovery:
 
     async def _probe(self, component: StaticComponent, worker: StaticWorker, place: int) -> None:
         known = self._known.setdefault(worker.endpoint, _Known())
+        if is_url(worker.endpoint):
+            await self._probe_openai_server(component, worker, known, place)
+            return
         service = cast(Worker, remote(_WORKER, self._channel(worker.endpoint, "worker")))
         answer, failure, mismatch = GetLoadResponse(), "", ""
         serving = await self._serving(_WORKER, worker.endpoint)
@@ -154,28 +163,54 @@ class StaticDiscovery:
             # An engine without load reports is usable.
             failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else str(error)
         known.reports = [] if mismatch else [_as_listed(report, worker) for report in answer.reports]
+        if self._is_left_out(worker, known, failure=failure, mismatch=mismatch):
+            return
+        registration = self._register(component, worker, known, place)
+        registration.draining = serving is False
+        registration.serves_call_stream = answer.serves_call_stream
+        registration.serves_structured_output = answer.serves_structured_output
+
+    async def _probe_openai_server(
+        self, component: StaticComponent, worker: StaticWorker, known: _Known, place: int
+    ) -> None:
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+        failure, mismatch = "", ""
+        try:
+            models = await served_models(self._session, worker.endpoint, timeout_seconds=_PROBE_SECONDS)
+            if models is not None and component.model not in models:
+                mismatch = f"expected model {component.model!r}, the server has {', '.join(map(repr, models[:8]))}"
+        except Unanswered as error:
+            failure = str(error)
+        if not self._is_left_out(worker, known, failure=failure, mismatch=mismatch):
+            self._register(component, worker, known, place).openai_endpoint = worker.endpoint
+
+    def _is_left_out(self, worker: StaticWorker, known: _Known, *, failure: str, mismatch: str) -> bool:
+        """Records a probe that failed or found another worker than is listed. Returns whether it did."""
         if mismatch:
             if mismatch != known.mismatch:
                 log.error("static_worker.mismatched", endpoint=worker.endpoint, cause=mismatch)
             known.registration, known.mismatch = None, mismatch
-            return
-        if failure:
+        elif failure:
             known.failures += 1
             if known.failures == 1 and known.registration is None:
                 log.warning("static_worker.silent", endpoint=worker.endpoint, cause=failure)
             if known.failures == _FAILURES and known.registration is not None:
                 log.warning("static_worker.ignored", endpoint=worker.endpoint, cause=failure)
                 known.registration = None
-            return
+        return bool(mismatch or failure)
+
+    def _register(
+        self, component: StaticComponent, worker: StaticWorker, known: _Known, place: int
+    ) -> WorkerRegistration:
+        """Records a probe that succeeded. Returns the worker's registration."""
         if known.registration is None:
             log.info("static_worker.answered", endpoint=worker.endpoint)
         known.failures, known.mismatch = 0, ""
         known.registration = _registration(
             ComponentName(self._namespace, component.name), component, worker, place, known.reports
         )
-        known.registration.draining = serving is False
-        known.registration.serves_call_stream = answer.serves_call_stream
-        known.registration.serves_structured_output = answer.serves_structured_output
+        return known.registration
 
     async def _serving(self, service: ServiceDescriptor, address: str) -> bool | None:
         """Returns whether a service is ready by grpc.health; None if it does not report it."""

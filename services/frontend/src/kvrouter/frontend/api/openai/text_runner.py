@@ -33,7 +33,7 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     """Tokenizes the prompts of a request, in a thread. Nothing is booked yet.
 
     Raises:
-        UnknownModel, BadRequest, PromptTooLong.
+        UnknownModel, NoWorkers, BadRequest, PromptTooLong.
     """
     view, _ = models.resolve(request.fields.model)
     model = view.descriptor.model
@@ -41,7 +41,7 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     if constraint is not None:
         structured_workers(view, constraint[0])
     needed = request.needs_text()
-    text = models.texts.get(model, needed) if needed else models.texts.find(model)
+    text = models.text_of(request.fields.model, needed) if needed else models.texts.find(model)
     longest = view.descriptor.max_model_len
     limit = min(limits.max_prompt_tokens, longest - 1) if longest else limits.max_prompt_tokens
     prompts: Sequence[bytes]

@@ -1,0 +1,53 @@
+"""Listed servers that have an OpenAI API and nothing else: no WorkerService, no events.
+
+Their registration has the URL of that API as ``endpoint`` too, which identifies them.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import aiohttp
+import msgspec
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_MODELS = msgspec.json.Decoder(_Models)
+_MAX_BODY_BYTES = 4 << 20
+
+
+class Unanswered(Exception):
+    """The server does not answer as a live one does. The message says what it did."""
+
+
+def is_openai_server(worker: WorkerRegistration) -> bool:
+    """Returns whether a worker has an OpenAI API and no WorkerService."""
+    return bool(worker.openai_endpoint) and worker.endpoint == worker.openai_endpoint
+
+
+async def served_models(session: aiohttp.ClientSession, url: str, *, timeout_seconds: float) -> list[str] | None:
+    """Returns the models that a server lists; None if it is alive and does not list them, for example without a key.
+
+    Raises:
+        Unanswered: it cannot be reached, or answers with a server error.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+    try:
+        async with session.get(f"{url}/v1/models", timeout=timeout) as answer:
+            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise Unanswered(f"it answers {answer.status} to GET /v1/models")
+            body = await answer.content.read(_MAX_BODY_BYTES) if answer.status == HTTPStatus.OK else b""
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise Unanswered(f"it cannot be reached: {type(error).__name__} {error}") from None
+    try:
+        return [model.id for model in _MODELS.decode(body).data] if body else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
