@@ -6,6 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from kvrouter.cli.development.fleet_file import FleetSize, read_fleet
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.net.etcd import connect
 from kvrouter.v1.common_pb2 import Role
@@ -41,7 +42,7 @@ async def test_the_fleet_is_taken_from_the_registrations(etcd_endpoint: str, nam
     assert status == 0, shown
     assert "of 3 workers on 21 requests" in shown
     assert "present, forecast, 1 prefill" in shown
-    assert "# Fleet: " in written.read_text()
+    assert read_fleet(written) in {FleetSize(2, 1), FleetSize(3, 0)}
 
 
 async def test_an_empty_namespace_and_an_absent_etcd_are_named(etcd_endpoint: str, namespace: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from kvrouter.cli.development.discovered_fleet import DiscoveredFleet, fleet_of
+from kvrouter.cli.development.fleet_file import FleetSize, read_fleet
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.main import app, main
 from kvrouter.runtime.config.sources import read_all
@@ -28,6 +30,41 @@ def test_it_writes_options_that_the_scheduler_loads(tmp_path: Path) -> None:
     assert after.read_text().startswith("# kvrouter tune: ")
     (settings,) = read_all([SchedulerSettings], ["--config", str(after)], {})
     assert f"{settings.router_mode}" in shown
+
+
+def test_what_it_writes_is_the_fleet_that_it_starts_from(tmp_path: Path) -> None:
+    written = tmp_path / "tuned.toml"
+    written.write_text('[fleet]\nprefill = 1\ndecode = 2\n[scheduler]\nrouter_mode = "kv"\n')
+    small = [each for each in SMALL if each not in ("--workers", "2")]
+    arguments = [*small, "--no-splits", "--config", str(written), "--write", str(written)]
+    shown = CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False).output
+    assert "of 3 workers" in shown
+    assert "present, kv:1, 1 prefill" in shown
+    assert read_fleet(written) in {FleetSize(2, 1), FleetSize(3, 0)}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[fleet]", "expected workers, or prefill and decode"),
+        ("[fleet]\nprefill = 1", "expected workers, or prefill and decode"),
+        ("[fleet]\nworkers = 0", "workers in [fleet]"),
+        ("[fleet]\nprefill = true\ndecode = 1", "prefill in [fleet]"),
+        ("fleet = 3", "expected workers, or prefill and decode"),
+        ("[fleet", "cannot read"),
+    ],
+)
+def test_a_malformed_fleet_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "f.toml"
+    path.write_text(text)
+    with pytest.raises(WrongUsage, match=re.escape(words)):
+        read_fleet(path)
+
+
+def test_a_file_without_a_fleet_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "f.toml"
+    path.write_text('[scheduler]\nrouter_mode = "kv"\n')
+    assert read_fleet(path) is None
 
 
 @pytest.mark.parametrize(

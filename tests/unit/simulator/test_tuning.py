@@ -67,5 +67,5 @@ def test_objectives_come_before_the_mean() -> None:
 def test_the_file_has_the_options_of_the_pools() -> None:
     remote = RemotePrefillOptions(min_tokens=2048)
     written = toml_of(Candidate(RoutingOptions("kv", remote_prefill=remote), prefill=4), 16, "because")
-    assert "# Fleet: 4 prefill and 12 decode workers." in written
+    assert tomllib.loads(written)["fleet"] == {"prefill": 4, "decode": 12}
     assert tomllib.loads(written)["scheduler"]["remote_prefill_min_tokens"] == 2048

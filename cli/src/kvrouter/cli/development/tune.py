@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from kvrouter.cli.component import Etcd
 from kvrouter.cli.development.discovered_fleet import discover_fleet
+from kvrouter.cli.development.fleet_file import read_fleet
 from kvrouter.cli.development.options import (
     BatchedTokens,
     Blocks,
@@ -55,8 +56,12 @@ def tune_command(
     ] = False,
     etcd: Etcd = "127.0.0.1:2379",
     namespace: Annotated[str, typer.Option(envvar="KVROUTER_NAMESPACE", help="Namespace in etcd.")] = "kvrouter",
-    config: Annotated[Path | None, typer.Option(help="File with the present options of the Scheduler.")] = None,
-    write: Annotated[Path | None, typer.Option(help="File to write the options found to, as TOML.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="File with the present options of the Scheduler, and the fleet as [fleet].")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="File to write the options and the fleet found to, as TOML.")
+    ] = None,
     splits: Annotated[bool, typer.Option(help="Also try prefill and decode workers.")] = True,
     load: Annotated[float, typer.Option(min=0.001, help="Arrival rate relative to the workload.")] = 1.0,
     requests: Annotated[int | None, typer.Option(min=1, help="Number of requests; fewer if time is short.")] = None,
@@ -90,6 +95,9 @@ def tune_command(
         workers = None if found.prefill else found.others
         blocks, block_size = found.blocks, found.block_size
         batched_tokens, sequences = max(found.batched_tokens, found.sequences), found.sequences
+    elif config is not None and workers is None and prefill is None and (fleet_size := read_fleet(config)) is not None:
+        prefill, decode = (fleet_size.prefill, fleet_size.others) if fleet_size.prefill else (None, None)
+        workers = None if fleet_size.prefill else fleet_size.others
     count = (workers or 16) if prefill is None else prefill + (decode or 0)
     present = Candidate(_present_options(config), prefill or 0)
     workload = workload_of(trace, requests, 0, of_model).faster(load)

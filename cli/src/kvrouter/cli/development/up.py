@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from kvrouter.cli.development.fleet_file import read_fleet
 from kvrouter.cli.development.options import Blocks, BlockSize, Workers, check_modes, parse_time_scale
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
@@ -42,6 +43,7 @@ class UpOptions:
     grpc_port: int
     logs: Path
     secure: bool = False
+    scheduler_config: Path | None = None
 
 
 def choose_port(asked: int | None, default: int) -> int:
@@ -77,6 +79,7 @@ async def up(options: UpOptions, console: Console) -> None:
             restarts=True,
             has_text=True,
             secure=options.secure,
+            scheduler_config=options.scheduler_config,
         )
         async with running_stack(stack_options, lambda words: console.print(f"{words} ...")) as stack:
             _describe(stack, console)
@@ -165,6 +168,10 @@ def up_command(
     decode: Annotated[
         int | None, typer.Option(min=1, help="Number of decode workers; with --prefill, in the place of --workers.")
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="File with the fleet as [fleet], and options of the Scheduler, as kvrouter tune writes it."),
+    ] = None,
     blocks: Blocks = 16_384,
     block_size: BlockSize = 16,
     clock: Annotated[float, typer.Option(help="Engine seconds that pass in one second of wall time.")] = 1.0,
@@ -187,10 +194,16 @@ def up_command(
     parse_time_scale(1.0, clock)
     if (prefill is None) != (decode is None):
         raise WrongUsage("expected --prefill and --decode together, received one of them")
+    if config is not None:
+        if mode != "forecast":
+            raise WrongUsage("--mode excludes --config: set router_mode in the file")
+        fleet = read_fleet(config)
+        if fleet is not None and prefill is None:
+            workers, prefill, decode = fleet.others, fleet.prefill or None, fleet.others
     http_port = choose_port(port, DEFAULT_HTTP_PORT)
     grpc_port = choose_port(None, DEFAULT_GRPC_PORT)
     pools = (decode or workers, prefill or 0)
-    options = UpOptions(*pools, blocks, block_size, clock, mode, http_port, grpc_port, logs, secure)
+    options = UpOptions(*pools, blocks, block_size, clock, mode, http_port, grpc_port, logs, secure, config)
     console = Console()
     with suppress(Interrupted):  # the intended way to end
         run_interruptibly(up(options, console))

@@ -64,6 +64,8 @@ class StackOptions:
     """Tokens in each piece of a response after the first token. Every token has its own time stamp all the same."""
     mode: str = "forecast"
     """Routing mode of the Scheduler."""
+    scheduler_config: Path | None = None
+    """File with options of the Scheduler, which replaces ``mode``; None for none."""
     has_text: bool = False
     """Whether the engines publish a small tokenizer, so that the Frontend takes and returns text."""
     model: str = "mock-model"
@@ -177,7 +179,7 @@ class Stack:
         at = ("--bind", self.frontend, "--host", host, "--port", port)
         commands = [
             self._command("indexer", "indexer", *where, "--bind", self.indexer),
-            self._command("scheduler", "scheduler", *where, "--bind", self.scheduler, "--router-mode", options.mode),
+            self._command("scheduler", "scheduler", *where, "--bind", self.scheduler, *self._routing()),
             self._command("frontend", "frontend", *where, *at, *options.frontend_options),
         ]
         text: tuple[str, ...] = ()
@@ -220,6 +222,10 @@ class Stack:
 
     def _component(self, number: int) -> str:
         return self._role(number) if self.options.prefill else self.options.component
+
+    def _routing(self) -> list[str]:
+        config = self.options.scheduler_config
+        return ["--router-mode", self.options.mode] if config is None else ["--config", str(config)]
 
     def _command(self, name: str, service: str, *arguments: str, account: Account | None = None) -> Command:
         security = self._security(account or Account(service))

@@ -6,7 +6,7 @@ from kvrouter.simulator.tuning.candidates import Candidate
 
 
 def toml_of(candidate: Candidate, workers: int, why: str) -> str:
-    """Returns the file: options of the Scheduler, and the number of workers as a comment.
+    """Returns the file: options of the Scheduler, and the number of workers of each role, which ``kvrouter up`` starts.
 
     Args:
         candidate: The settings.
@@ -14,10 +14,14 @@ def toml_of(candidate: Candidate, workers: int, why: str) -> str:
         why: The reason for them, one line.
     """
     options, remote = candidate.options, candidate.options.remote_prefill
-    pools = f"{candidate.prefill} prefill and {workers - candidate.prefill} decode workers"
+    fleet = [f"workers = {workers}"]
+    if candidate.prefill:
+        fleet = [f"prefill = {candidate.prefill}", f"decode = {workers - candidate.prefill}"]
     lines = [
         f"# kvrouter tune: {why}",
-        f"# Fleet: {pools if candidate.prefill else f'{workers} workers, not divided'}.",
+        "",
+        "[fleet]",
+        *fleet,
         "",
         "[scheduler]",
         f'router_mode = "{options.mode}"',

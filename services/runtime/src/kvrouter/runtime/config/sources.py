@@ -24,8 +24,8 @@ from pydantic_core import PydanticUndefined
 _PREFIX = "KVROUTER_"
 _CREDENTIALS = re.compile(r"//[^/@]*@")
 """User and password in a URL, which an error must not repeat."""
-_TABLES = frozenset({"indexer", "scheduler", "frontend", "relay", "sidecar", "mocker", "replay"})
-"""Tables of other services, which a file may contain."""
+_TABLES = frozenset({"indexer", "scheduler", "frontend", "relay", "sidecar", "mocker", "replay", "fleet"})
+"""Tables of other services and commands, which a file may contain."""
 
 
 class _Settings(Protocol):
