@@ -42,11 +42,11 @@ class PoolChoice:
         """Returns the components, the cheapest one first. No Scheduler is asked about a single one.
 
         Args:
-            views: The components, at least one.
+            views: The components.
             routing: Returns the request as the Scheduler of a component receives it.
             deadline: Deadline of the request. A Scheduler that does not answer delays it by 2 seconds at most.
         """
-        if len(views) == 1:
+        if len(views) <= 1:
             return list(views)
         limit = deadline.within(HEARTBEAT_TIMEOUT_SECONDS)
         async with asyncio.TaskGroup() as group:
