@@ -34,7 +34,7 @@ _WORKER = (
     *("--load-report-seconds", "0.2", "--kv-transfer-latency-ms", "150", "--drain-seconds", "0.2"),
 )
 _FRONTEND = (
-    *("--port", "0", "--worker-probe-seconds", "0.2", "--worker-stall-seconds", "1"),
+    *("--port", "0", "--worker-probe-seconds", "0.2", "--worker-stall-seconds", "2"),
     *("--worker-back-off-seconds", "0.2", "--worker-back-off-max-seconds", "0.5"),
 )
 # No worker is predicted to hold a prompt, so that each attempt in a decode pool needs a prefill worker.

@@ -135,7 +135,10 @@ async def serve_until_used(pools: Pools, worker: FaultyWorker, numbers: itertool
 async def until_at(stage: Stage, pools: Pools, struck: FaultyWorker, streams: Sequence[Stream]) -> None:
     """Returns when streams that the worker serves are at a stage."""
 
-    async def not_there() -> bool:
+    async def not_there() -> object:
+        return [str(stream) for stream in streams] if await is_before() else None
+
+    async def is_before() -> bool:
         here = [stream for stream in streams if struck.worker_id in (*stream.workers, *stream.prefills)]
         health = await pools.health(struck)
         calls = 0 if health is None else health.calls
@@ -169,3 +172,21 @@ async def hands_over(pools: Pools, struck: FaultyWorker, streams: Sequence[Strea
         generating = [stream for stream in generating if stream.workers[-1] == struck.worker_id]
     # In the sequential style, a decode worker is called when the prefill is complete.
     return decodes - len(generating) > (prefills if pools.mode is Mode.CONCURRENT else 0)
+
+
+async def test_a_worker_whose_connection_fell_silent_serves_again_by_itself(processes: Processes, seed: int) -> None:
+    numbers = itertools.count()
+    async with running_pools(processes, Mode.AGGREGATED, random.Random(seed)) as pools:
+        struck = pools.struck(Pool.BOTH)
+        await serve_until_used(pools, struck, numbers)
+        streams = [Stream(next(numbers)) for _ in range(6)]
+        async with asyncio.TaskGroup() as group:
+            for stream in streams:
+                group.create_task(stream.run(pools.frontend))
+            await until_at(Stage.MID_STREAM, pools, struck, streams)
+            await struck.strike(Fault.HALF_OPEN)
+        assert all(stream.is_whole for stream in streams), [str(stream) for stream in streams]
+        # gRPC finds the connection dead, and makes another one, which passes.
+        await pools.until_all_serve()
+        await pools.until_nothing_is_left()
+        await serve_until_used(pools, struck, numbers)

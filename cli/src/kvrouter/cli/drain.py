@@ -55,7 +55,8 @@ async def drain(
         while wait_seconds:
             running = await _running(schedulers, request.component, worker_id)
             if running != shown:
-                console.print(f"{running} requests run on it" if running else "no request runs on it")
+                requests = {0: "no request runs", 1: "1 request runs"}.get(running, f"{running} requests run")
+                console.print(f"{requests} on it")
                 shown = running
             if not running:
                 return
