@@ -9,12 +9,12 @@ from typing import TypeVar, cast
 
 from kvrouter.cli.component_names import named_component
 from kvrouter.cli.errors import CommandFailed
-from kvrouter.cli.tls import command_tls
+from kvrouter.cli.services import open_service
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DependencyAway, KvRouterError
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, GetStatusRequest, UndrainWorkerRequest
@@ -93,10 +93,7 @@ async def _schedulers(where: Where) -> AsyncIterator[list[Scheduler]]:
     if note:
         raise CommandFailed(note)
     async with AsyncExitStack() as stack:
-        channels = [
-            await stack.enter_async_context(open_channel(address, tls=command_tls(), role="scheduler"))
-            for address in addresses
-        ]
+        channels = [await stack.enter_async_context(open_service(address, "scheduler")) for address in addresses]
         yield [cast(Scheduler, remote(_SCHEDULER, channel)) for channel in channels]
 
 

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from typing import cast
 
 from kvrouter.cli.errors import CommandFailed
-from kvrouter.cli.tls import command_tls
+from kvrouter.cli.services import open_service
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, NotFound
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest
@@ -43,7 +43,7 @@ async def explain(where: Where, which: str, seconds: float) -> None:
         questions.append(ExplainRequest(decision_id=int(which)))
     failures: list[str] = []
     for address in addresses:
-        async with open_channel(address, tls=command_tls(), role="scheduler") as channel:
+        async with open_service(address, "scheduler") as channel:
             scheduler = cast(Scheduler, remote(_SCHEDULER, channel))
             for question in questions:
                 try:

@@ -14,11 +14,11 @@ from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from kvrouter.cli.component_names import named_component
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
-from kvrouter.cli.tls import command_tls
+from kvrouter.cli.services import open_service
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component, Rank, Tier, Transport
 from kvrouter.v1.indexer_pb2 import (
@@ -210,7 +210,7 @@ def _console() -> Console:
 
 def _ask(address: str, seconds: float, question: Callable[[Indexer, Deadline], Awaitable[T]]) -> T:
     async def ask() -> T:
-        async with open_channel(address, tls=command_tls(), role="indexer") as channel:
+        async with open_service(address, "indexer") as channel:
             service = cast(Indexer, remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], channel))
             return await question(service, Deadline.after(seconds))
 

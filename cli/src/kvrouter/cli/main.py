@@ -17,6 +17,7 @@ from kvrouter.cli.extras import add_development_commands
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.keys import keys_app
+from kvrouter.cli.services import use_api_key
 from kvrouter.cli.tls import use_tls
 from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
@@ -69,6 +70,12 @@ def _start(
     tls_peer_domain: Annotated[
         str, typer.Option(envvar="KVROUTER_TLS_PEER_DOMAIN", help="Domain of the roles in the services' certificates.")
     ] = "",
+    api_key_file: Annotated[
+        str,
+        typer.Option(
+            envvar="KVROUTER_API_KEY_FILE", help="File with the API key or token of this command, of mode 0600."
+        ),
+    ] = "",
     etcd_user: Annotated[str, typer.Option(envvar="KVROUTER_ETCD_USER", help="User in etcd.")] = "",
     etcd_password_file: Annotated[
         str, typer.Option(envvar="KVROUTER_ETCD_PASSWORD_FILE", help="File with the password of --etcd-user.")
@@ -78,6 +85,7 @@ def _start(
         print(f"kvrouter {VERSION}")  # noqa: T201
         raise typer.Exit
     use_tls(tls_cert_file, tls_key_file, tls_ca_file, tls_peer_domain)
+    use_api_key(api_key_file)
     use_etcd_user(etcd_user, etcd_password_file)
     if context.invoked_subcommand is None:
         print(context.get_help())  # noqa: T201

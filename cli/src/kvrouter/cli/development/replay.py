@@ -14,6 +14,7 @@ from kvrouter.cli.addresses import is_url, parse_address
 from kvrouter.cli.development.options import Load, OfModel, Requests, check_modes, parse_time_scale, read_requests
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.cli.services import command_api_key, open_service
 from kvrouter.cli.tls import command_tls
 from kvrouter.devtools.replay.charts import DrawnRun, draw
 from kvrouter.devtools.replay.frontend_target import FrontendTarget, ReplayOptions
@@ -29,7 +30,7 @@ from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.frontend_pb2 import ListModelsRequest, Model
 from rich.console import Console
@@ -94,12 +95,16 @@ async def replay_running(command: ReplayCommand, console: Console) -> list[RunSt
 async def _run(address: str, command: ReplayCommand, console: Console) -> DrawnRun:
     run_id = f"replay-{time.time_ns():x}"
     salt = run_id if command.separate_caches else ""
-    before = await event_counts(command.indexer, command_tls()) if command.indexer is not None else None
+    before = (
+        await event_counts(command.indexer, command_tls(), command_api_key()) if command.indexer is not None else None
+    )
     if is_url(address):
         served, result = await _replay_openai(address, command, salt, console)
     else:
         served, result = await _replay_frontend(address, command, run_id, salt, console)
-    after = await event_counts(command.indexer, command_tls()) if command.indexer is not None else None
+    after = (
+        await event_counts(command.indexer, command_tls(), command_api_key()) if command.indexer is not None else None
+    )
     counts = SystemCounts()
     if before is not None and after is not None:
         counts = SystemCounts(after.applied - before.applied, faulty_events(after) - faulty_events(before))
@@ -117,7 +122,7 @@ async def _run(address: str, command: ReplayCommand, console: Console) -> DrawnR
 async def _replay_frontend(
     address: str, command: ReplayCommand, run_id: str, salt: str, console: Console
 ) -> tuple[_Served, ReplayResult]:
-    async with open_channel(address, tls=command_tls(), role="frontend") as channel:
+    async with open_service(address, "frontend") as channel:
         frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
         model = await _model(frontend, address, command)
         mode = command.mode or "the Scheduler's mode"
@@ -129,9 +134,9 @@ async def _replay_frontend(
 
 
 async def _replay_openai(url: str, command: ReplayCommand, salt: str, console: Console) -> tuple[_Served, ReplayResult]:
-    api_key = os.environ.get("OPENAI_API_KEY", "")
+    api_key = command_api_key() or os.environ.get("OPENAI_API_KEY", "")
     try:
-        models = await served_models(url, api_key)
+        models = await served_models(url, api_key, tls=command_tls())
     except TargetFailed as error:
         raise CommandFailed(str(error)) from None
     model = _chosen(url, models, command.model)
@@ -139,6 +144,7 @@ async def _replay_openai(url: str, command: ReplayCommand, salt: str, console: C
         url,
         model,
         api_key=api_key,
+        tls=command_tls(),
         vocabulary=command.vocabulary,
         ignore_eos=command.ignore_eos,
         cache_salt=salt,

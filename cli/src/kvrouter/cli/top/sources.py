@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 from kvrouter.cli.etcd import command_etcd
+from kvrouter.cli.services import command_api_key
 from kvrouter.cli.tls import command_tls
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.services import ServiceQueries, registered_addresses
@@ -38,7 +39,7 @@ class Sources:
     def __init__(self, where: Where, directory: Directory | None) -> None:
         self._where = where
         self._directory = directory
-        self._queries = ServiceQueries(self.addresses, lambda: self.note, command_tls)
+        self._queries = ServiceQueries(self.addresses, lambda: self.note, command_tls, command_api_key)
 
     async def look(self) -> System:
         """Returns the current state. A service that does not answer is reported and costs at most one deadline."""

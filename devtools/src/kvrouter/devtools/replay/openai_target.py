@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
+from kvrouter.net.tls import Tls
 
 _DATA = b"data:"
 _END = b"[DONE]"
@@ -59,6 +60,8 @@ class OpenAiOptions:
     """Model of the requests."""
     api_key: str = ""
     """Key for the header Authorization; empty for none."""
+    tls: Tls | None = None
+    """Certificates for an https URL; None for the system's authorities."""
     vocabulary: int = 1 << 16
     """Number of token ids: prompts use ids below it."""
     ignore_eos: bool = True
@@ -132,18 +135,20 @@ class OpenAiTarget:
 @asynccontextmanager
 async def openai_target(options: OpenAiOptions) -> AsyncIterator[OpenAiTarget]:
     """Yields a target with connections of its own, one for each running request."""
-    async with _session(options.url, options.api_key, options.request_timeout_seconds) as session:
+    async with _session(options.url, options.api_key, options.request_timeout_seconds, options.tls) as session:
         yield OpenAiTarget(session, options)
 
 
-async def served_models(url: str, api_key: str, *, timeout_seconds: float = 10.0) -> dict[str, int]:
+async def served_models(
+    url: str, api_key: str, *, timeout_seconds: float = 10.0, tls: Tls | None = None
+) -> dict[str, int]:
     """Returns the models that a server lists, with the number of their workers; 0 if it does not say.
 
     Raises:
         TargetFailed: it does not answer as the OpenAI API does.
     """
     try:
-        async with _session(url, api_key, timeout_seconds) as session, session.get("v1/models") as response:
+        async with _session(url, api_key, timeout_seconds, tls) as session, session.get("v1/models") as response:
             body = await response.read()
             if response.status != 200:
                 raise TargetFailed(f"{url} answered {response.status} to GET /v1/models: {_message(body)}")
@@ -155,14 +160,14 @@ async def served_models(url: str, api_key: str, *, timeout_seconds: float = 10.0
         raise TargetFailed(f"{url} does not list its models at /v1/models: is it an OpenAI server?") from None
 
 
-def _session(url: str, api_key: str, timeout_seconds: float) -> aiohttp.ClientSession:
+def _session(url: str, api_key: str, timeout_seconds: float, tls: Tls | None) -> aiohttp.ClientSession:
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     return aiohttp.ClientSession(
         f"{url.rstrip('/').removesuffix('/v1')}/",
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=True if tls is None else tls.client_context()),
         timeout=aiohttp.ClientTimeout(total=timeout_seconds),
         read_bufsize=_MAX_EVENT_BYTES,
     )

@@ -23,9 +23,9 @@ _SETTLE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 
-async def event_counts(indexer_target: str, tls: Tls | None = None) -> EventCounts | None:
+async def event_counts(indexer_target: str, tls: Tls | None = None, api_key: str = "") -> EventCounts | None:
     """Returns an Indexer's event counts over all components, once it has applied all events; None if it is away."""
-    async with open_channel(indexer_target, tls=tls, role="indexer") as channel:
+    async with open_channel(indexer_target, tls=tls, role="indexer", api_key=api_key) as channel:
         indexer = cast("Indexer", remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], channel))
         try:
             components = await _settled(indexer)

@@ -39,7 +39,11 @@ class ServiceQueries:
     """Connections to the services of a system, opened when they are first queried."""
 
     def __init__(
-        self, addresses: Callable[[str], Sequence[str]], note: Callable[[], str], tls: Callable[[], Tls | None]
+        self,
+        addresses: Callable[[str], Sequence[str]],
+        note: Callable[[], str],
+        tls: Callable[[], Tls | None],
+        api_key: Callable[[], str] = str,
     ) -> None:
         """Creates the queries.
 
@@ -47,10 +51,12 @@ class ServiceQueries:
             addresses: Returns the addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``.
             note: Returns why there is no service to query; empty if there is one.
             tls: Returns the TLS of the connections; None for plain text.
+            api_key: Returns the API key that calls show; empty for none.
         """
         self._addresses = addresses
         self._note = note
         self._tls = tls
+        self._api_key = api_key
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def look(self, *, asks_frontends: bool = True) -> System:
@@ -115,7 +121,8 @@ class ServiceQueries:
     def _stub(self, descriptor: ServiceDescriptor, address: str, role: str) -> object:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, tls=self._tls(), role=role)
+            channel = open_channel(address, tls=self._tls(), role=role, api_key=self._api_key())
+            self._channels[address] = channel
         return remote(descriptor, channel)
 
     async def _close(self, addresses: Iterable[str]) -> None:

@@ -20,11 +20,17 @@ from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError, from_rpc_error
+from kvrouter.runtime.rpc.keyed_channel import KeyedChannel
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 
 
 def open_channel(
-    target: str, *, tls: Tls | None = None, role: str = "", max_message_bytes: int = MAX_MESSAGE_BYTES
+    target: str,
+    *,
+    tls: Tls | None = None,
+    role: str = "",
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    api_key: str = "",
 ) -> grpc.aio.Channel:
     """Returns a channel to ``host:port``, which connects at its first use and reconnects when the peer returns.
 
@@ -33,9 +39,11 @@ def open_channel(
         tls: Encrypts the channel and checks the peer's certificate; None for plain text.
         role: What the peer is (frontend, scheduler, indexer or worker), for the name in its certificate.
         max_message_bytes: Maximum size of a response; a larger one raises ``TooLarge``.
+        api_key: API key or token that every call shows; empty for none.
     """
     options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
-    return transport_security.open_channel(target, tuple(options.items()), tls, role)
+    channel = transport_security.open_channel(target, tuple(options.items()), tls, role)
+    return KeyedChannel(channel, api_key) if api_key else channel
 
 
 def remote(
