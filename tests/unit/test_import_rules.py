@@ -152,7 +152,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
             *("scheduler_client", "text", "worker_client"),
         ),
         "processes": ("access", "app", "settings"),
-        "settings": ("scheduler_client",),
+        "settings": ("scheduler_client", "text"),
     },
     "relay": {
         "sequence": (),

@@ -109,6 +109,7 @@ async def running(
         {model: Path(directory) for model, directory in settings.tokenizers.items()},
         runtime.registry,
         cache_bytes=settings.tokenizer_cache_bytes,
+        tool_call_formats=settings.tool_call_parsers,
     )
     worker_client = WorkerClient(pool, health, metrics)
     indexers = IndexerClient(runtime.directory, indexer)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.text.tool_calls import FormatName
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
 from kvrouter.runtime.config.static_workers import StaticEndpoints
@@ -130,6 +131,10 @@ class FrontendSettings(RoutingSettings):
     tokenizers: dict[str, str] = Field(
         default_factory=dict,
         description="Directories with tokenizer files by model, instead of the files that its workers publish.",
+    )
+    tool_call_parsers: dict[str, FormatName] = Field(
+        default_factory=dict,
+        description="Formats of tool calls by model: hermes, llama3_json, mistral or none; by default the template's.",
     )
     tokenizer_cache_bytes: int = Field(
         default=64 << 20,

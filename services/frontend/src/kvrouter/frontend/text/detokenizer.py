@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -14,8 +15,16 @@ PROMPT_TOKENS = 6
 class Detokenizer:
     """The text of one output. A character whose bytes are in several tokens appears with the last of them."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_end: Sequence[int], *, skip_special_tokens: bool = True) -> None:
-        """Starts after the last tokens of the prompt."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_end: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        shown: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """Starts after the last tokens of the prompt. ``shown`` has the text of special tokens that are not skipped."""
+        self._shown = shown
         self._tokenizer = tokenizer
         self._vocabulary_size = tokenizer.get_vocab_size()
         self._skip_special_tokens = skip_special_tokens
@@ -32,6 +41,8 @@ class Detokenizer:
         """Returns the text that is complete with this token."""
         if token >= self._vocabulary_size:
             return ""
+        if token in self._shown:
+            return self._shown[token]
         try:
             return self._stream.step(self._tokenizer, token) or ""
         except Exception:

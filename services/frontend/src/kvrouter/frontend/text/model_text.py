@@ -10,6 +10,7 @@ from typing import Any
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.detokenizer import PROMPT_TOKENS, Detokenizer
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
+from kvrouter.frontend.text.tool_calls import FormatName, tool_format
 from kvrouter.net.model_files import TOKENIZER
 
 _TOKEN_BYTES = 4
@@ -18,8 +19,15 @@ _TOKEN_BYTES = 4
 class ModelText:
     """Tokenizer and chat template of a model."""
 
-    def __init__(self, files: Mapping[str, bytes], *, cache_bytes: int) -> None:
+    def __init__(
+        self, files: Mapping[str, bytes], *, cache_bytes: int, tool_call_format: FormatName | None = None
+    ) -> None:
         """Loads the files, which takes up to seconds.
+
+        Args:
+            files: Content of the files by name.
+            cache_bytes: Memory of the tokenizer's cache.
+            tool_call_format: Name of the format of tool calls; None for the one that the chat template writes.
 
         Raises:
             InvalidTokenizer: the tokenizer cannot be loaded. An invalid chat template is only reported in
@@ -33,17 +41,30 @@ class ModelText:
         self.no_template = ""
         """Why there is no chat template; empty if there is one."""
         self.template: ChatTemplate | None = None
+        source = ""
         try:
             source = _template_source(files, config)
             self.template = ChatTemplate(source, special) if source else None
             self.no_template = "" if source else "its tokenizer has no chat template"
         except InvalidTemplate as error:
             self.no_template = str(error)
+        self.tool_format = tool_format(tool_call_format, source)
+        """How the model writes tool calls; None if that is not known."""
 
-    def detokenizer(self, prompt: bytes, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Returns the detokenizer of an output after a prompt, a packed buffer."""
+    def detokenizer(
+        self, prompt: bytes, *, skip_special_tokens: bool = True, shows_tool_calls: bool = False
+    ) -> Detokenizer:
+        """Returns the detokenizer of an output after a prompt, a packed buffer.
+
+        Args:
+            prompt: The prompt.
+            skip_special_tokens: Whether special tokens have no text.
+            shows_tool_calls: Whether those that mark tool calls have one nevertheless.
+        """
+        marks = self.tool_format.special if shows_tool_calls and self.tool_format else ()
+        shown = {number: mark for mark in marks if (number := self.tokenizer.id_of(mark)) is not None}
         end = array("I", prompt[-PROMPT_TOKENS * _TOKEN_BYTES :])
-        return Detokenizer(self.tokenizer.library, end, skip_special_tokens=skip_special_tokens)
+        return Detokenizer(self.tokenizer.library, end, skip_special_tokens=skip_special_tokens, shown=shown)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, special tokens included."""

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import structlog
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_thread import TextThreads
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer
+from kvrouter.frontend.text.tool_calls import FormatName
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import BadRequest
@@ -54,6 +56,7 @@ class TextModels:
         registry: CollectorRegistry,
         *,
         cache_bytes: int,
+        tool_call_formats: Mapping[str, FormatName] = MappingProxyType({}),
     ) -> None:
         """Loads nothing yet.
 
@@ -63,12 +66,14 @@ class TextModels:
             directories: Directories of the operator's choice, by model. They take precedence.
             registry: Registry for the metrics.
             cache_bytes: Memory of the cache of each model's tokenizer.
+            tool_call_formats: Formats of tool calls by model, instead of that of the chat template.
         """
         self.threads = TextThreads()
         self._directory = directory
         self._fetch = fetch
         self._directories = directories
         self._cache_bytes = cache_bytes
+        self._tool_call_formats = tool_call_formats
         self._loaded: dict[str, ModelText] = {}
         self._sources: dict[str, _Source] = {}
         self._failures: dict[str, str] = {}
@@ -161,7 +166,8 @@ class TextModels:
             else:
                 async with asyncio.timeout(_FETCH_SECONDS):
                     files = await self._fetch(source.namespace, [ModelFile.FromString(file) for file in source.files])
-            text = await asyncio.to_thread(ModelText, files, cache_bytes=self._cache_bytes)
+            form = self._tool_call_formats.get(model)
+            text = await asyncio.to_thread(ModelText, files, cache_bytes=self._cache_bytes, tool_call_format=form)
         except (InvalidModelFiles, InvalidTokenizer, *_AWAY) as error:
             reason = str(error) or repr(error)
             if self._failures.get(model) != reason:

@@ -9,9 +9,12 @@ from typing import Any, Literal
 import msgspec
 from kvrouter.frontend.api.json_body import decode_json
 from kvrouter.frontend.api.openai.text_request import TextRequest
+from kvrouter.frontend.api.openai.tool_choice import forced_schema, read_tool_use
 from kvrouter.frontend.api.request_fields import SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.worker_pb2 import StructuredOutput
 
 MAX_MESSAGES = 65_536
 MAX_STRUCTURE = 2_000_000
@@ -36,6 +39,32 @@ class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
+    def tool_use(self) -> ToolUse | None:
+        """Returns which tool calls the output may have; None if none is looked for.
+
+        Raises:
+            BadRequest: ``tool_choice`` is malformed, or names a tool that is not given.
+        """
+        return read_tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
+    def structured_output(self) -> tuple[str, StructuredOutput] | None:
+        """Returns the field that constrains the output, and its constraint; a forced tool call is one.
+
+        Raises:
+            BadRequest: it is malformed, or there are several.
+        """
+        constraint = super().structured_output()
+        use = self.tool_use()
+        if use is None or use.mode == "auto":
+            return constraint
+        if constraint is not None:
+            raise BadRequest(
+                f"tool_choice: {constraint[0]} constrains the output too",
+                field="tool_choice",
+                advice="Send one of both.",
+            )
+        return "tool_choice", StructuredOutput(json_schema=forced_schema(self.tools or (), use))
+
 
 _FIELDS = msgspec.json.Decoder(ChatFields, strict=False)
 
@@ -57,8 +86,6 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
     check_top_logprobs(fields.top_logprobs or 0, "top_logprobs")
     if fields.top_logprobs and not fields.logprobs:
         raise BadRequest("top_logprobs: logprobs is not set", field="top_logprobs", advice="Set logprobs to true.")
-    if fields.tool_choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice")
     prompt = chat_prompt(
         fields.messages,
         tools=fields.tools,
@@ -75,6 +102,7 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         is_chat=True,
         logprobs=bool(fields.logprobs),
         top_logprobs=fields.top_logprobs or 0,
+        tools=fields.tool_use(),
     )
 
 

@@ -11,6 +11,7 @@ from kvrouter.frontend.api.completions import FINISH_REASONS
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.stop_strings import StopStrings
+from kvrouter.frontend.text.tool_calls import ToolCall, ToolUse
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
@@ -26,6 +27,7 @@ class Piece:
     top_logprobs: Sequence[TopLogprobs]
     finish_reason: str | None
     stop_reason: str | None
+    tool_calls: Sequence[ToolCall] = ()
 
 
 class ChoiceSink(Protocol):
@@ -54,15 +56,23 @@ class Choice:
         include_stop: bool,
         skip_special_tokens: bool,
         min_tokens: int,
+        tools: ToolUse | None = None,
     ) -> None:
         """``text`` is None if the model has no tokenizer; the text is empty then."""
+        self._parser = None if tools is None or text is None else tools.parser(text.tool_format)
         self.index = index
         self.prompt_tokens = len(prompt) // 4
         self.output_tokens = 0
         self.cached_tokens: int | None = None
         """None if the worker does not say it."""
         self._sink = sink
-        self._detokenizer = None if text is None else text.detokenizer(prompt, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = (
+            None
+            if text is None
+            else text.detokenizer(
+                prompt, skip_special_tokens=skip_special_tokens, shows_tool_calls=self._parser is not None
+            )
+        )
         self._stop = StopStrings(stop, include=include_stop)
         self._min_tokens = min_tokens
 
@@ -88,7 +98,17 @@ class Choice:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self._stop.end()
-        piece = Piece(text, array("I", tokens), output.logprobs, output.top_logprobs, finish_reason, self._stop.matched)
+        calls: list[ToolCall] = []
+        parser = self._parser
+        if parser is not None:
+            text, calls = parser.feed(text)
+            if finish_reason is not None:
+                rest, more = parser.end()
+                text, calls = text + rest, calls + more
+                if finish_reason == "stop" and parser.ends_with_calls:
+                    finish_reason = "tool_calls"
+        stopped = self._stop.matched
+        piece = Piece(text, array("I", tokens), output.logprobs, output.top_logprobs, finish_reason, stopped, calls)
         self._sink.add(self.index, piece)
         if self._stop.matched is not None:
             raise OutputComplete

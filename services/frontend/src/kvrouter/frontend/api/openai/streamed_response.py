@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.completion_stream import EventSink
 from kvrouter.frontend.api.completions import migration_notice
 from kvrouter.frontend.api.openai.choice import Piece
-from kvrouter.frontend.api.openai.frame import TextFrame
+from kvrouter.frontend.api.openai.frame import TextFrame, tool_call_object
 from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.frontend.text.tool_calls import ToolCall
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
@@ -31,6 +33,7 @@ class StreamedResponse:
         self._begun: set[int] = set()
         self._notices: dict[int, bytes] = {}
         """Field of the next chunk of each sequence that has migrated."""
+        self._calls: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
         self._unread: list[bytes] = []
         self._unread_bytes = 0
@@ -53,7 +56,8 @@ class StreamedResponse:
         """
         frame = self._frame
         begins = index not in self._begun
-        if not (begins or piece.text or piece.finish_reason or (frame.returns_token_ids and piece.token_ids)):
+        calls = piece.tool_calls
+        if not (begins or calls or piece.text or piece.finish_reason or (frame.returns_token_ids and piece.token_ids)):
             return  # A part of a character.
         self._begun.add(index)
         text = piece.text
@@ -61,6 +65,8 @@ class StreamedResponse:
         if frame.request.is_chat:
             delta: dict[str, Any] = {"role": "assistant", "content": text} if begins else {"content": text}
             extra["delta"] = delta if text or begins else {}
+            if calls:
+                extra["delta"]["tool_calls"] = self._numbered(index, calls)
             offset = 0
         else:
             text = frame.echo(index) + text if begins else text
@@ -78,6 +84,11 @@ class StreamedResponse:
             extra["prompt_token_ids"] = encode_token_ids(frame.prompt_of(index))
         notice = self._notices.pop(index, b"") if self._notices else b""
         self._write(b'%b,"choices":[{"index":%d,%b]%b}' % (self._head, index, _encode(extra)[1:], notice))
+
+    def _numbered(self, index: int, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+        first = self._calls.get(index, 0)
+        self._calls[index] = first + len(calls)
+        return [{"index": number} | tool_call_object(call) for number, call in enumerate(calls, first)]
 
     async def end(self) -> None:
         """Writes the rest of the response."""

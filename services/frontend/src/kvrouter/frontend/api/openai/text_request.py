@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvrouter.frontend.api.request_fields import SharedFields
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.tool_calls import ToolUse
 
 
 class PromptSource(Protocol):
@@ -70,6 +71,9 @@ class TextRequest:
     """Whether the log probability of each token is returned."""
     top_logprobs: int = 0
     """Number of most likely tokens to return at the place of each token."""
+
+    tools: ToolUse | None = None
+    """Which tool calls the output may have; None if none is looked for."""
 
     @property
     def sequences(self) -> int:

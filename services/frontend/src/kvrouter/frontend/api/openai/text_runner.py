@@ -78,6 +78,7 @@ async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSin
             include_stop=fields.include_stop_str_in_output,
             skip_special_tokens=fields.skip_special_tokens,
             min_tokens=fields.min_tokens,
+            tools=request.tools,
         )
         frame.choices.append(choice)
         generate = fields.generate_request(_max_tokens(runner.options.limits, prepared, prompt))

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.openai.choice import Piece
-from kvrouter.frontend.api.openai.frame import TextFrame
+from kvrouter.frontend.api.openai.frame import TextFrame, tool_call_object
 from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.frontend.text.tool_calls import ToolCall
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
 
@@ -16,6 +17,7 @@ from kvrouter.v1.worker_pb2 import TopLogprobs
 class _Sequence:
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.tool_calls: list[ToolCall] = []
         self.token_ids = array("I")
         self.logprobs = array("d")
         self.top_logprobs: list[TopLogprobs] = []
@@ -39,6 +41,7 @@ class WholeResponse:
         """Adds a piece of a sequence."""
         sequence = self._sequences[index]
         sequence.texts.append(piece.text)
+        sequence.tool_calls.extend(piece.tool_calls)
         sequence.token_ids.extend(piece.token_ids)
         sequence.logprobs.extend(piece.logprobs)
         sequence.top_logprobs.extend(piece.top_logprobs)
@@ -58,6 +61,9 @@ class WholeResponse:
         choice: dict[str, Any] = {"index": index}
         if frame.request.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            if sequence.tool_calls:
+                calls = [tool_call_object(call) for call in sequence.tool_calls]
+                choice["message"] |= {"content": text or None, "tool_calls": calls}
             offset = 0
         else:
             echoed = frame.echo(index)
