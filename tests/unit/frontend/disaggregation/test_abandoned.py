@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import pytest
+from kvrouter.frontend.disaggregation import abandoned as module
 from kvrouter.frontend.disaggregation.abandoned import AbandonedPrefills
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.worker_client.client import Workers
@@ -83,3 +85,24 @@ async def test_a_request_that_runs_on_the_worker_again_is_not_aborted() -> None:
         abandoned.forget(WORKER, "r")
         await until_none_is_under_way(abandoned)
     assert not workers.reached.is_set()
+
+
+class Deaf(Unreachable):
+    """Workers that cannot be reached, whatever the request."""
+
+    async def abort(self, endpoint: str, request_id: str) -> bool:
+        return False
+
+
+async def test_no_more_aborts_are_begun_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ABORTS", 2)
+    async with running() as abandoned:
+        workers: Any = Deaf(1000)
+        for number in range(5):
+            abandoned.abort(cast(Workers, workers), WORKER, str(number))
+            await asyncio.sleep(0)
+        assert abandoned.pending == 2
+        workers.registered.clear()
+        async with asyncio.timeout(10):
+            while abandoned.pending:
+                await asyncio.sleep(0.01)

@@ -20,6 +20,7 @@ from kvrouter.frontend.api.request_runner import GatewayOptions, RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import Limits
+from kvrouter.frontend.disaggregation.abandoned import MAX_ABORTS
 from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation
 from kvrouter.frontend.indexer_client import IndexerClient
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -116,6 +117,7 @@ async def running(
     opened = open_access(settings, runtime.registry, shared_limits)
     access = None if opened is None else opened.access
     disaggregation = Disaggregation(runtime.directory, links, metrics)
+    bounds.add("abandoned_prefills", lambda: disaggregation.abandoned.pending, MAX_ABORTS, when_full="drops")
     bounded = AdmissionLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
     admission = Admission(bounded, runtime.registry)
     models = ServedModels(runtime.directory, texts, access)

@@ -15,6 +15,8 @@ log = structlog.get_logger(component="frontend")
 _PATIENCE_SECONDS = 600.0
 """Time for which a worker that cannot be reached is tried; longer than engines keep the blocks of a prefill."""
 _MAX_PAUSE_SECONDS = 10.0
+MAX_ABORTS = 16_384
+"""Aborts that are under way at once. Beyond it a worker keeps the blocks until its own time limit."""
 
 
 class AbandonedPrefills:
@@ -25,13 +27,20 @@ class AbandonedPrefills:
 
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
-        self._queue: asyncio.Queue[tuple[Workers, str, str]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Workers, str, str]] = asyncio.Queue(MAX_ABORTS)
         self._aborting: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Aborts under way, by address of the worker and id of the request."""
+
+    @property
+    def pending(self) -> int:
+        """Number of aborts under way, at most ``MAX_ABORTS``."""
+        return self._queue.qsize() + len(self._aborting)
 
     def abort(self, workers: Workers, endpoint: str, request_id: str) -> None:
         """Aborts a request at its prefill worker soon."""
         self._metrics.abandoned_prefills.inc()
+        if self.pending >= MAX_ABORTS:
+            return
         self._queue.put_nowait((workers, endpoint, request_id))
 
     def forget(self, endpoint: str, request_id: str) -> None:
