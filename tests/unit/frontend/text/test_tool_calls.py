@@ -79,6 +79,7 @@ def test_calls_after_the_first_are_dropped_unless_they_may_be_parallel() -> None
         ("{{ '<tool_call>' }}", "hermes"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("""{{ '<|python_tag|>' }}{{ '"parameters": ' }}""", "llama3_json"),
+        ("""{{ '<|start_header_id|>' }}{{ '"parameters": ' }}""", "llama3_json"),
         ("{{ '<tool_call><function=' }}", "none"),
         ("{{ messages }}", "none"),
     ],

@@ -48,7 +48,7 @@ def tool_format(name: FormatName | None, template: str) -> ToolFormat | None:
         return _HERMES
     if "[TOOL_CALLS]" in template:
         return _MISTRAL
-    if "<|python_tag|>" in template and '"parameters"' in template:
+    if '"parameters"' in template and ("<|python_tag|>" in template or "<|start_header_id|>" in template):
         return _LLAMA
     return None
 
