@@ -49,7 +49,7 @@ async def test_a_prefill_worker_that_fails_is_replaced_by_another_one(fleet: Fle
     await fleet.start(2, PREFILL)
     async with fleet.hostile(3, PREFILL, FAILURES[failure]) as worker:
         served = await fleet.serve_until_called(worker)
-        assert (len(served.tokens), served.prefill) == (4, 2)
+        assert (len(served.tokens), served.prefill) == (4, 2), served.routing[-1].prefill_reason
         assert [each.attempt for each in served.routing] == [0]
         await fleet.until_idle()
 
