@@ -171,25 +171,29 @@ class _Connection(asyncio.Protocol):
         self.handler = handler
         self._connections = connections
         self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
         self._in_request = False
         self._ended_at: float | None = None
+        self._headers_since: float | None = None
+        """When the wait for the end of headers began; None while there is no such wait."""
         self._header_timer: asyncio.TimerHandle | None = None
+        """Checks that wait. It outlives a request, because a timer for each would cost more than a check in vain."""
 
     def is_settled(self) -> bool:
         """Returns whether it is idle and its last response has been written."""
         return not self._in_request and (
-            self._ended_at is None or asyncio.get_running_loop().time() - self._ended_at > _SETTLED_SECONDS
+            self._ended_at is None or self._loop.time() - self._ended_at > _SETTLED_SECONDS
         )
 
     def begin_request(self) -> None:
         """Records that the headers of a request have arrived."""
         self._in_request = True
-        self._stop_timer()
+        self._headers_since = None
 
     def end_request(self) -> None:
         """Records that the request was answered."""
         self._in_request = False
-        self._ended_at = asyncio.get_running_loop().time()
+        self._ended_at = self._loop.time()
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -201,14 +205,14 @@ class _Connection(asyncio.Protocol):
         if not self._connections.add(self):
             self._refuse()
             return
-        self._start_timer()
+        self._await_headers()
         self.handler.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._transport is None:
             return
-        if not self._in_request and self._header_timer is None:
-            self._start_timer()
+        if not self._in_request and self._headers_since is None:
+            self._await_headers()
         self.handler.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -221,28 +225,34 @@ class _Connection(asyncio.Protocol):
         self.handler.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        if self._header_timer is not None:
+            self._header_timer.cancel()
         self._connections.remove(self)
         if self._transport is not None:
             self._transport = None
             self.handler.connection_lost(exc)
 
-    def _start_timer(self) -> None:
-        seconds = self._connections.limits.header_seconds
-        self._header_timer = asyncio.get_running_loop().call_later(seconds, self._end_late)
+    def _await_headers(self) -> None:
+        self._headers_since = self._loop.time()
+        if self._header_timer is None:
+            self._check_headers_after(self._connections.limits.header_seconds)
 
-    def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def _check_headers_after(self, seconds: float) -> None:
+        self._header_timer = self._loop.call_later(seconds, self._check_headers)
 
-    def _end_late(self) -> None:
+    def _check_headers(self) -> None:
+        """Closes a connection whose headers are late."""
         self._header_timer = None
-        if not self._in_request and self._transport is not None:
-            self._connections.closed("header_timeout")
-            cause = f"the headers did not arrive within {self._connections.limits.header_seconds:g} s"
-            self._transport.write(ending(408, cause))
-            self._transport.close()
+        if self._headers_since is None or self._transport is None:
+            return
+        left = self._headers_since + self._connections.limits.header_seconds - self._loop.time()
+        if left > 0:
+            self._check_headers_after(left)
+            return
+        self._connections.closed("header_timeout")
+        cause = f"the headers did not arrive within {self._connections.limits.header_seconds:g} s"
+        self._transport.write(ending(408, cause))
+        self._transport.close()
 
     def _refuse(self) -> None:
         transport, self._transport = self._transport, None

@@ -23,6 +23,8 @@ class ServedModels:
         """Tokenizers and chat templates."""
         self._directory = directory
         self._access = access
+        self._resolved_of: object = None
+        self._resolved: dict[str, tuple[list[ComponentView], str]] = {}
         self._forwarding_of: object = None
         self._forwarding: set[ComponentName] = set()
 
@@ -46,8 +48,17 @@ class ServedModels:
         if self._access is not None:
             # Texts are prepared, and requests forwarded, by their model before they are checked as a whole.
             self._access.enforce(lambda caller: check_model(caller, model), "")
+        components = self._directory.components
+        if components is not self._resolved_of:
+            self._resolved_of = components
+            self._resolved = {}
+        resolved = self._resolved.get(model)
+        if resolved is not None:
+            return resolved
         try:
-            return resolve_model(model, self._directory.components)
+            # Only what is served is kept, so that clients cannot make it grow.
+            resolved = self._resolved[model] = resolve_model(model, components)
+            return resolved
         except UnknownModel as error:
             if self._access is None:
                 raise

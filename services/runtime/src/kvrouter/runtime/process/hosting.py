@@ -93,25 +93,24 @@ async def host(
                 runtime.registrar.register(service.kind, registration)
             if started is not None:
                 started(server)
-            await _follow_readiness(runtime, server, services, stopping)
+            async with asyncio.TaskGroup() as group:
+                following = group.create_task(_follow_readiness(runtime, server, services))
+                await stopping.wait()
+                following.cancel()
+            log.info("service.draining", calls=server.calls, at_most_seconds=settings.drain_seconds)
         finally:
             runtime.registrar.withdraw()
             await server.drain(settings.drain_seconds)
 
 
-async def _follow_readiness(
-    runtime: Runtime, server: RpcServer, services: Sequence[Hosted], stopping: asyncio.Event
-) -> None:
-    while not stopping.is_set():
+async def _follow_readiness(runtime: Runtime, server: RpcServer, services: Sequence[Hosted]) -> None:
+    known = dict.fromkeys((service.kind for service in services), False)
+    while True:
         for service in services:
             ready = service.ready()
-            if ready != server.health.services.get(service.descriptor.full_name):
+            if ready != known[service.kind]:
+                known[service.kind] = ready
                 log.info("service.ready" if ready else "service.not_ready", service=service.kind)
                 await server.health.set_ready(service.descriptor.full_name, ready)
                 runtime.registrar.set_ready(service.kind, ready)
-        try:
-            async with asyncio.timeout(_READINESS_SECONDS):
-                await stopping.wait()
-        except TimeoutError:
-            continue
-    log.info("service.draining", calls=server.calls, at_most_seconds=runtime.settings.drain_seconds)
+        await asyncio.sleep(_READINESS_SECONDS)
