@@ -112,6 +112,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     lateness_histogram(mocker)
     expose_load({}, mocker)
     Handover(block_size=1, transfer=KvTransfer(), lease_seconds=1, concurrent=False, clock_factor=1, registry=mocker)
+    _Connections(MagicMock(), mocker, "mocker_blocks")
     yield "Mocker", mocker
 
 

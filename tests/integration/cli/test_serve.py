@@ -122,7 +122,7 @@ async def test_every_metric_is_documented_and_exposed(
     commands = [
         module(f"serve-{place}", "cli.main", "serve", *some) for place, some in enumerate((every, without_etcd))
     ]
-    commands.append(module("mocker", "mocker", *where, "--role", "decode", "--http-bind", ops[2]))
+    commands.append(module("mocker", "mocker", *where, "--role", "prefill", "--http-bind", ops[2]))
     engine = ("--kv-events", f"tcp://127.0.0.1:{free_port()}", "--model", "m", "--block-size", "4")
     relay = (*where, "--component", "relayed", *engine, "--http-bind", ops[3])
     commands.append(module("relay", "cli.main", "relay", *relay))

@@ -109,7 +109,7 @@ class Handover:
                 application.add_routes([web.delete("/blocks/{request_id}", self._hand_over)])
                 limits = HttpLimits(_MAX_CONNECTIONS, _HEADER_SECONDS)
                 serving = serving_http(
-                    application, host, 0, limits, self._registry, name="blocks", shutdown_timeout=1.0
+                    application, host, 0, limits, self._registry, name="mocker_blocks", shutdown_timeout=1.0
                 )
                 _, port = await stack.enter_async_context(serving)
             self.address = f"{advertised}:{port}"
