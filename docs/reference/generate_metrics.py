@@ -108,7 +108,6 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     SidecarMetrics(sidecar, [])
     yield "Sidecar", sidecar
     mocker = CollectorRegistry()
-    _Connections(MagicMock(), mocker, "blocks")
     lateness_histogram(mocker)
     expose_load({}, mocker)
     Handover(block_size=1, transfer=KvTransfer(), lease_seconds=1, concurrent=False, clock_factor=1, registry=mocker)
