@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from kvrouter.cli.top.formatting import count, duration
+from kvrouter.cli.top.formatting import count
 from kvrouter.cli.top.frame import frame
+from kvrouter.runtime.overview.durations import duration
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Component, Rank, Role

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from kvrouter.cli.top.formatting import duration
+from kvrouter.runtime.overview.durations import duration
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 from rich.table import Table

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
-
 
 def amount(number: int, of: str) -> str:
     """Formats a number of things: ``1 booking``, ``2,000 bookings``."""
@@ -18,17 +16,6 @@ def count(number: int, *, short: bool) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return f"{number / 1e3:.1f}k" if number < 100_000 else f"{number / 1e3:.0f}k"
-
-
-def duration(seconds: float) -> str:
-    """Formats a time: ``3 ms``, ``1.2 s``, ``48 s``, ``5 min``, ``3.5 h``, ``12 d``."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < _MINUTE:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    if seconds < _HOUR:
-        return f"{seconds / _MINUTE:.0f} min"
-    return f"{seconds / _HOUR:.1f} h" if seconds < _DAY else f"{seconds / _DAY:.0f} d"
 
 
 def share(value: float | None) -> str:

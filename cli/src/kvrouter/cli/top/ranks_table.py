@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvrouter.cli.top.formatting import amount, count, duration, share
+from kvrouter.cli.top.formatting import amount, count, share
+from kvrouter.runtime.overview.durations import duration
 from kvrouter.runtime.overview.hit_rates import HitRate
+from kvrouter.runtime.overview.rank_notes import rank_notes
 from kvrouter.runtime.overview.system import Rank, rank_of
-from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
+from kvrouter.v1.frontend_pb2 import WorkerHealth
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.scheduler_pb2 import QueueStatus, RankStatus
 from rich.table import Table
 from rich.text import Text
 
-SUSPECTED = (WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED,)
-STALLED = (WorkerHealthState.WORKER_HEALTH_STATE_STALLED,)
-BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN)
-"""States of workers that requests avoid."""
+_STYLES = {"error": "red", "warning": "yellow"}
 _BAR = 10
 """Cells of the bar of active blocks."""
-_SLOW = 1.25
-"""Relative latency from which a rank is marked as slow."""
 _WIDE = 110
 """Minimum columns of a terminal for the bar and for all digits."""
 _HIGH, _FULL = 0.7, 0.9
@@ -149,42 +146,11 @@ def _bar(active: int, total: int) -> Text:
     return Text.assemble(("█" * filled, style), ("░" * (_BAR - filled), "dim"))
 
 
-def _health_notes(health: Sequence[WorkerHealth]) -> list[tuple[str, str]]:
-    """Returns the problems of a worker as the Frontends observe them, and how many Frontends do."""
-    notes = []
-    for words, states in (("suspected", SUSPECTED), ("stalled", STALLED), ("backed off", BACKED_OFF)):
-        by = [each for each in health if each.state in states]
-        if by:
-            count = f" by {len(by)} of {len(health)} Frontends" if len(health) > 1 else ""
-            cause = max(by, key=lambda each: each.consecutive_failures).last_failure if states is BACKED_OFF else ""
-            notes.append((f"{words}{count}{': ' if cause else ''}{cause}", "red"))
-    return notes
-
-
 def _state(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth]) -> Text:
-    notes = _health_notes(health)
-    if not rank.registered:
-        notes.append(("gone, with bookings", "red"))
-    if rank.draining:
-        notes.append(("draining", "yellow"))
-    if rank.relative_latency >= _SLOW:
-        notes.append((f"{rank.relative_latency:.1f} times as slow", "yellow"))
-    if rank.busy:
-        notes.append((rank.busy, "red"))
-    if rank.HasField("report_age_seconds") and not rank.HasField("reported"):
-        notes.append((f"no load report for {duration(rank.report_age_seconds)}", "yellow"))
-    if stats is not None and stats.partial:
-        notes.append(("index partial", "yellow"))
-    elif stats is not None and stats.stale:
-        notes.append((f"index stale for {duration(stats.evidence_age_seconds)}", "red"))
-    elif stats is not None and not stats.verified:
-        notes.append(("index not compared", "yellow"))
-    if stats is not None and stats.silent:
-        heard = f"for {duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "yet"
-        notes.append((f"no heartbeat {heard}", "red"))
+    notes = rank_notes(rank, stats, health)
     if not notes:
         return Text("ok", "green")
-    state = Text(", ").join(Text(words, style) for words, style in notes)
+    state = Text(", ").join(Text(each.what, _STYLES[each.severity]) for each in notes)
     # This column may shrink for the others; its text is cut off instead of wrapped.
     state.no_wrap, state.overflow = True, "ellipsis"
     return state

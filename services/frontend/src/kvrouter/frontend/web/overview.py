@@ -10,19 +10,13 @@ from kvrouter.frontend.web.history import Point
 from kvrouter.frontend.web.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
+from kvrouter.runtime.overview.rank_notes import rank_notes
 from kvrouter.runtime.overview.system import FrontendView, System, rank_of
 from kvrouter.v1.common_pb2 import Rank
-from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
+from kvrouter.v1.frontend_pb2 import WorkerHealth
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, ComponentStatus, Decision, RankStatus
-
-_HEALTH = {
-    WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED: "suspected",
-    WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF: "backed off",
-    WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN: "on trial",
-    WorkerHealthState.WORKER_HEALTH_STATE_STALLED: "stalled",
-}
 
 Json = dict[str, Any]
 
@@ -216,33 +210,8 @@ def _rank(
         "hits_predicted": rate.predicted,
         "hits_found": rate.found,
         "lag_seconds": None if stats is None or stats.silent else stats.lag_seconds,
-        "notes": _notes(rank, stats, health),
+        "notes": [{"severity": each.severity, "what": each.what} for each in rank_notes(rank, stats, health)],
     }
-
-
-def _notes(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth]) -> list[Json]:
-    """Returns what is unusual about a rank, with its severity."""
-    notes: list[tuple[str, str]] = []
-    for state, words in _HEALTH.items():
-        by = sum(each.state == state for each in health)
-        if by:
-            notes.append(("error", f"{words} by {by} of {len(health)} Frontends" if len(health) > 1 else words))
-    if not rank.registered:
-        notes.append(("error", "gone, with bookings"))
-    if rank.draining:
-        notes.append(("warning", "draining"))
-    if rank.busy:
-        notes.append(("error", rank.busy))
-    if stats is not None:
-        for severity, words, applies in (
-            ("error", "no heartbeat", stats.silent),
-            ("error", "index stale", stats.stale and not stats.silent),
-            ("warning", "index partial", stats.partial),
-            ("warning", "evicted from the index", stats.evicted),
-        ):
-            if applies:
-                notes.append((severity, words))
-    return [{"severity": severity, "what": words} for severity, words in notes]
 
 
 def _name(rank: Rank) -> str:
