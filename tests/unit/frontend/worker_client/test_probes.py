@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
+from kvrouter.frontend.worker_client.connection import Probe
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
@@ -55,17 +56,19 @@ class Workers:
     async def forget(self, endpoint: str) -> None:
         self.forgotten.append(endpoint)
 
-    async def probe(self, endpoint: str) -> bool:
+    async def probe(self, endpoint: str) -> Probe:
         self.requested[endpoint] += 1
         if endpoint in self.refusing:
-            return False
+            return Probe.UNREACHABLE
         await self.answering[endpoint].wait()
-        return True
+        return Probe.ANSWERED
 
 
 @asynccontextmanager
-async def probing(workers: Workers, interval_seconds: float = 0.005) -> AsyncIterator[WorkerHealth]:
-    health = WorkerHealth(BackOff(), max_missed=3)
+async def probing(
+    workers: Workers, interval_seconds: float = 0.005, max_missed: int = 3
+) -> AsyncIterator[WorkerHealth]:
+    health = WorkerHealth(BackOff(), max_missed=max_missed)
     probes = WorkerProbes(
         cast(Directory, workers), cast(WorkerPool, workers), health, interval_seconds=interval_seconds
     )
@@ -96,10 +99,10 @@ async def test_only_a_silent_worker_is_suspected_and_its_late_answer_clears_it()
         assert workers.requested["a:1"] == requested, "the answer to the probe that waited is enough"
 
 
-async def test_a_worker_whose_port_refuses_is_suspected_and_probed_again() -> None:
+async def test_a_worker_whose_port_refuses_is_suspected_at_once_and_probed_again() -> None:
     workers = Workers("a:1")
     workers.refusing.add("a:1")
-    async with probing(workers) as health:
+    async with probing(workers, max_missed=1_000_000) as health:
         await until(lambda: health.avoided(POOL) == [0])
         workers.refusing.clear()
         await until(lambda: health.avoided(POOL) == [])

@@ -9,6 +9,7 @@ from typing import Protocol
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, encode_with_prompt
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
+from kvrouter.frontend.worker_client.connection import Probe
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.frontend.worker_client.pool import WorkerPool
@@ -115,7 +116,7 @@ class WorkerClient:
             return False
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                return await self._pool.probe(endpoint)
+                return await self._pool.probe(endpoint) is Probe.ANSWERED
         except TimeoutError:
             return False
 

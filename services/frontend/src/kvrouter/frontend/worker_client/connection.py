@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from enum import Enum
 from typing import Any, Protocol, cast
 
 import grpc.aio
@@ -29,6 +30,16 @@ _NO_ANSWER = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
 )
 """Codes that gRPC may generate without any answer from the worker. Any other code comes from its event loop."""
+
+
+class Probe(Enum):
+    """What came of a probe."""
+
+    ANSWERED = "answered"
+    UNREACHABLE = "unreachable"
+    """There is no connection: the process or its machine is gone, or restarts."""
+    SILENT = "silent"
+    """There was no answer in time."""
 
 
 class ResponseReceiver(Protocol):
@@ -110,8 +121,8 @@ class WorkerConnection:
         finally:
             self._pending -= 1
 
-    async def probe(self) -> bool:
-        """Checks the worker's health over the connection that its requests use. Returns whether it answered.
+    async def probe(self) -> Probe:
+        """Checks the worker's health over the connection that its requests use.
 
         Any answer counts, even that the worker is draining or does not implement grpc.health.
         """
@@ -120,10 +131,12 @@ class WorkerConnection:
         try:
             await self._health.Check(request, timeout=_PROBE_SECONDS)
         except grpc.aio.AioRpcError as error:
-            return error.code() not in _NO_ANSWER
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                return Probe.UNREACHABLE
+            return Probe.SILENT if error.code() in _NO_ANSWER else Probe.ANSWERED
         finally:
             self._pending -= 1
-        return True
+        return Probe.ANSWERED
 
     async def close(self) -> None:
         """Cancels running calls and closes the connection."""

@@ -194,15 +194,18 @@ class WorkerHealth:
         worker.missed, worker.suspected = 0, False
         self.reclassify(worker)
 
-    def missed(self, endpoint: str) -> None:
-        """Records that another interval passed without an answer to a probe."""
+    def missed(self, endpoint: str, *, is_unreachable: bool = False) -> None:
+        """Records that another interval passed without an answer to a probe.
+
+        A worker that cannot be connected to is suspected at once: a busy machine delays answers, but refuses nothing.
+        """
         worker = self._workers.get(endpoint)
         if worker is None:
             return
         worker.missed += 1
         if worker.suspected:
             self._wake([worker])  # The back-off of another worker may have ended.
-        if worker.suspected or worker.missed < self._max_missed:
+        if worker.suspected or (worker.missed < self._max_missed and not is_unreachable):
             return
         worker.suspected = True
         log.warning(
@@ -210,6 +213,7 @@ class WorkerHealth:
             endpoint=endpoint,
             workers=ids_of(worker),
             missed_probes=worker.missed,
+            unreachable=is_unreachable,
             calls=worker.calls,
             consequence="no new requests while another worker fits; requests without output are retried elsewhere",
         )

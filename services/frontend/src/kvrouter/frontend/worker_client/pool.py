@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from kvrouter.frontend.worker_client.attempt import RunningCall
-from kvrouter.frontend.worker_client.connection import ResponseReceiver, WorkerConnection
+from kvrouter.frontend.worker_client.connection import Probe, ResponseReceiver, WorkerConnection
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
@@ -74,7 +74,7 @@ class WorkerPool:
         """Aborts a request at a worker. Returns whether the worker could be reached soon."""
         return await self._connection(endpoint).abort(request_id)
 
-    async def probe(self, endpoint: str) -> bool:
+    async def probe(self, endpoint: str) -> Probe:
         """Checks a worker's health; see ``WorkerConnection.probe``."""
         connection = self._connection(endpoint)
         await self._close_surplus()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+from kvrouter.frontend.worker_client.connection import Probe
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.runtime.config.addresses import is_url
@@ -80,10 +81,11 @@ class WorkerProbes:
         try:
             while not (await asyncio.wait({probe}, timeout=self._interval))[0]:
                 self._health.missed(endpoint)
-            if probe.result():
+            outcome = probe.result()
+            if outcome is Probe.ANSWERED:
                 self._health.answered(endpoint)
             else:
-                self._health.missed(endpoint)
+                self._health.missed(endpoint, is_unreachable=outcome is Probe.UNREACHABLE)
         finally:
             if not probe.done():
                 probe.cancel()
