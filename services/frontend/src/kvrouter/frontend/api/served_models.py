@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_model
@@ -23,9 +23,9 @@ class ServedModels:
         """Tokenizers and chat templates."""
         self._directory = directory
         self._access = access
-        self._resolved_of: object = None
+        self._derived_from: object = None
+        """The registrations from which the following was derived."""
         self._resolved: dict[str, tuple[list[ComponentView], str]] = {}
-        self._forwarding_of: object = None
         self._forwarding: set[ComponentName] = set()
 
     def resolve(self, model: str) -> tuple[ComponentView, str]:
@@ -48,10 +48,7 @@ class ServedModels:
         if self._access is not None:
             # Texts are prepared, and requests forwarded, by their model before they are checked as a whole.
             self._access.enforce(lambda caller: check_model(caller, model), "")
-        components = self._directory.components
-        if components is not self._resolved_of:
-            self._resolved_of = components
-            self._resolved = {}
+        components = self._components()
         resolved = self._resolved.get(model)
         if resolved is not None:
             return resolved
@@ -67,21 +64,12 @@ class ServedModels:
     @property
     def may_forward(self) -> bool:
         """Whether all workers of some model have an OpenAI API of their own."""
-        components = self._directory.components
-        if components is not self._forwarding_of:
-            self._forwarding_of = components
-            self._forwarding = {
-                name
-                for name, view in components.items()
-                if view.workers and all(worker.openai_endpoint for worker in view.workers.values())
-            }
+        self._components()
         return bool(self._forwarding)
 
     def forwards_to(self, model: str) -> ComponentView | None:
         """Returns the largest component of a model whose workers all have an OpenAI API, if there is one."""
         views, _ = self.resolve_all(model)
-        if not self.may_forward:
-            return None
         return next((view for view in views if view.name in self._forwarding), None)
 
     def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
@@ -90,8 +78,8 @@ class ServedModels:
         Raises:
             UnknownModel: no component serves it (any more).
         """
-        found, _ = resolve_model(model, self._directory.components)
-        if forwarding and self.may_forward:
+        found, _ = resolve_model(model, self._components())
+        if forwarding:
             return [view for view in found if view.name in self._forwarding] or found
         return found
 
@@ -120,3 +108,16 @@ class ServedModels:
         if not view.workers and self.texts.find(view.descriptor.model) is None:
             raise NoWorkers(f"{view.name} has no live worker")
         return self.texts.get(view.descriptor.model, field)
+
+    def _components(self) -> Mapping[ComponentName, ComponentView]:
+        """Returns the registered components. What was derived from earlier ones is derived anew."""
+        components = self._directory.components
+        if components is not self._derived_from:
+            self._derived_from = components
+            self._resolved = {}
+            self._forwarding = {
+                name
+                for name, view in components.items()
+                if view.workers and all(worker.openai_endpoint for worker in view.workers.values())
+            }
+        return components
