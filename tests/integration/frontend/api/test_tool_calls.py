@@ -85,10 +85,15 @@ async def called(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, Any, l
     calls = choice.message.tool_calls or []
     chunks = [chunk.choices[0] async for chunk in await client.chat.completions.create(**chat(**fields), stream=True)]
     parts = [part for chunk in chunks for part in chunk.delta.tool_calls or []]
-    assert [part.index for part in parts] == list(range(len(calls)))
-    assert len({part.id for part in parts}) == len(calls)
+    begun = [part for part in parts if part.id]
+    assert [part.index for part in begun] == list(range(len(calls)))
+    assert [part.function.name for part in begun] == [call.function.name for call in calls]
+    assert len({part.id for part in begun}) == len(calls)
+    assert len(parts) >= 2 * len(calls), "the arguments arrive in pieces"
+    for index, call in enumerate(calls):
+        pieces = [part.function.arguments for part in parts if part.index == index]
+        assert "".join(pieces) == call.function.arguments
     found = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-    assert [(part.function.name, json.loads(part.function.arguments)) for part in parts] == found
     assert "".join(chunk.delta.content or "" for chunk in chunks) == (choice.message.content or "")
     assert chunks[-1].finish_reason == choice.finish_reason
     return choice.finish_reason, choice.message.content, found
@@ -101,6 +106,10 @@ async def test_the_client_gets_the_calls_of_an_output(running: tuple[System, Eng
         engine.says = "I look. " + CALL % "weather" + CALL % "news"
         both = [("weather", rome), ("news", rome)]
         assert await called(client, tools=TOOLS) == ("tool_calls", "I look. ", both)
+        async with client.chat.completions.stream(**chat(tools=TOOLS)) as stream:
+            (choice,) = (await stream.get_final_completion()).choices
+        found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []]
+        assert found == both
         assert await called(client, tools=TOOLS, parallel_tool_calls=False) == ("tool_calls", "I look. ", both[:1])
         assert await called(client, tools=TOOLS, tool_choice="none") == ("stop", engine.says, [])
         assert await called(client) == ("stop", engine.says, [])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
-from kvrouter.frontend.text.tool_calls import FormatName
+from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
 from kvrouter.runtime.config.static_workers import StaticEndpoints
@@ -132,7 +132,7 @@ class FrontendSettings(RoutingSettings):
         default_factory=dict,
         description="Directories with tokenizer files by model, instead of the files that its workers publish.",
     )
-    tool_call_parsers: dict[str, FormatName] = Field(
+    tool_call_parsers: dict[str, ToolFormatName] = Field(
         default_factory=dict,
         description="Formats of tool calls by model: hermes, llama3_json, mistral or none; by default the template's.",
     )

@@ -10,7 +10,7 @@ from typing import Any
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.detokenizer import PROMPT_TOKENS, Detokenizer
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
-from kvrouter.frontend.text.tool_calls import FormatName, tool_format
+from kvrouter.frontend.text.tool_formats import ToolFormatName, tool_format
 from kvrouter.net.model_files import TOKENIZER
 
 _TOKEN_BYTES = 4
@@ -20,7 +20,7 @@ class ModelText:
     """Tokenizer and chat template of a model."""
 
     def __init__(
-        self, files: Mapping[str, bytes], *, cache_bytes: int, tool_call_format: FormatName | None = None
+        self, files: Mapping[str, bytes], *, cache_bytes: int, tool_call_format: ToolFormatName | None = None
     ) -> None:
         """Loads the files, which takes up to seconds.
 

@@ -13,7 +13,7 @@ import structlog
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_thread import TextThreads
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer
-from kvrouter.frontend.text.tool_calls import FormatName
+from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import BadRequest
@@ -56,7 +56,7 @@ class TextModels:
         registry: CollectorRegistry,
         *,
         cache_bytes: int,
-        tool_call_formats: Mapping[str, FormatName] = MappingProxyType({}),
+        tool_call_formats: Mapping[str, ToolFormatName] = MappingProxyType({}),
     ) -> None:
         """Loads nothing yet.
 

@@ -1,72 +1,48 @@
-"""Finds tool calls in a model's output as it arrives.
+"""Finds tool calls in a model's output as it arrives: first the name of each, then its arguments in pieces.
 
-A call is passed on when it is complete. What looks like one and is none passes as text.
+What looks like a call and is none passes as text.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 from uuid import uuid4
 
-FormatName = Literal["hermes", "llama3_json", "mistral", "none"]
-"""Names of the formats, as vLLM's ``--tool-call-parser`` has them; ``none`` parses nothing."""
-
-_MARK = re.compile(r'["\\{}\[\]]')
-_MAX_CALL_CHARACTERS = 1 << 20
-"""What may wait for the end of a call. A longer one passes as text."""
+from kvrouter.frontend.text.call_reader import CallPart, CallReader
+from kvrouter.frontend.text.tool_formats import FORCED, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How a model writes tool calls."""
+class ToolCallPiece:
+    """A piece of a tool call."""
 
-    begin: str
-    """Text before a call, or before a list of calls."""
-    end: str = ""
-    """Text after it."""
-    has_bare_calls: bool = False
-    """Whether an output may be a call without the text before it."""
-    special: tuple[str, ...] = ()
-    """Special tokens that are part of it."""
-
-
-_HERMES = ToolFormat("<tool_call>", "</tool_call>", special=("<tool_call>", "</tool_call>"))
-_LLAMA = ToolFormat("<|python_tag|>", ";", has_bare_calls=True, special=("<|python_tag|>",))
-_MISTRAL = ToolFormat("[TOOL_CALLS]", special=("[TOOL_CALLS]",))
-_FORCED = ToolFormat("\0", has_bare_calls=True)
-_FORMATS: dict[str, ToolFormat] = {"hermes": _HERMES, "llama3_json": _LLAMA, "mistral": _MISTRAL}
-
-
-def tool_format(name: FormatName | None, template: str) -> ToolFormat | None:
-    """Returns the format of that name, or without a name the one that a chat template writes; None if there is none."""
-    if name is not None:
-        return _FORMATS.get(name)
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return _HERMES
-    if "[TOOL_CALLS]" in template:
-        return _MISTRAL
-    if '"parameters"' in template and ("<|python_tag|>" in template or "<|start_header_id|>" in template):
-        return _LLAMA
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a function."""
-
-    name: str
+    index: int
+    """Number of the call in its output, from 0."""
     arguments: str
-    """JSON."""
-    id: str
+    """The next part of the arguments, which are JSON altogether."""
+    name: str = ""
+    """Name of the function in the first piece of a call; empty in the others."""
+    id: str = ""
+    """Id of the call, in its first piece only."""
 
-    @classmethod
-    def of(cls, name: str, arguments: str) -> ToolCall:
-        """Returns a call with a new id."""
-        # Templates of Mistral's models take ids of 9 letters and digits only.
-        return cls(name, arguments, uuid4().hex[:9])
+
+class ToolParser(Protocol):
+    """Separates the tool calls of one output from its text."""
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether the reason of the end is ``tool_calls``."""
+        ...
+
+    def feed(self, text: str) -> tuple[str, Sequence[ToolCallPiece]]:
+        """Adds text of the output. Returns the text that is no call, and the pieces of calls."""
+        ...
+
+    def end(self) -> str:
+        """Ends the output. Returns the rest of the text."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +55,12 @@ class ToolUse:
     parallel: bool = True
     """Whether there may be several calls."""
 
-    def parser(self, form: ToolFormat | None) -> ToolCallParser | NamedCall | None:
+    def parser(self, form: ToolFormat | None) -> ToolParser | None:
         """Returns the parser of one output; None if the model's format is not known."""
         if self.mode == "named":
             return NamedCall(self.name)
         # A constrained output is a list of calls, whatever the model's format is.
-        form = _FORCED if self.mode == "required" else form
+        form = FORCED if self.mode == "required" else form
         return None if form is None else ToolCallParser(form, parallel=self.parallel)
 
 
@@ -92,20 +68,21 @@ class NamedCall:
     """An output that consists of the arguments of one function."""
 
     ends_with_calls = False
-    """Whether the reason of the end is ``tool_calls``. If the client has named the function, OpenAI says ``stop``."""
+    """If the client has named the function, OpenAI says ``stop``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._text = ""
 
-    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Adds text of the output. Returns the text that is no call, and the calls that are complete."""
-        self._text += text
-        return "", []
+    def feed(self, text: str) -> tuple[str, list[ToolCallPiece]]:
+        """Returns the text as arguments."""
+        if not text:
+            return "", []
+        name, self._name = self._name, ""
+        return "", [ToolCallPiece(0, text, name, _new_id() if name else "")]
 
-    def end(self) -> tuple[str, list[ToolCall]]:
-        """Ends the output. Returns the rest of the text and of the calls."""
-        return "", [ToolCall.of(self._name, self._text)] if self._text else []
+    def end(self) -> str:
+        """Returns no text."""
+        return ""
 
 
 class ToolCallParser:
@@ -117,37 +94,43 @@ class ToolCallParser:
         self._parallel = parallel
         self._text = ""
         self._begun = False
+        """Whether there was text since the begin of the output, or since the last call."""
         self._calls = 0
-        # A call that has begun: what it began with, and its JSON value.
         self._prefix = ""
-        self._value: _Value | None = None
+        """Text before the value that is read: it is part of the text if the value is no call."""
+        self._reader: CallReader | None = None
 
     @property
     def ends_with_calls(self) -> bool:
-        """Whether the reason of the end is ``tool_calls``."""
+        """Whether there was a call."""
         return self._calls > 0
 
-    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Adds text of the output. Returns the text that is no call, and the calls that are complete."""
+    def feed(self, text: str) -> tuple[str, list[ToolCallPiece]]:
+        """Adds text of the output. Returns the text that is no call, and the pieces of calls."""
         self._text += text
         passed: list[str] = []
-        calls: list[ToolCall] = []
-        while self._value is not None or self._enter(passed):
-            if self._value is None or not self._read_call(passed, calls):
+        pieces: list[ToolCallPiece] = []
+        while self._reader is not None or self._enter(passed):
+            if self._reader is None or not self._read(self._reader, passed, pieces):
                 break
-        return "".join(passed), self._allowed(calls)
+        return "".join(passed), [piece for piece in pieces if self._parallel or not piece.index]
 
-    def end(self) -> tuple[str, list[ToolCall]]:
-        """Ends the output. Returns the rest of the text and of the calls."""
-        rest = self._prefix + self._text
-        self._prefix = self._text = ""
-        self._value = None
-        return ("" if self._calls and not rest.strip(" \n;") else rest), []
+    def end(self) -> str:
+        """Ends the output. Returns the rest of the text."""
+        reader, self._reader = self._reader, None
+        rest, self._text = self._text, ""
+        if reader is not None:
+            rest = "" if reader.calls else self._prefix + reader.rest
+        return "" if self._follows_call and not rest.strip(" \n;") else rest
+
+    @property
+    def _follows_call(self) -> bool:
+        return self._calls > 0 and not self._begun
 
     def _enter(self, passed: list[str]) -> bool:
         """Passes text on up to the begin of a call. Returns whether there is one."""
         form, text = self._format, self._text
-        if self._calls:
+        if self._follows_call:
             # What separates calls is no text.
             text = text.lstrip()
             if form.end and text.startswith(form.end):
@@ -160,115 +143,59 @@ class ToolCallParser:
             self._text = text
             return False
         if form.has_bare_calls and not self._begun and bare[0] in "{[":
-            self._prefix, self._text, self._value = text[: len(text) - len(bare)], bare, _Value()
+            self._begin_value(text[: len(text) - len(bare)], bare, needs_arguments=True)
             return True
         before, found, after = text.partition(form.begin)
         if found:
             self._pass(before, passed)
-            self._prefix, self._text, self._value = found, after, _Value()
+            self._begin_value(found, after, needs_arguments=False)
             return True
         keep = next((size for size in range(len(form.begin) - 1, 0, -1) if text.endswith(form.begin[:size])), 0)
         self._pass(text[: len(text) - keep], passed)
         self._text = text[len(text) - keep :]
         return False
 
+    def _begin_value(self, prefix: str, text: str, *, needs_arguments: bool) -> None:
+        self._prefix, self._text = prefix, text
+        self._reader = CallReader(needs_arguments=needs_arguments)
+
     def _pass(self, text: str, passed: list[str]) -> None:
-        if self._calls and not text.strip():
+        if self._follows_call and not text.strip():
             return
         self._begun = self._begun or bool(text.strip())
         passed.append(text)
 
-    def _read_call(self, passed: list[str], calls: list[ToolCall]) -> bool:
-        """Reads the value of a call. Returns whether it is complete."""
-        assert self._value is not None  # noqa: S101 - the caller has checked it
-        end = self._value.end_in(self._text)
-        if end is None and len(self._text) <= _MAX_CALL_CHARACTERS and not self._value.is_invalid:
+    def _read(self, reader: CallReader, passed: list[str], pieces: list[ToolCallPiece]) -> bool:
+        """Reads a value that may have calls. Returns whether it has ended."""
+        text, self._text = self._text, ""
+        before = reader.calls
+        parts = reader.feed(text)
+        pieces += _numbered(parts, self._calls - 1)
+        self._calls += reader.calls - before
+        if not reader.has_ended:
             return False
-        end = end or len(self._text)
-        found = _calls(self._text[:end])
-        if found:
-            calls += found
-            self._calls += len(found)
-            # After a bare call another one may follow.
-            self._begun = False
-        else:
-            self._begun = True
-            passed.append(self._prefix + self._text[:end])
-        self._prefix, self._text, self._value = "", self._text[end:], None
+        if not reader.calls:
+            passed.append(self._prefix)
+        # After a bare call another one may follow.
+        self._begun = not reader.calls
+        self._text, self._reader = reader.rest, None
         return True
 
-    def _allowed(self, calls: list[ToolCall]) -> list[ToolCall]:
-        if self._parallel or not calls:
-            return calls
-        return calls[:1] if self._calls == len(calls) else []
+
+def _numbered(parts: Iterable[CallPart], index: int) -> list[ToolCallPiece]:
+    """Returns parts as pieces, one for each call. ``index`` is the number of the call that has begun before."""
+    pieces: list[ToolCallPiece] = []
+    for name, arguments in parts:
+        if name:
+            index += 1
+            pieces.append(ToolCallPiece(index, arguments, name, _new_id()))
+        elif pieces:
+            pieces[-1] = replace(pieces[-1], arguments=pieces[-1].arguments + arguments)
+        else:
+            pieces.append(ToolCallPiece(index, arguments))
+    return pieces
 
 
-class _Value:
-    """Finds the end of a JSON object or list in a text that grows. A name may precede it."""
-
-    _NAME = re.compile(r"\s*[\w.-]{0,256}(\[ARGS\])?\s*")
-
-    def __init__(self) -> None:
-        self.is_invalid = False
-        """Whether something else than an object or a list begins."""
-        self._at = -1
-        self._depth = 0
-        self._in_string = False
-
-    def end_in(self, text: str) -> int | None:
-        """Returns where the value ends; None if it does not end yet."""
-        if self._at < 0:
-            name = self._NAME.match(text)
-            start = name.end() if name else 0
-            rest = text[start:]
-            if not rest or (text[:start].strip() and "[ARGS]".startswith(rest)):
-                return None
-            if rest[0] not in "{[":
-                self.is_invalid = True
-                return None
-            self._at = start
-        while found := _MARK.search(text, self._at):
-            mark, at = found[0], found.end()
-            if mark == "\\":
-                if at == len(text):
-                    self._at = found.start()
-                    return None
-                at += 1
-            elif mark == '"':
-                self._in_string = not self._in_string
-            elif not self._in_string:
-                self._depth += 1 if mark in "{[" else -1
-            self._at = at
-            if self._depth <= 0 and not self._in_string:
-                return at
-        self._at = len(text)
-        return None
-
-
-def _calls(text: str) -> list[ToolCall]:
-    """Returns the calls in a JSON value, which a name may precede; none if it is something else."""
-    value = text.lstrip()
-    start = min((place for mark in "{[" if (place := value.find(mark)) >= 0), default=0)
-    name, value = value[:start].strip(), value[start:]
-    if name or value.startswith("[ARGS]"):
-        value = value.removeprefix("[ARGS]").lstrip()
-    try:
-        parsed: Any = json.loads(value)
-    except (ValueError, RecursionError):
-        return []
-    if name:
-        return [ToolCall.of(name, value)] if isinstance(parsed, dict) else []
-    objects = parsed if isinstance(parsed, list) else [parsed]
-    calls = [_call(each) for each in objects]
-    return [call for call in calls if call is not None] if None not in calls else []
-
-
-def _call(value: Any) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        return ToolCall.of(value["name"], arguments)
-    return (
-        ToolCall.of(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
-    )
+def _new_id() -> str:
+    # Templates of Mistral's models take ids of 9 letters and digits only.
+    return uuid4().hex[:9]

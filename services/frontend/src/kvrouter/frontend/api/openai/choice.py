@@ -11,7 +11,7 @@ from kvrouter.frontend.api.completions import FINISH_REASONS
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.stop_strings import StopStrings
-from kvrouter.frontend.text.tool_calls import ToolCall, ToolUse
+from kvrouter.frontend.text.tool_calls import ToolCallPiece, ToolUse
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
@@ -27,7 +27,7 @@ class Piece:
     top_logprobs: Sequence[TopLogprobs]
     finish_reason: str | None
     stop_reason: str | None
-    tool_calls: Sequence[ToolCall] = ()
+    tool_calls: Sequence[ToolCallPiece] = ()
 
 
 class ChoiceSink(Protocol):
@@ -98,13 +98,12 @@ class Choice:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self._stop.end()
-        calls: list[ToolCall] = []
+        calls: Sequence[ToolCallPiece] = ()
         parser = self._parser
         if parser is not None:
             text, calls = parser.feed(text)
             if finish_reason is not None:
-                rest, more = parser.end()
-                text, calls = text + rest, calls + more
+                text += parser.end()
                 if finish_reason == "stop" and parser.ends_with_calls:
                     finish_reason = "tool_calls"
         stopped = self._stop.matched

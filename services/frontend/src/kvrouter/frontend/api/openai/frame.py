@@ -11,7 +11,6 @@ from kvrouter.frontend.api.completions import describe_routing, routing_headers
 from kvrouter.frontend.api.openai.choice import Choice
 from kvrouter.frontend.api.openai.text_request import TextPrompt, TextRequest
 from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.frontend.text.tool_calls import ToolCall
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
 
@@ -131,11 +130,6 @@ class TextFrame:
         """Returns the most likely tokens of one place with their log probabilities, as many as requested."""
         pairs = zip(top.token_ids, top.logprobs, strict=False)
         return [(self._text_of(token), value) for token, value in pairs][: self.request.top_logprobs]
-
-
-def tool_call_object(call: ToolCall) -> dict[str, Any]:
-    """Returns a tool call as a message has it."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.completion_stream import EventSink
 from kvrouter.frontend.api.completions import migration_notice
 from kvrouter.frontend.api.openai.choice import Piece
-from kvrouter.frontend.api.openai.frame import TextFrame, tool_call_object
+from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.token_list import encode_token_ids
-from kvrouter.frontend.text.tool_calls import ToolCall
+from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
@@ -33,7 +32,6 @@ class StreamedResponse:
         self._begun: set[int] = set()
         self._notices: dict[int, bytes] = {}
         """Field of the next chunk of each sequence that has migrated."""
-        self._calls: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
         self._unread: list[bytes] = []
         self._unread_bytes = 0
@@ -66,7 +64,7 @@ class StreamedResponse:
             delta: dict[str, Any] = {"role": "assistant", "content": text} if begins else {"content": text}
             extra["delta"] = delta if text or begins else {}
             if calls:
-                extra["delta"]["tool_calls"] = self._numbered(index, calls)
+                extra["delta"]["tool_calls"] = [_tool_call(piece) for piece in calls]
             offset = 0
         else:
             text = frame.echo(index) + text if begins else text
@@ -84,11 +82,6 @@ class StreamedResponse:
             extra["prompt_token_ids"] = encode_token_ids(frame.prompt_of(index))
         notice = self._notices.pop(index, b"") if self._notices else b""
         self._write(b'%b,"choices":[{"index":%d,%b]%b}' % (self._head, index, _encode(extra)[1:], notice))
-
-    def _numbered(self, index: int, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-        first = self._calls.get(index, 0)
-        self._calls[index] = first + len(calls)
-        return [{"index": number} | tool_call_object(call) for number, call in enumerate(calls, first)]
 
     async def end(self) -> None:
         """Writes the rest of the response."""
@@ -134,3 +127,11 @@ class StreamedResponse:
         except ConnectionError:
             return  # aiohttp cancels the handler.
         self._flushing = None
+
+
+def _tool_call(piece: ToolCallPiece) -> dict[str, Any]:
+    """Returns a piece of a tool call: its id and name are in the first one only."""
+    if not piece.name:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.openai.choice import Piece
-from kvrouter.frontend.api.openai.frame import TextFrame, tool_call_object
+from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.token_list import encode_token_ids
-from kvrouter.frontend.text.tool_calls import ToolCall
+from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
 
@@ -17,7 +19,7 @@ from kvrouter.v1.worker_pb2 import TopLogprobs
 class _Sequence:
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.tool_calls: list[ToolCall] = []
+        self.tool_calls: list[ToolCallPiece] = []
         self.token_ids = array("I")
         self.logprobs = array("d")
         self.top_logprobs: list[TopLogprobs] = []
@@ -62,8 +64,7 @@ class WholeResponse:
         if frame.request.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             if sequence.tool_calls:
-                calls = [tool_call_object(call) for call in sequence.tool_calls]
-                choice["message"] |= {"content": text or None, "tool_calls": calls}
+                choice["message"] |= {"content": text or None, "tool_calls": _tool_calls(sequence.tool_calls)}
             offset = 0
         else:
             echoed = frame.echo(index)
@@ -79,3 +80,19 @@ class WholeResponse:
         if frame.returns_prompt:
             choice["prompt_token_ids"] = encode_token_ids(frame.prompt_of(index))
         return choice
+
+
+def _tool_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
+    """Returns the tool calls of a message."""
+    arguments: defaultdict[int, list[str]] = defaultdict(list)
+    for piece in pieces:
+        arguments[piece.index].append(piece.arguments)
+    return [
+        {
+            "id": piece.id,
+            "type": "function",
+            "function": {"name": piece.name, "arguments": "".join(arguments[piece.index])},
+        }
+        for piece in pieces
+        if piece.name
+    ]
