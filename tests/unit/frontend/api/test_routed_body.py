@@ -16,6 +16,9 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 CHAT = {"model": "m", "messages": MESSAGES}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
 
+RENDERED = ("tools", "reasoning_effort", "documents", "add_generation_prompt", "continue_final_message")
+"""Fields that both take."""
+
 
 class Texts:
     """The loaded tokenizers: one model's."""
@@ -44,12 +47,14 @@ async def read(model: ModelText, body: dict[str, Any], served: str = "m") -> Rou
         {"response_format": {"type": "json_object"}, "top_logprobs": 3, "logprobs": True, "field_of_the_engine": {}},
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
         {"max_tokens": "7", "stream": True, "reasoning_effort": "low"},
+        {"documents": [{"title": "t", "text": "x"}], "add_generation_prompt": False},
+        {"continue_final_message": True},
     ],
 )
 async def test_a_chat_has_the_tokens_that_the_api_renders_whatever_else_the_engine_gets(
     model: ModelText, further: dict[str, Any]
 ) -> None:
-    rendered = {key: value for key, value in further.items() if key in ("tools", "reasoning_effort")}
+    rendered = {key: value for key, value in further.items() if key in RENDERED}
     expected = parse_chat(json.dumps(CHAT | rendered).encode()).prompts[0].tokens(model, LIMIT)
     routed = await read(model, CHAT | further)
     assert routed.is_tokenized
@@ -66,9 +71,8 @@ async def test_a_text_is_tokenized_and_of_a_list_the_first(model: ModelText, pro
 @pytest.mark.parametrize(
     "body",
     [
-        CHAT | {"documents": [{"text": "x"}]},
         CHAT | {"chat_template": "{{ messages }}"},
-        CHAT | {"continue_final_message": True},
+        CHAT | {"continue_final_message": True, "add_generation_prompt": True},
         CHAT | {"add_special_tokens": True},
         CHAT | {"messages": [{"role": "user", "content": [IMAGE]}]},
         CHAT | {"messages": []},

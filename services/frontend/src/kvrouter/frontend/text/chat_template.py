@@ -49,14 +49,17 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise InvalidTemplate(f"the template cannot be compiled: {error}") from None
-        self.takes_parts = self._takes_parts()
+        self.takes_parts = self._takes([{"type": "text", "text": _PROBE}])
         """Whether the template reads contents that are lists of parts. Others get the parts' text."""
+        self.takes_text = self._takes(_PROBE)
+        """Whether the template reads contents that are texts."""
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> str:
@@ -65,6 +68,7 @@ class ChatTemplate:
         Args:
             messages: Messages as JSON objects.
             tools: Tools as JSON objects; None if there are none.
+            documents: Documents as JSON objects; None if there are none.
             add_generation_prompt: Whether the prompt ends with the begin of the model's message.
             options: Further variables, such as ``enable_thinking``.
 
@@ -75,7 +79,7 @@ class ChatTemplate:
         variables |= {
             "messages": messages,
             "tools": tools or None,
-            "documents": None,
+            "documents": documents or None,
             "add_generation_prompt": add_generation_prompt,
         }
         self._environment.budget.begin()
@@ -93,10 +97,9 @@ class ChatTemplate:
             # A template is a program: it can raise anything that its operations on the client's values can raise.
             raise _failed(f"the chat template fails on these messages: {type(error).__name__}: {error}") from None
 
-    def _takes_parts(self) -> bool:
-        parts = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+    def _takes(self, content: str | list[dict[str, Any]]) -> bool:
         try:
-            rendered = self.render(parts)
+            rendered = self.render([{"role": "user", "content": content}])
         except BadRequest:
             return False
         return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered

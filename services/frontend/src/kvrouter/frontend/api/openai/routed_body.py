@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.json_body import decode_json
-from kvrouter.frontend.api.openai.chat_request import MAX_STRUCTURE, chat_prompt
+from kvrouter.frontend.api.openai.chat_prompt import ChatPrompt
+from kvrouter.frontend.api.openai.chat_request import MAX_STRUCTURE
 from kvrouter.frontend.api.openai.prompt_list import parse_prompts
 from kvrouter.frontend.api.openai.text_request import PromptSource
 from kvrouter.frontend.api.token_list import Prompt
@@ -51,18 +52,17 @@ class _Fields(msgspec.Struct, frozen=True):
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    documents: _Raw = _Raw()
     # They change the prompt in a way that only the engine knows.
     chat_template: Any = None
-    continue_final_message: Any = None
-    documents: Any = None
     prompt_embeds: Any = None
     truncate_prompt_tokens: Any = None
 
     @property
     def is_rendered_by_engine(self) -> bool:
         """Whether only the engine knows the tokens."""
-        changed = self.chat_template, self.continue_final_message, self.documents
-        return any((*changed, self.prompt_embeds, self.truncate_prompt_tokens))
+        return any((self.chat_template, self.prompt_embeds, self.truncate_prompt_tokens))
 
 
 # As lenient as the engines: what they would refuse is for them to refuse.
@@ -191,11 +191,13 @@ class _Chat:
         fields = self._fields
         if fields.add_special_tokens:
             raise BadRequest("add_special_tokens: not known for a chat", field="add_special_tokens")
-        prompt = chat_prompt(
+        prompt = ChatPrompt(
             _objects(fields.messages),
             tools=_objects(fields.tools),
             tool_choice=fields.tool_choice,
-            add_generation_prompt=fields.add_generation_prompt is not False,
+            documents=_objects(fields.documents),
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=bool(fields.continue_final_message),
             options=fields.chat_template_kwargs,
             reasoning_effort=fields.reasoning_effort,
             characters=self.characters,
