@@ -9,14 +9,17 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
 
+from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.connection import Probe
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
+from kvrouter.frontend.worker_client.stall_trials import StallTrials
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+from prometheus_client import CollectorRegistry
 
 POOL = ComponentName("ns", "pool")
 
@@ -69,9 +72,9 @@ async def probing(
     workers: Workers, interval_seconds: float = 0.005, max_missed: int = 3
 ) -> AsyncIterator[WorkerHealth]:
     health = WorkerHealth(BackOff(), max_missed=max_missed)
-    probes = WorkerProbes(
-        cast(Directory, workers), cast(WorkerPool, workers), health, interval_seconds=interval_seconds
-    )
+    pool = cast(WorkerPool, workers)
+    trials = StallTrials(pool, health, FrontendMetrics(CollectorRegistry()))
+    probes = WorkerProbes(cast(Directory, workers), pool, health, trials, interval_seconds=interval_seconds)
     running = asyncio.create_task(probes.run())
     try:
         yield health

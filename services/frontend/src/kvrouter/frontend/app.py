@@ -39,6 +39,7 @@ from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
+from kvrouter.frontend.worker_client.stall_trials import StallTrials
 from kvrouter.net.model_files import fetch_files
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
@@ -91,7 +92,8 @@ async def running(
     health = WorkerHealth(
         back_off, max_missed=settings.worker_probe_failures, stall_seconds=settings.worker_stall_seconds
     )
-    probes = WorkerProbes(runtime.directory, pool, health, interval_seconds=settings.worker_probe_seconds)
+    trials = StallTrials(pool, health, metrics)
+    probes = WorkerProbes(runtime.directory, pool, health, trials, interval_seconds=settings.worker_probe_seconds)
     metrics.suspected_workers.set_function(lambda: health.suspected)
     metrics.stalled_workers.set_function(lambda: health.stalled)
     metrics.backed_off_workers.set_function(lambda: health.backed_off)

@@ -74,7 +74,7 @@ class WorkerHealth:
     @property
     def stalled(self) -> int:
         """Number of workers that answer probes but generate nothing."""
-        return sum(worker.stalled for worker in self._unhealthy.values())
+        return len(self.stalled_workers())
 
     @property
     def backed_off(self) -> int:
@@ -126,6 +126,14 @@ class WorkerHealth:
         for worker in self._workers.values():
             if is_healthy(worker, now):
                 yield from (registration for name, registration in worker.registered if name == component)
+
+    def stalled_workers(self) -> list[ObservedWorker]:
+        """Returns the workers that are stalled."""
+        return [worker for worker in self._unhealthy.values() if worker.stalled]
+
+    def admits(self, worker: ObservedWorker) -> bool:
+        """Returns whether new requests may go to a worker, if only one at a time."""
+        return is_healthy(worker, self._clock())
 
     def begin(self, endpoint: str, prompt_tokens: int | None = None) -> WorkerCall:
         """Records the start of a call to a worker; ``WorkerCall.end`` must follow.

@@ -14,6 +14,7 @@ from random import Random
 from kvrouter.frontend.worker_client.connection import Probe
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
+from kvrouter.frontend.worker_client.stall_trials import StallTrials
 from kvrouter.runtime.config.addresses import is_url
 from kvrouter.runtime.discovery.directory import Directory
 
@@ -25,15 +26,22 @@ class WorkerProbes:
     """Probes all registered workers. ``run`` must be running."""
 
     def __init__(
-        self, directory: Directory, pool: WorkerPool, health: WorkerHealth, *, interval_seconds: float
+        self,
+        directory: Directory,
+        pool: WorkerPool,
+        health: WorkerHealth,
+        trials: StallTrials,
+        *,
+        interval_seconds: float,
     ) -> None:
-        """Probes each worker every ``interval_seconds`` unless it sent something meanwhile.
+        """Probes each worker every ``interval_seconds`` unless it sent something meanwhile, and starts trials.
 
         Workers without running requests share 200 probes per second, so that many idle workers are probed less often.
         """
         self._directory = directory
         self._pool = pool
         self._health = health
+        self._trials = trials
         self._interval = interval_seconds
         self._probing: dict[str, asyncio.Task[None]] = {}
         self._rng = Random()
@@ -51,10 +59,14 @@ class WorkerProbes:
                     self._probing[endpoint] = group.create_task(self._probe(endpoint), name=f"probe {endpoint}")
 
     async def _watch_progress(self) -> None:
-        """Looks for stalled workers. Intervals of this event loop are counted, as for probes."""
-        while True:
-            await asyncio.sleep(self._interval)
-            self._health.interval_ended(self._interval)
+        """Looks for stalled workers, and tries them. Intervals of this event loop are counted, as for probes."""
+        try:
+            while True:
+                await asyncio.sleep(self._interval)
+                self._health.interval_ended(self._interval)
+                self._trials.start_due()
+        finally:
+            self._trials.close()
 
     async def _probe(self, endpoint: str) -> None:
         try:
