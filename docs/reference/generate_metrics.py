@@ -11,7 +11,7 @@ from kvrouter.core import MemoryBudget
 from kvrouter.frontend.access.following import FollowedKeys
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.signing_keys import FollowedSigningKeys
-from kvrouter.frontend.admission.admission import Admission, AdmissionLimits
+from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.processes.parent import ProcessMetrics
@@ -86,7 +86,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     PickerMetrics(frontend)
     Recorder(MagicMock(known_blocks=0, size=0), frontend)
     Refusals(frontend)
-    Admission(AdmissionLimits(0, 0, 0.0), frontend)
+    OverloadBounds(OverloadLimits(0, 0, 0.0), frontend)
     FollowedKeys(None, frontend)
     FollowedSigningKeys("https://issuer.example/keys", MagicMock(), frontend)
     TextModels(MagicMock(), None, {}, frontend, cache_bytes=0)

@@ -14,7 +14,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
-from kvrouter.frontend.admission.admission import Admission, AdmissionLimits
+from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.request_runner import GatewayOptions, RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
@@ -120,8 +120,8 @@ async def running(
     access = None if opened is None else opened.access
     disaggregation = Disaggregation(runtime.directory, links, metrics)
     bounds.add("abandoned_prefills", lambda: disaggregation.abandoned.pending, MAX_ABORTS, when_full="drops")
-    bounded = AdmissionLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
-    admission = Admission(bounded, runtime.registry)
+    bounded = OverloadLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
+    admission = OverloadBounds(bounded, runtime.registry)
     models = ServedModels(runtime.directory, texts, access)
     runner = RequestRunner(
         models,
@@ -173,7 +173,7 @@ async def _serving_endpoint_picker(
     texts: TextModels,
     metrics: FrontendMetrics,
     access: Access | None,
-    admission: Admission,
+    admission: OverloadBounds,
 ) -> AsyncIterator[None]:
     """Serves the endpoint picker while the context lasts, if its address is set.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.rules import check_generation
-from kvrouter.frontend.admission.admission import Admission, Admitted
+from kvrouter.frontend.admission.overload_bounds import CountedRequest, OverloadBounds
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.validation import Limits, check_request, fitting_pools
 from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation, PrefillStage
@@ -57,7 +57,7 @@ class RequestRunner:
         recorder: Recorder | None = None,
         popular_prefixes: PopularPrefixes | None = None,
         access: Access | None = None,
-        admission: Admission | None = None,
+        admission: OverloadBounds | None = None,
         disaggregation: Disaggregation | None = None,
     ) -> None:
         self.options = options
@@ -102,7 +102,7 @@ class RequestRunner:
         known_model, code = "", "CANCELLED"
         generation: Generation | None = None
         grant: Grant | None = None
-        admitted: Admitted | None = None
+        admitted: CountedRequest | None = None
         tokens = len(prompt) // TOKEN_BYTES
         self._in_flight += 1
         try:
@@ -162,7 +162,9 @@ class RequestRunner:
         if prefixes is not None and is_counted:
             prefixes.note(outline)
 
-    def _admitted(self, request: FrontendServiceGenerateRequest, view: ComponentView, tokens: int) -> Admitted | None:
+    def _admitted(
+        self, request: FrontendServiceGenerateRequest, view: ComponentView, tokens: int
+    ) -> CountedRequest | None:
         if self._admission is None:
             return None
         # A tenant that a client claims would give a share to whoever claims many.

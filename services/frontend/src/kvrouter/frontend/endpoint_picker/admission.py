@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller
 from kvrouter.frontend.access.quotas import Grant
-from kvrouter.frontend.admission.admission import Admission, Admitted
+from kvrouter.frontend.admission.overload_bounds import CountedRequest, OverloadBounds
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.runtime.discovery.directory import ComponentView
 
@@ -13,7 +13,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 class AdmittedRequest:
     """A request that counts until it is ended. End it once."""
 
-    def __init__(self, grant: Grant | None, admitted: Admitted | None, prompt_tokens: int) -> None:
+    def __init__(self, grant: Grant | None, admitted: CountedRequest | None, prompt_tokens: int) -> None:
         self._grant = grant
         self._admitted = admitted
         self._prompt_tokens = prompt_tokens
@@ -29,7 +29,7 @@ class AdmittedRequest:
 class PickerAdmission:
     """Admits requests as the Frontend's own API does."""
 
-    def __init__(self, access: Access | None, admission: Admission | None) -> None:
+    def __init__(self, access: Access | None, admission: OverloadBounds | None) -> None:
         """``access`` and ``admission`` are those of the Frontend; None limits nothing."""
         self._access = access
         self._admission = admission

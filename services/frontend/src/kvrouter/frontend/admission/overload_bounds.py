@@ -27,7 +27,7 @@ _TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionLimits:
+class OverloadLimits:
     """Bounds of one process; 0 for none."""
 
     requests: int
@@ -36,13 +36,13 @@ class AdmissionLimits:
     """Work of a model in multiples of the KV cache of its workers."""
 
 
-class Admitted:
-    """An admitted request. End it once."""
+class CountedRequest:
+    """A request that counts until it is ended. End it once."""
 
-    __slots__ = ("_admission", "_bytes", "_model", "_tenant", "_work")
+    __slots__ = ("_bounds", "_bytes", "_model", "_tenant", "_work")
 
-    def __init__(self, admission: Admission, model: _Model, tenant: str, size: int, work: float) -> None:
-        self._admission = admission
+    def __init__(self, bounds: OverloadBounds, model: _Model, tenant: str, size: int, work: float) -> None:
+        self._bounds = bounds
         self._model = model
         self._tenant = tenant
         self._bytes = size
@@ -50,7 +50,7 @@ class Admitted:
 
     def end(self, output_tokens: int) -> None:
         """Ends the request; ``output_tokens`` is 0 if it had no output."""
-        self._admission.end(self._tenant, self._bytes)
+        self._bounds.end(self._tenant, self._bytes)
         self._model.work.remove(self._tenant, self._work)
         if output_tokens:
             self._model.mean_output += _SMOOTHING * (output_tokens - self._model.mean_output)
@@ -62,10 +62,10 @@ class _Model:
     mean_output: float = _FIRST_OUTPUT_TOKENS
 
 
-class Admission:
-    """Admits the requests of one process."""
+class OverloadBounds:
+    """Admits the requests of one process within its bounds."""
 
-    def __init__(self, limits: AdmissionLimits, registry: CollectorRegistry) -> None:
+    def __init__(self, limits: OverloadLimits, registry: CollectorRegistry) -> None:
         self._limits = limits
         self._requests = FairBound(limits.requests)
         self._prompt_bytes = FairBound(limits.prompt_bytes)
@@ -84,7 +84,7 @@ class Admission:
 
     def admit(
         self, view: ComponentView, tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
-    ) -> Admitted:
+    ) -> CountedRequest:
         """Admits a request, which then counts until it is ended.
 
         Args:
@@ -111,7 +111,7 @@ class Admission:
         if not model.work.try_add(tenant, weight, work):
             self.end(tenant, size)
             raise self._refusal("work", "the workers of the model have more work than they can finish in time")
-        return Admitted(self, model, tenant, size, work)
+        return CountedRequest(self, model, tenant, size, work)
 
     def end(self, tenant: str, size: int) -> None:
         """Ends a request of a tenant whose prompt has that size in bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kvrouter.frontend.admission.admission import Admission, AdmissionLimits, Admitted
+from kvrouter.frontend.admission.overload_bounds import CountedRequest, OverloadBounds, OverloadLimits
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import Overloaded
 from kvrouter.runtime.telemetry.metrics import new_registry
@@ -22,13 +22,15 @@ def view(*blocks: int) -> ComponentView:
     return ComponentView(ComponentName("n", "c"), ComponentDescriptor(model="m", block_size=10), workers)
 
 
-def admitted(admission: Admission, model: ComponentView, prompt: int, output: int, tenant: str = "") -> list[Admitted]:
+def admitted(
+    bounds: OverloadBounds, model: ComponentView, prompt: int, output: int, tenant: str = ""
+) -> list[CountedRequest]:
     """Admits equal requests until one is refused."""
 
-    def requests() -> Iterator[Admitted]:
+    def requests() -> Iterator[CountedRequest]:
         for _ in range(10_000):
             try:
-                yield admission.admit(model, tenant, 1.0, prompt, output)
+                yield bounds.admit(model, tenant, 1.0, prompt, output)
             except Overloaded:
                 return
 
@@ -36,44 +38,44 @@ def admitted(admission: Admission, model: ComponentView, prompt: int, output: in
 
 
 def test_work_is_bounded_by_the_cache_of_the_models_workers() -> None:
-    admission = Admission(AdmissionLimits(0, 0, 2.0), new_registry())
-    assert len(admitted(admission, view(50, 50), 90, 10)) == 20
+    bounds = OverloadBounds(OverloadLimits(0, 0, 2.0), new_registry())
+    assert len(admitted(bounds, view(50, 50), 90, 10)) == 20
 
 
 def test_work_counts_what_requests_generate_not_what_they_may() -> None:
-    admission = Admission(AdmissionLimits(0, 0, 1.0), new_registry())
+    bounds = OverloadBounds(OverloadLimits(0, 0, 1.0), new_registry())
     model = view(1000)
     for _ in range(200):
-        admission.admit(model, "", 1.0, 90, 100_000).end(10)
-    assert 99 <= len(admitted(admission, model, 90, 100_000)) <= 101
+        bounds.admit(model, "", 1.0, 90, 100_000).end(10)
+    assert 99 <= len(admitted(bounds, model, 90, 100_000)) <= 101
 
 
 def test_nothing_bounds_work_while_a_cache_is_of_unknown_size() -> None:
-    admission = Admission(AdmissionLimits(0, 0, 1.0), new_registry())
-    assert len(admitted(admission, view(1, 0), 1000, 1)) == 10_000
+    bounds = OverloadBounds(OverloadLimits(0, 0, 1.0), new_registry())
+    assert len(admitted(bounds, view(1, 0), 1000, 1)) == 10_000
 
 
 def test_requests_and_prompts_are_bounded_and_refusals_counted() -> None:
     registry = new_registry()
-    admission = Admission(AdmissionLimits(10, 400, 0.0), registry)
+    bounds = OverloadBounds(OverloadLimits(10, 400, 0.0), registry)
     model = view(1)
-    small = admitted(admission, model, 1, 1)
+    small = admitted(bounds, model, 1, 1)
     assert len(small) == 10
     for each in small:
         each.end(0)
-    assert len(admitted(admission, model, 25, 1)) == 4
+    assert len(admitted(bounds, model, 25, 1)) == 4
     for bound in ("requests", "prompt_bytes"):
         assert registry.get_sample_value("kvrouter_frontend_overload_refusals_total", {"bound": bound}) == 1
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
-    admission = Admission(AdmissionLimits(100, 0, 1.0), new_registry())
+    bounds = OverloadBounds(OverloadLimits(100, 0, 1.0), new_registry())
     model = view(10)
-    running = admitted(admission, model, 100, 1)
+    running = admitted(bounds, model, 100, 1)
     for _ in range(200):
         with pytest.raises(Overloaded, match="more work") as refused:
-            admission.admit(model, "", 1.0, 100, 1)
+            bounds.admit(model, "", 1.0, 100, 1)
         assert refused.value.info.retry_after_ms
     for each in running:
         each.end(1)
-    assert len(admitted(admission, view(10_000), 1, 1)) == 100
+    assert len(admitted(bounds, view(10_000), 1, 1)) == 100
