@@ -30,7 +30,7 @@ def admitted(
     def requests() -> Iterator[CountedRequest]:
         for _ in range(10_000):
             try:
-                yield bounds.admit(model, tenant, 1.0, prompt, output)
+                yield bounds.admit([model], tenant, 1.0, prompt, output)
             except Overloaded:
                 return
 
@@ -42,11 +42,21 @@ def test_work_is_bounded_by_the_cache_of_the_models_workers() -> None:
     assert len(admitted(bounds, view(50, 50), 90, 10)) == 20
 
 
+def test_work_is_bounded_by_the_caches_of_all_pools_of_a_model() -> None:
+    bounds = OverloadBounds(OverloadLimits(0, 0, 2.0), new_registry())
+    pools = [view(50), view(30, 20)]
+    running = [bounds.admit(pools, "", 1.0, 90, 10) for _ in range(20)]
+    with pytest.raises(Overloaded):
+        bounds.admit(pools[::-1], "", 1.0, 90, 10)
+    for each in running:
+        each.end(0)
+
+
 def test_work_counts_what_requests_generate_not_what_they_may() -> None:
     bounds = OverloadBounds(OverloadLimits(0, 0, 1.0), new_registry())
     model = view(1000)
     for _ in range(200):
-        bounds.admit(model, "", 1.0, 90, 100_000).end(10)
+        bounds.admit([model], "", 1.0, 90, 100_000).end(10)
     assert 99 <= len(admitted(bounds, model, 90, 100_000)) <= 101
 
 
@@ -74,7 +84,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     running = admitted(bounds, model, 100, 1)
     for _ in range(200):
         with pytest.raises(Overloaded, match="more work") as refused:
-            bounds.admit(model, "", 1.0, 100, 1)
+            bounds.admit([model], "", 1.0, 100, 1)
         assert refused.value.info.retry_after_ms
     for each in running:
         each.end(1)

@@ -32,6 +32,22 @@ def test_a_change_of_the_registrations_changes_what_serves_a_model() -> None:
         models.resolve("first")
 
 
+def test_requests_that_cannot_be_forwarded_leave_out_pools_that_have_only_an_openai_api() -> None:
+    pools = {}
+    for number, worker in enumerate(
+        [
+            WorkerRegistration(endpoint="http://a:1", openai_endpoint="http://a:1"),
+            WorkerRegistration(endpoint="b:1", openai_endpoint="http://b:2"),
+            WorkerRegistration(endpoint="c:1"),
+        ]
+    ):
+        name = ComponentName("ns", str(number))
+        pools[name] = ComponentView(name, ComponentDescriptor(model="m"), {1: worker})
+    models = ServedModels(cast(Directory, SimpleNamespace(components=pools)), cast(Any, None), None)
+    assert {view.name.name for view in models.pools("m", forwarding=False)} == {"1", "2"}
+    assert {view.name.name for view in models.pools("m", forwarding=True)} == {"0", "1"}
+
+
 def test_unknown_models_are_not_kept() -> None:
     directory = SimpleNamespace(components=components("first"))
     models = ServedModels(cast(Directory, directory), cast(Any, None), None)

@@ -15,6 +15,7 @@ from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
 from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
+from kvrouter.frontend.admission.request_admission import RequestAdmission
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.request_runner import GatewayOptions, RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
@@ -121,7 +122,7 @@ async def running(
     disaggregation = Disaggregation(runtime.directory, links, metrics)
     bounds.add("abandoned_prefills", lambda: disaggregation.abandoned.pending, MAX_ABORTS, when_full="drops")
     bounded = OverloadLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
-    admission = OverloadBounds(bounded, runtime.registry)
+    admission = RequestAdmission(access, OverloadBounds(bounded, runtime.registry))
     models = ServedModels(runtime.directory, texts, access)
     runner = RequestRunner(
         models,
@@ -173,7 +174,7 @@ async def _serving_endpoint_picker(
     texts: TextModels,
     metrics: FrontendMetrics,
     access: Access | None,
-    admission: OverloadBounds,
+    admission: RequestAdmission,
 ) -> AsyncIterator[None]:
     """Serves the endpoint picker while the context lasts, if its address is set.
 
@@ -186,7 +187,6 @@ async def _serving_endpoint_picker(
         return
     # Imported only here, since its messages are an extra.
     try:
-        from kvrouter.frontend.endpoint_picker.admission import PickerAdmission
         from kvrouter.frontend.endpoint_picker.exchange import ExchangeOptions
         from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
         from kvrouter.frontend.endpoint_picker.picker import Picker
@@ -194,9 +194,7 @@ async def _serving_endpoint_picker(
     except ModuleNotFoundError as error:
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
-    options = ExchangeOptions(
-        settings.request_timeout_seconds, PickerAdmission(access, admission), access, settings.request_stream_usage
-    )
+    options = ExchangeOptions(settings.request_timeout_seconds, admission, access, settings.request_stream_usage)
     async with serving_picker(
         Picker(runtime.directory, links, health, limits, texts, metrics.models, access),
         PickerMetrics(runtime.registry),

@@ -141,14 +141,14 @@ class Access:
             raise refused
         return caller
 
-    def enforce(self, rule: Callable[[Caller], None], call: str, caller: Caller | None = None) -> Caller:
-        """Checks a rule for a caller, by default the current one, and returns the caller.
+    def enforce(self, rule: Callable[[Caller], None], call: str) -> Caller:
+        """Checks a rule for the current caller, and returns the caller.
 
         Raises:
             Unauthenticated: there is no caller.
             PermissionDenied: the rule is broken.
         """
-        caller = caller or self.caller()
+        caller = self.caller()
         try:
             rule(caller)
         except RuleBroken as broken:

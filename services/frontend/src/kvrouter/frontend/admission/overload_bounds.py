@@ -10,13 +10,13 @@ KV cache there is no bound of work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import Overloaded
 from kvrouter.runtime.fair_bound import FairBound
-from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry, Counter
 
 _FIRST_OUTPUT_TOKENS = 256.0
@@ -69,7 +69,7 @@ class OverloadBounds:
         self._limits = limits
         self._requests = FairBound(limits.requests)
         self._prompt_bytes = FairBound(limits.prompt_bytes)
-        self._models: dict[ComponentName, _Model] = {}
+        self._models: dict[str, _Model] = {}
         self._refused = Counter(
             "kvrouter_frontend_overload_refusals",
             "Requests refused because there is no room for them, by bound: requests, prompt_bytes or work.",
@@ -83,12 +83,12 @@ class OverloadBounds:
         bounds.add("prompt_bytes_in_flight", lambda: self._prompt_bytes.used, limits.prompt_bytes)
 
     def admit(
-        self, view: ComponentView, tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
+        self, views: Sequence[ComponentView], tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
     ) -> CountedRequest:
         """Admits a request, which then counts until it is ended.
 
         Args:
-            view: Component of its model.
+            views: The components of its model, at least one.
             tenant: Its tenant, empty for none.
             weight: Share of the tenant when there is not enough room for all.
             prompt_tokens: Tokens of its prompt.
@@ -97,10 +97,11 @@ class OverloadBounds:
         Raises:
             Overloaded: there is no room for it; nothing is counted then.
         """
-        model = self._models.get(view.name)
+        name = views[0].descriptor.model
+        model = self._models.get(name)
         if model is None:
-            model = self._models[view.name] = _Model(FairBound(0.0))
-        model.work.most = self._limits.work * _cache_tokens(view) if self._limits.work else 0.0
+            model = self._models[name] = _Model(FairBound(0.0))
+        model.work.most = self._limits.work * _cache_tokens(views) if self._limits.work else 0.0
         size = prompt_tokens * _TOKEN_BYTES
         work = prompt_tokens + min(max_output_tokens or model.mean_output, model.mean_output)
         if not self._requests.try_add(tenant, weight, 1):
@@ -123,7 +124,12 @@ class OverloadBounds:
         return Overloaded(message, _RETRY_MS)
 
 
-def _cache_tokens(view: ComponentView) -> int:
-    """Returns the size of the KV cache of all workers, tokens; 0 if one of them does not tell."""
-    blocks = [rank.total_blocks for worker in view.workers.values() for rank in worker.ranks]
-    return sum(blocks) * view.descriptor.block_size if blocks and all(blocks) else 0
+def _cache_tokens(views: Sequence[ComponentView]) -> int:
+    """Returns the size of the KV cache of all workers, tokens; 0 if the size of one of them is not known."""
+    caches = [
+        rank.total_blocks * view.descriptor.block_size
+        for view in views
+        for worker in view.workers.values()
+        for rank in worker.ranks
+    ]
+    return sum(caches) if all(caches) else 0

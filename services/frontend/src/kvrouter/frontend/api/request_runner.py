@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvrouter.frontend.access.access import Access
-from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.rules import check_generation
-from kvrouter.frontend.admission.overload_bounds import CountedRequest, OverloadBounds
+from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.validation import Limits, check_request, fitting_pools
 from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation, PrefillStage
@@ -57,7 +56,7 @@ class RequestRunner:
         recorder: Recorder | None = None,
         popular_prefixes: PopularPrefixes | None = None,
         access: Access | None = None,
-        admission: OverloadBounds | None = None,
+        admission: RequestAdmission | None = None,
         disaggregation: Disaggregation | None = None,
     ) -> None:
         self.options = options
@@ -72,7 +71,7 @@ class RequestRunner:
         self._metrics = metrics
         self._recorder = recorder
         self._access = access
-        self._admission = admission
+        self._admission = admission or RequestAdmission(access)
         self._disaggregation = disaggregation
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
@@ -101,8 +100,7 @@ class RequestRunner:
         deadline = deadline.or_after(self.options.default_deadline_seconds)
         known_model, code = "", "CANCELLED"
         generation: Generation | None = None
-        grant: Grant | None = None
-        admitted: CountedRequest | None = None
+        admitted: AdmittedRequest | None = None
         tokens = len(prompt) // TOKEN_BYTES
         self._in_flight += 1
         try:
@@ -116,12 +114,13 @@ class RequestRunner:
             view, pools = views[0], None
             if len(views) > 1:
                 pools = self._pools_of(request, tokens, lora_name or known_model, through)
-                view = await pools.cheapest(prompt, deadline)
+                view = pools.largest()
             if through is None:
                 check_request(request, tokens, view, self.options.limits)
-            if self._access is not None:
-                grant = self._access.grant(tokens + request.stop_conditions.max_tokens, "Generate")
-            admitted = self._admitted(request, view, tokens)
+            admitted = self._admission.admit(views, tokens, request.stop_conditions.max_tokens, "Generate")
+            if pools is not None:
+                # Only now, since this asks Schedulers.
+                view = await pools.cheapest(prompt, deadline)
             generation = Generation(
                 request,
                 prompt,
@@ -142,11 +141,8 @@ class RequestRunner:
             raise
         finally:
             self._in_flight -= 1
-            output_tokens = 0 if generation is None else generation.output_tokens
-            if grant is not None:
-                grant.end(tokens + output_tokens if output_tokens else 0)
             if admitted is not None:
-                admitted.end(output_tokens)
+                admitted.end(0 if generation is None else generation.output_tokens)
             self._metrics.requests.labels(self._metrics.models.label(known_model), code).inc()
             if generation is not None:
                 self._note(generation)
@@ -161,18 +157,6 @@ class RequestRunner:
             self._recorder.note(outline)
         if prefixes is not None and is_counted:
             prefixes.note(outline)
-
-    def _admitted(
-        self, request: FrontendServiceGenerateRequest, view: ComponentView, tokens: int
-    ) -> CountedRequest | None:
-        if self._admission is None:
-            return None
-        # A tenant that a client claims would give a share to whoever claims many.
-        tenant, weight = "", 1.0
-        if self._access is not None:
-            caller = self._access.caller()
-            tenant, weight = caller.tenant, caller.weight
-        return self._admission.admit(view, tenant, weight, tokens, request.stop_conditions.max_tokens)
 
     def _budget(self, request: FrontendServiceGenerateRequest, through: Workers | None) -> AttemptBudget:
         limit = request.migration_limit if request.HasField("migration_limit") else self.options.migration_limit

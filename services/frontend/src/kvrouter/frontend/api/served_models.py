@@ -10,6 +10,7 @@ from kvrouter.frontend.api.validation import resolve_model
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.discovery.openai_server import is_openai_server
 from kvrouter.runtime.errors import NoWorkers, UnknownModel
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -27,6 +28,7 @@ class ServedModels:
         """The registrations from which the following was derived."""
         self._resolved: dict[str, tuple[list[ComponentView], str]] = {}
         self._forwarding: set[ComponentName] = set()
+        self._only_forwarding: set[ComponentName] = set()
 
     def resolve(self, model: str) -> tuple[ComponentView, str]:
         """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.
@@ -73,7 +75,11 @@ class ServedModels:
         return next((view for view in views if view.name in self._forwarding), None)
 
     def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
-        """Returns the components of a model or adapter; ``forwarding`` for those that requests are forwarded to.
+        """Returns the components of a model or adapter that requests can be sent to; all if they can to none.
+
+        Args:
+            model: Name of the model or adapter.
+            forwarding: Whether requests are forwarded to the OpenAI API of workers, or sent to their Generate.
 
         Raises:
             UnknownModel: no component serves it (any more).
@@ -81,7 +87,7 @@ class ServedModels:
         found, _ = resolve_model(model, self._components())
         if forwarding:
             return [view for view in found if view.name in self._forwarding] or found
-        return found
+        return [view for view in found if view.name not in self._only_forwarding] or found
 
     def worker_at(self, endpoint: str) -> WorkerRegistration | None:
         """Returns the registered worker with an address; None if there is none."""
@@ -119,5 +125,8 @@ class ServedModels:
                 name
                 for name, view in components.items()
                 if view.workers and all(worker.openai_endpoint for worker in view.workers.values())
+            }
+            self._only_forwarding = {
+                name for name in self._forwarding if all(map(is_openai_server, components[name].workers.values()))
             }
         return components

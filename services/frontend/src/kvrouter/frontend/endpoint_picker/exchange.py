@@ -21,11 +21,11 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, Processin
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller, acting_for
 from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
+from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import with_usage
 from kvrouter.frontend.api.request_fields import RANK_HEADER, requested_rank
 from kvrouter.frontend.endpoint_picker import responses
-from kvrouter.frontend.endpoint_picker.admission import AdmittedRequest, PickerAdmission
 from kvrouter.frontend.endpoint_picker.engine_response import EngineResponse
 from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints, served_endpoint
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
@@ -59,7 +59,7 @@ class ExchangeOptions:
 
     timeout_seconds: float
     """Maximum time for a choice."""
-    admission: PickerAdmission
+    admission: RequestAdmission
     """Admits requests within limits."""
     access: Access | None = None
     """Authentication of the gateway's clients; None for none."""
@@ -210,29 +210,30 @@ class Exchange:
         with trace_context.entered(self._traceparent), request_span("pick endpoint") as pick_span:
             # The engine continues the trace from here, also if the client has begun none.
             self._traceparent = trace_context.current()
-            pick = await self._choose_endpoint()
+            with acting_for(self._caller) if self._caller is not None else nullcontext():
+                pick = await self._choose_endpoint()
             if pick_span.recording:
                 pick_span.set(of_request(self._routed.model, self._request_id, self._routed.prompt_tokens))
                 describe_attempt(pick_span, pick.booking, pick.endpoints[0])
             return pick
 
     async def _choose_endpoint(self) -> Pick:
-        self._routed, self._body = await self._picker.read(self._body, self._caller)
-        self._routed = replace(self._routed, dp_rank=self._dp_rank)
-        view = self._picker.view(self._routed.model)
-        self._admitted = self._options.admission.admit(view, self._routed, self._caller)
+        self._routed, self._body = await self._picker.read(self._body)
+        self._routed = routed = replace(self._routed, dp_rank=self._dp_rank)
+        self._admitted = self._options.admission.admit(
+            self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
+        )
         if self._options.requests_usage and self._full_duplex_response:
             with_requested_usage = with_usage(bytes(self._body))
             self._removes_usage = with_requested_usage is not None
             self._body = bytearray(with_requested_usage or self._body)
-        with acting_for(self._caller) if self._caller is not None else nullcontext():
-            # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
-            self._pick = await self._picker.pick(
-                self._routed,
-                request_id=self._request_id,
-                allowed=self._allowed,
-                deadline=Deadline.after(self._options.timeout_seconds),
-            )
+        # Stored here, so that it ends with the exchange even if that is cancelled in this moment.
+        self._pick = await self._picker.pick(
+            routed,
+            request_id=self._request_id,
+            allowed=self._allowed,
+            deadline=Deadline.after(self._options.timeout_seconds),
+        )
         return self._pick
 
     async def _route_without_body(self) -> None:

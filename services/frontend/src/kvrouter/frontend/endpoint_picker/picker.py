@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import structlog
 from kvrouter.core import Scope, local_hashes
 from kvrouter.frontend.access.access import Access
-from kvrouter.frontend.access.caller import Caller
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.tenant_body import permitted
 from kvrouter.frontend.api.request_fields import RANK_HEADER
@@ -132,7 +131,7 @@ class Picker:
         """Whether requests can be routed."""
         return self._directory.is_synced and self._links.ready()
 
-    async def read(self, body: bytearray, caller: Caller | None = None) -> tuple[RoutedBody, bytearray]:
+    async def read(self, body: bytearray) -> tuple[RoutedBody, bytearray]:
         """Returns what routing needs of a request, its prompt tokenized as far as it can be, and the engine's body.
 
         Raises:
@@ -140,9 +139,9 @@ class Picker:
         """
         routed = await RoutedBody.read(body, max_prompt_tokens=self._max_prompt_tokens)
         if self._access is not None:
-            routed, passed = permitted(self._access, routed, body, caller)
+            routed, passed = permitted(self._access, routed, body)
             body = bytearray(passed)
-        model = self.view(routed.model).descriptor.model
+        model = self.views(routed.model)[0].descriptor.model
         return await routed.tokenized(self._texts, model, max_prompt_tokens=self._max_prompt_tokens), body
 
     async def pick(
@@ -232,14 +231,13 @@ class Picker:
             log.warning("fallback.not_booked", request_id=request_id, served=served, cause=str(error))
             return pick
 
-    def view(self, model: str) -> ComponentView:
-        """Returns a component of a model or LoRA adapter.
+    def views(self, model: str) -> list[ComponentView]:
+        """Returns the components of a model or LoRA adapter, at least one.
 
         Raises:
             UnknownModel: no component serves it.
         """
-        views, _ = resolve_model(model, self._directory.components)
-        return views[0]
+        return resolve_model(model, self._directory.components)[0]
 
     def _fallbacks(self, name: ComponentName, endpoints: Mapping[int, str], chosen: int) -> list[str]:
         healthy = [worker.worker_id for worker in self._health.healthy(name)]

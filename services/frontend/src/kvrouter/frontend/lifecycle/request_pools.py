@@ -33,7 +33,7 @@ class RequestPools:
 
         Args:
             request: The request, without token ids.
-            views: Returns the pools that serve its model now, at least one.
+            views: Returns the pools that serve its model now, at least one, the largest first.
             choice: Compares pools.
             health: Health of the workers.
             prefill_stage: Returns the request's prefill stage in a pool; None where it has none.
@@ -43,6 +43,10 @@ class RequestPools:
         self._views = views
         self._choice = choice
         self._health = health
+
+    def largest(self) -> ComponentView:
+        """Returns the largest pool that can run the request, or that serves its model if none can. Asks nobody."""
+        return self._views()[0]
 
     def others(self, refused: Collection[ComponentName]) -> bool:
         """Returns whether there is a pool besides those that refused the request."""
