@@ -10,8 +10,9 @@ from kvrouter.cli.development.fleet_file import FleetSize, read_fleet
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.net.etcd import connect
 from kvrouter.v1.common_pb2 import Role
-from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration
+from kvrouter.v1.names import ComponentName, threshold_key
+from kvrouter.v1.registry_pb2 import BusyThresholdsRecord, RankRegistration, WorkerRegistration
+from kvrouter.v1.scheduler_pb2 import BusyThresholds
 
 SMALL = ("prompts", "--requests", "30", "--seeds", "1", "--processes", "1", "--no-splits", "--discover")
 
@@ -37,11 +38,14 @@ async def test_the_fleet_is_taken_from_the_registrations(etcd_endpoint: str, nam
             worker = WorkerRegistration(worker_id=worker_id, model="m", role=role, block_size=32, ranks=[rank])
             key = ComponentName(namespace, pool).worker_key(worker_id)
             await client.put(key.encode(), worker.SerializeToString())
+        thresholds = BusyThresholds(active_prefill_tokens_threshold=50_000)
+        record = BusyThresholdsRecord(model="m", thresholds=thresholds)
+        await client.put(threshold_key(namespace, "m").encode(), record.SerializeToString())
     written = tmp_path / "tuned.toml"
     status, shown = await tune("--etcd", etcd_endpoint, "--namespace", namespace, "--write", str(written))
     assert status == 0, shown
     assert "of 3 workers on 21 requests" in shown
-    assert "present, forecast, 1 prefill" in shown
+    assert "present, forecast, 1 prefill from 512 tokens, busy above 50,000 tokens" in shown
     assert read_fleet(written) in {FleetSize(2, 1), FleetSize(3, 0)}
 
 

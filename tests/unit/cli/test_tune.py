@@ -111,7 +111,7 @@ def worker(role: Role, *, ranks: int = 1, model: str = "m", block_size: int = 32
 
 def test_a_running_fleet_is_described_by_its_registrations() -> None:
     registered = [worker(Role.ROLE_PREFILL), worker(Role.ROLE_DECODE, ranks=3), worker(Role.ROLE_BOTH, model="other")]
-    assert fleet_of(registered, "m") == DiscoveredFleet(1, 3, 1000, 32, 8192, 64)
+    assert fleet_of(registered, "m") == DiscoveredFleet("m", 1, 3, 1000, 32, 8192, 64)
     assert fleet_of(registered, "other").prefill == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 from kvrouter.mocker.engine import implementation as engine_choice
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.runtime.kv_transfer import KvTransfer
-from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
 from kvrouter.simulator.engines import fleet
 from kvrouter.simulator.results.outcome import Outcome, run_statistics
@@ -19,6 +19,7 @@ ENGINES = [EngineConfig(num_blocks=600, hash_seed=number, max_sequences=64) for 
 DECODE = 3
 LINK = KvTransfer(bytes_per_token=100_000, gigabytes_per_second=10.0, latency_ms=7.0)
 LONG, SHORT = 1280, 64
+NO_THRESHOLDS = Thresholds()
 WORKLOAD = Workload(
     "long and short prompts",
     [Request(0.11 * n, SHORT if n % 3 else LONG, 20, tuple(range(100 * n, 100 * n + 20))) for n in range(60)],
@@ -33,9 +34,12 @@ def run(
     mode: str = "forecast",
     load: float = 1.0,
     blocks: int = 600,
+    thresholds: Thresholds = NO_THRESHOLDS,
 ) -> Outcome:
     engines = [replace(config, num_blocks=blocks) for config in ENGINES]
-    options = RoutingOptions(mode, remote_prefill=RemotePrefillOptions(min_tokens, 100.0, transfer))
+    options = RoutingOptions(
+        mode, thresholds=thresholds, remote_prefill=RemotePrefillOptions(min_tokens, 100.0, transfer)
+    )
     setting = Setting(engines[:DECODE], prefill_engines=engines[DECODE:], options=options)
     return simulate(WORKLOAD.faster(load), setting, Prompts(WORKLOAD, 16))
 
@@ -61,6 +65,22 @@ def test_prompts_that_are_transferred_do_not_interrupt_output() -> None:
     local, remote = (run(min_tokens, load=4.0, blocks=10_000) for min_tokens in (1 << 20, 0))
     # A step with a long prompt takes 16.5 + 1280 * 0.01518 ms besides decoding.
     assert max(remote.gaps_s) < 0.0359 < max(local.gaps_s)
+
+
+def test_a_decode_engine_computes_the_prompt_if_all_prefill_engines_are_busy() -> None:
+    outcome = run(load=20.0, blocks=10_000, thresholds=Thresholds(prefill_tokens=4 * SHORT))
+    summed = run_statistics(outcome, slo_ttft_s=10, slo_itl_s=1)
+    long_prompts = sum(request.prompt_tokens == LONG for request in WORKLOAD.requests)
+    assert 0 < summed.prefilled_remotely < long_prompts
+    assert summed.refused == 0
+
+
+def test_requests_are_refused_if_all_engines_are_busy() -> None:
+    outcome = run(load=20.0, thresholds=Thresholds(decode_blocks=0.3))
+    summed = run_statistics(outcome, slo_ttft_s=10, slo_itl_s=1)
+    assert 0 < summed.refused < len(WORKLOAD.requests)
+    assert summed.requests + summed.refused == len(WORKLOAD.requests)
+    assert summed.good_share == pytest.approx(summed.within_slo / len(WORKLOAD.requests))
 
 
 def test_what_a_prefill_engine_has_in_its_cache_is_not_computed_again() -> None:

@@ -48,8 +48,8 @@ def test_routing_by_cache_is_found_where_prompts_repeat() -> None:
 
 def test_trials_end_with_the_time_limit() -> None:
     workload = generate("prompts", 40)
-    with Trials(FLEET, [workload], [FORECAST], processes=1, deadline=time.monotonic()) as trials:
-        assert trials.run([Trial(0, 0, 0)]) == {}
+    with Trials(FLEET, [workload], processes=1, deadline=time.monotonic()) as trials:
+        assert trials.run([Trial(FORECAST, 0, 0)]) == {}
 
 
 def test_a_time_limit_that_suffices_for_nothing_is_an_error() -> None:
@@ -59,9 +59,34 @@ def test_a_time_limit_that_suffices_for_nothing_is_an_error() -> None:
         )
 
 
-def test_objectives_come_before_the_mean() -> None:
-    assert Score(0.9, -500) > Score(0.8, -100)
-    assert Score(0.9, -100) > Score(0.9, -500)
+def test_objectives_come_before_refusals_and_these_before_the_mean() -> None:
+    assert Score(0.9, -0.1, -500) > Score(0.8, 0.0, -100)
+    assert Score(0.9, 0.0, -500) > Score(0.9, -0.1, -100)
+    assert Score(0.9, 0.0, -100) > Score(0.9, 0.0, -500)
+
+
+def test_a_busy_threshold_is_found_where_refusals_keep_others_within_their_objectives() -> None:
+    # Twice as many prompts as the engines can compute: without refusals, all of them come late.
+    requests = [Request(0.01 * n, 4096, 2, tuple(range(64 * n, 64 * n + 64))) for n in range(150)]
+    workload = Workload("overload", requests, 64)
+    tuned = search(workload, FLEET, [FORECAST, Candidate(RoutingOptions("kv"))], seeds=1, seconds=60, processes=1)
+    assert tuned.best.options.thresholds.any_set
+    assert tuned.challenger.median.refused_share > 0
+    assert tuned.challenger.median.good_share > tuned.present.median.good_share + 0.1
+    written = tomllib.loads(toml_of(tuned.best, 4, "because"))["scheduler"]
+    assert {name for name in written if name.startswith("active_")}
+
+
+def test_a_threshold_that_is_never_reached_is_not_listed() -> None:
+    tuned = search(
+        generate("prompts", 40),
+        FLEET,
+        [FORECAST, Candidate(RoutingOptions("round-robin"))],
+        seeds=1,
+        seconds=60,
+        processes=1,
+    )
+    assert not any(standing.candidate.options.thresholds.any_set for standing in tuned.tried)
 
 
 def test_the_file_has_the_options_of_the_pools() -> None:

@@ -81,7 +81,7 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
                 outcome = simulate(workload, setting, prompts)
                 summed = run_statistics(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
                 runs.append(Run(name, load, seed, summed, time.perf_counter() - started))
-                waits[load, name] = sorted(request.ttft_s for request in outcome.served if not request.failed)
+                waits[load, name] = sorted(request.ttft_s for request in outcome.served if request.was_served)
                 if console is not None and console.is_terminal:
                     console.print(f"[dim]x{load:g} {name} seed {seed}: {runs[-1].wall_s:.1f} s[/dim]", highlight=False)
     return runs, waits

@@ -9,6 +9,7 @@ from functools import partial
 
 from kvrouter.core import Rank
 from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.runtime.errors import AllBusy
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.simulator.engines.fleet import Notice, make_fleet
@@ -88,25 +89,28 @@ class _Run:
         else:
             self._router = schedulers(setting.engines)
         self._served: list[Served] = []
+        self._unfinished = len(self._requests)
         self._peaks = Peaks()
 
     def to_the_end(self) -> Outcome:
         fleet, router, requests = self._fleet, self._router, self._requests
-        unfinished = len(requests)
-        while unfinished:
+        while self._unfinished:
             upcoming = len(self._served)
             arrival = requests[upcoming].arrives_s if upcoming < len(requests) else math.inf
             restart = self._restarts[0][0] if self._restarts else math.inf
             for notice in fleet.advance(min(arrival, restart, self._next_due())):
-                unfinished -= self._take(notice)
+                self._take(notice)
             now = fleet.now
             if self._events is not None:
                 self._events.publish(fleet.take_events())
                 self._events.apply_until(now)
             while self._restarts and self._restarts[0][0] <= now:
-                unfinished -= self._restart(self._restarts.pop(0)[1])
+                self._restart(self._restarts.pop(0)[1])
             for number, rank in router.release(now):
-                self._send(number, rank)
+                if rank is None:
+                    self._refuse(number)
+                else:
+                    self._send(number, rank)
             if self._prefill is not None:
                 self._hand_over(self._prefill, now)
             while (number := len(self._served)) < len(requests) and requests[number].arrives_s <= now:
@@ -120,9 +124,17 @@ class _Run:
         self._route(number)
 
     def _route(self, number: int) -> None:
-        rank = self._router.route(number, self._prompts.hashed(number), self._fleet.now)
+        try:
+            rank = self._router.route(number, self._prompts.hashed(number), self._fleet.now)
+        except AllBusy:
+            self._refuse(number)
+            return
         if rank is not None:
             self._send(number, rank)
+
+    def _refuse(self, number: int) -> None:
+        self._served[number].engine, self._served[number].refused = -1, True
+        self._unfinished -= 1
 
     def _send(self, number: int, rank: Rank) -> None:
         served = self._served[number]
@@ -135,9 +147,23 @@ class _Run:
         if self._prefill is None or not tokens:
             self._fleet.submit(served.engine, number, self._prompts.tokens(number), served.output_tokens)
             return
-        engine = self._prefill.begin(number, self._prompts.hashed(number), tokens, self._fleet.now)
+        try:
+            engine = self._prefill.begin(number, self._prompts.hashed(number), tokens, self._fleet.now)
+        except AllBusy:
+            self._prefill_locally(number)
+            return
         if engine is not None:
             self._compute(number, engine)
+
+    def _prefill_locally(self, number: int) -> None:
+        """Has a decode engine compute a prompt, since all prefill engines are busy."""
+        try:
+            rank = self._router.prefill_locally(number, self._prompts.hashed(number), self._fleet.now)
+        except AllBusy:
+            self._refuse(number)
+            return
+        if rank is not None:
+            self._send(number, rank)
 
     def _compute(self, number: int, engine: int) -> None:
         """Has a prefill engine compute a prompt."""
@@ -147,7 +173,10 @@ class _Run:
     def _hand_over(self, prefill: PrefillPool, now: float) -> None:
         """Sends queued prompts to prefill engines, and transferred ones to their decode engines."""
         for number, engine in prefill.release(now):
-            self._compute(number, engine)
+            if engine is None:
+                self._prefill_locally(number)
+            else:
+                self._compute(number, engine)
         for number in prefill.transferred(now):
             served = self._served[number]
             tokens = self._prompts.tokens(number)
@@ -157,28 +186,27 @@ class _Run:
         due = self._router.next_due()
         return due if self._prefill is None else min(due, self._prefill.next_due())
 
-    def _take(self, notice: Notice) -> bool:
-        """Notes the progress of a request. Returns whether it has ended."""
+    def _take(self, notice: Notice) -> None:
+        """Notes the progress of a request."""
         served = self._served[notice.number]
         if self._prefill is not None and notice.engine != served.engine:
             served.cached_tokens = notice.cached_tokens
             self._prefill.computed(notice)
-            return False
+            return
         if notice.generated == 1:
             served.first_at = notice.at
             if served.prefill_engine < 0:
                 served.cached_tokens = notice.cached_tokens
         if notice.finished:
             served.ended_at = notice.at
+            self._unfinished -= 1
         self._router.progress(notice.number, notice.generated, finished=notice.finished)
-        return notice.finished
 
-    def _restart(self, engine: int) -> int:
-        """Restarts an engine. Returns the number of failed requests."""
+    def _restart(self, engine: int) -> None:
+        """Restarts an engine; its requests are sent again if they have no output yet."""
         self._fleet.restart(engine)
         if self._events is not None:
             self._events.restarted(engine)
-        failed = 0
         for number, served in enumerate(self._served):
             if served.engine != engine or served.failed or not math.isnan(served.ended_at):
                 continue
@@ -189,5 +217,4 @@ class _Run:
                 self._route(number)
             else:
                 served.failed = True
-                failed += 1
-        return failed
+                self._unfinished -= 1

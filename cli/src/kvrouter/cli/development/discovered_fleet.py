@@ -1,4 +1,4 @@
-"""Describes the fleet of a running system by its registrations in etcd."""
+"""Describes the fleet of a running system by its registrations in etcd, and the busy thresholds set at run time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.etcd import command_etcd
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.net.etcd import AWAY, connect
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.v1.common_pb2 import Role
-from kvrouter.v1.names import InvalidName, components_prefix, worker_id_of_key
-from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.names import InvalidName, components_prefix, threshold_key, worker_id_of_key
+from kvrouter.v1.registry_pb2 import BusyThresholdsRecord, WorkerRegistration
 
 _DEFAULT = EngineConfig()
 
@@ -20,6 +22,7 @@ _DEFAULT = EngineConfig()
 class DiscoveredFleet(NamedTuple):
     """Ranks of one model."""
 
+    model: str
     prefill: int
     """Ranks that compute prompts for others."""
     others: int
@@ -29,6 +32,8 @@ class DiscoveredFleet(NamedTuple):
     block_size: int
     batched_tokens: int
     sequences: int
+    thresholds: Thresholds = Thresholds()
+    """Busy thresholds that were set at run time."""
 
 
 async def discover_fleet(etcd: str, namespace: str, model: str | None) -> DiscoveredFleet:
@@ -45,17 +50,33 @@ async def discover_fleet(etcd: str, namespace: str, model: str | None) -> Discov
     try:
         async with connect(command_etcd(etcd)) as client:
             entries = await client.get_prefix(prefix.encode())
+            fleet = fleet_of(_workers_in(((entry.key, entry.value) for entry in entries), namespace), model)
+            thresholds = await client.get(threshold_key(namespace, fleet.model).encode())
     except AWAY as error:
         raise CommandFailed(f"etcd at {etcd} does not answer: {error!r}") from None
-    workers = []
-    for entry in entries:
-        if worker_id_of_key(entry.key.decode(errors="replace")) is None:
-            continue
-        try:
-            workers.append(WorkerRegistration.FromString(entry.value))
-        except DecodeError:
-            raise CommandFailed(f"a registration in namespace {namespace} cannot be decoded") from None
-    return fleet_of(workers, model)
+    if thresholds is None:
+        return fleet
+    try:
+        record = BusyThresholdsRecord.FromString(thresholds.value)
+        return fleet._replace(thresholds=Thresholds.of(record.thresholds))
+    except (DecodeError, BadRequest) as error:
+        raise CommandFailed(f"the busy thresholds of {fleet.model} in etcd cannot be read: {error}") from None
+
+
+def _workers_in(entries: Iterable[tuple[bytes, bytes]], namespace: str) -> list[WorkerRegistration]:
+    """Decodes the registrations among keys and values.
+
+    Raises:
+        CommandFailed: one is undecodable.
+    """
+    try:
+        return [
+            WorkerRegistration.FromString(value)
+            for key, value in entries
+            if worker_id_of_key(key.decode(errors="replace")) is not None
+        ]
+    except DecodeError:
+        raise CommandFailed(f"a registration in namespace {namespace} cannot be decoded") from None
 
 
 def fleet_of(workers: Iterable[WorkerRegistration], model: str | None) -> DiscoveredFleet:
@@ -78,6 +99,7 @@ def fleet_of(workers: Iterable[WorkerRegistration], model: str | None) -> Discov
         raise WrongUsage(f"{prefill} prefill ranks are registered, and none that decodes")
     blocks = [rank.total_blocks for worker in found for rank in worker.ranks if rank.total_blocks]
     return DiscoveredFleet(
+        models.pop(),
         prefill,
         others,
         min(blocks, default=_DEFAULT.num_blocks),

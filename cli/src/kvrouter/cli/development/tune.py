@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 DEFAULT_SECONDS = 110.0
-_WIDTH = 140
+_WIDTH = 160
 
 
 def tune_command(
@@ -80,26 +80,30 @@ def tune_command(
     slo_ttft_ms: SloTtftMs = 2000,
     slo_itl_ms: SloItlMs = 50,
 ) -> None:
-    """Find the routing mode, its weight and the ratio of prefill to decode workers for a workload, by simulation."""
+    """Find the routing mode, its weight, busy thresholds and the ratio of prefill to decode workers, by simulation."""
     if write is not None and not can_be_written(write):
         raise WrongUsage(f"{write} cannot be written")
     if (prefill is None) != (decode is None):
         raise WrongUsage("--prefill and --decode belong together: give both, or neither")
     if prefill is not None and workers is not None:
         raise WrongUsage("--workers excludes --prefill and --decode: give either")
+    options = _present_options(config)
+    set_at_run_time = Thresholds()
     if discover:
         if workers is not None or prefill is not None:
             raise WrongUsage("--discover excludes --workers, --prefill and --decode")
         found = run_interruptibly(discover_fleet(etcd, namespace, of_model))
         prefill, decode = (found.prefill, found.others) if found.prefill else (None, None)
         workers = None if found.prefill else found.others
+        set_at_run_time = found.thresholds
         blocks, block_size = found.blocks, found.block_size
         batched_tokens, sequences = max(found.batched_tokens, found.sequences), found.sequences
     elif config is not None and workers is None and prefill is None and (fleet_size := read_fleet(config)) is not None:
         prefill, decode = (fleet_size.prefill, fleet_size.others) if fleet_size.prefill else (None, None)
         workers = None if fleet_size.prefill else fleet_size.others
     count = (workers or 16) if prefill is None else prefill + (decode or 0)
-    present = Candidate(_present_options(config), prefill or 0)
+    options = replace(options, thresholds=set_at_run_time.over(options.thresholds))
+    present = Candidate(options, prefill or 0)
     workload = workload_of(trace, requests, 0, of_model).faster(load)
     try:
         engine = EngineConfig(
@@ -126,6 +130,10 @@ def tune_command(
         why = f"{_gain(tuned)} ({workload.name})"
         write.write_text(toml_of(tuned.best, count, " ".join(why.split())), encoding="utf-8")
         console.print(f"options: {write}", highlight=False)
+    if set_at_run_time.any_set and tuned.best.options.thresholds != options.thresholds:
+        console.print(
+            "busy thresholds were set at run time: they outrank those of the file, so set or remove them there"
+        )
 
 
 def _present_options(config: Path | None) -> RoutingOptions:
@@ -138,8 +146,7 @@ def _present_options(config: Path | None) -> RoutingOptions:
     options: RoutingOptions = settings.routing()
     if POLICIES[options.mode].needs_worker:
         raise WrongUsage(f"--config: mode {options.mode} cannot be simulated, since requests name their workers")
-    # Busy thresholds refuse requests, which are not simulated.
-    return replace(options, thresholds=Thresholds())
+    return options
 
 
 def _show(tuned: Tuned, workload: str, workers: int, console: Console) -> None:
@@ -150,7 +157,7 @@ def _show(tuned: Tuned, workload: str, workers: int, console: Console) -> None:
         highlight=False,
     )
     shown = Table(box=box.SIMPLE_HEAD)
-    for name in ("settings", "seeds", "within objectives", "mean TTFT ms"):
+    for name in ("settings", "seeds", "within objectives", "refused", "mean TTFT ms"):
         shown.add_column(name, justify="left" if name == "settings" else "right")
     for standing in tuned.tried[:8]:
         _add(shown, standing, "")
@@ -169,6 +176,7 @@ def _add(shown: Table, standing: Standing, before: str) -> None:
         before + standing.candidate.name,
         str(len(standing.scores)),
         f"{middle.good_share:.1%}",
+        f"{middle.refused_share:.1%}",
         f"{middle.ttft_ms:,.0f}",
     )
 
@@ -179,9 +187,11 @@ def _gain(tuned: Tuned) -> str:
         other.ttft_ms - own.ttft_ms for own, other in zip(tuned.present.scores, tuned.challenger.scores, strict=True)
     ]
     verb = "keep" if tuned.best == tuned.present.candidate else "use"
+    changes = [f"{after.good_share - before.good_share:+.1%} of the requests within their objectives"]
+    if refused := after.refused_share - before.refused_share:
+        changes.append(f"{refused:+.1%} refused")
+    changes.append(f"{min(differences):+,.0f} to {max(differences):+,.0f} ms mean time to first token")
     return (
         f"{verb} {tuned.best.name}: compared with the present settings, {tuned.challenger.candidate.name}"
-        f" has {after.good_share - before.good_share:+.1%} of the requests within their objectives and"
-        f" {min(differences):+,.0f} to {max(differences):+,.0f} ms mean time to first token; better with"
-        f" {tuned.wins} of {seeds} seeds"
+        f" has {', '.join(changes)}; better with {tuned.wins} of {seeds} seeds"
     )

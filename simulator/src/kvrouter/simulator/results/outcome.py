@@ -18,7 +18,7 @@ class Served:
     prompt_tokens: int
     output_tokens: int
     engine: int = -1
-    """Last engine that it was sent to."""
+    """Last engine that it was sent to; -1 if it was refused."""
     sent_at: float = math.nan
     """Time at which it was sent there; later than ``arrived_at`` if it was queued at the Scheduler."""
     first_at: float = math.nan
@@ -31,8 +31,15 @@ class Served:
     """Times that it was sent; more than 1 after a restart of its engine."""
     failed: bool = False
     """Whether its engine restarted after a part of its output."""
+    refused: bool = False
+    """Whether it was refused because all engines were busy; it is not repeated."""
     regret_ms: float = math.nan
     """Time to first token that the best engine would have saved, ms; NaN if it was not computed."""
+
+    @property
+    def was_served(self) -> bool:
+        """Whether it got all of its output."""
+        return not self.failed and not self.refused
 
     @property
     def ttft_s(self) -> float:
@@ -104,6 +111,7 @@ class RunStatistics:
     """Statistics of a run."""
 
     requests: int
+    """Requests that were served."""
     reuse: float
     """Share of the prompt tokens found in a cache."""
     readmitted_reuse: float
@@ -126,6 +134,8 @@ class RunStatistics:
     """Requests that were queued at the Scheduler."""
     failed: int
     """Requests whose engine restarted after a part of their output."""
+    refused: int
+    """Requests that were refused because all engines were busy."""
     retried: int
     """Requests sent again because their engine restarted before their first token."""
     prefilled_remotely: int
@@ -138,13 +148,19 @@ class RunStatistics:
 
     @property
     def good_share(self) -> float:
-        """Share of the requests within their objectives; 0 if none was served."""
-        return self.within_slo / max(self.requests, 1)
+        """Share of all requests that were served within their objectives."""
+        return self.within_slo / max(self.requests + self.failed + self.refused, 1)
+
+    @property
+    def refused_share(self) -> float:
+        """Share of all requests that were refused."""
+        return self.refused / max(self.requests + self.failed + self.refused, 1)
 
 
 def run_statistics(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> RunStatistics:
     """Returns the statistics of a run; NaN where nothing was served."""
-    served = [request for request in outcome.served if not request.failed]
+    served = [request for request in outcome.served if request.was_served]
+    refused = sum(1 for request in outcome.served if request.refused)
     regrets = [request.regret_ms for request in served if not math.isnan(request.regret_ms)]
     ttft = sorted(request.ttft_s for request in served)
     good = sum(1 for request in served if request.ttft_s <= slo_ttft_s and request.itl_s <= slo_itl_s)
@@ -165,7 +181,8 @@ def run_statistics(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> 
         block_peak=_ratio(peaks.fullest_blocks, peaks.mean_blocks),
         longest_prefill_tokens=_ratio(peaks.longest_prefill, peaks.arrivals),
         queued=sum(1 for request in served if request.attempts == 1 and request.sent_at > request.arrived_at),
-        failed=len(outcome.served) - len(served),
+        failed=len(outcome.served) - len(served) - refused,
+        refused=refused,
         prefilled_remotely=sum(1 for request in served if request.prefill_engine >= 0),
         retried=sum(1 for request in served if request.attempts > 1),
         regret_ms=_ratio(math.fsum(regrets), len(regrets)),

@@ -46,6 +46,7 @@ _BRIEF: Sequence[Figure] = (
 )
 
 _RARE: Sequence[Figure] = (
+    ("refused: all engines busy", lambda f: f.refused, ",.0f"),
     ("queued at the Scheduler", lambda f: f.queued, ",.0f"),
     ("prompts computed by the prefill pool", lambda f: f.prefilled_remotely, ",.0f"),
     ("preemptions", lambda f: f.preemptions, ",.0f"),

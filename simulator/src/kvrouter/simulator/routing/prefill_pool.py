@@ -30,15 +30,19 @@ class PrefillPool:
         """Heap of (time at which a transfer ends, request)."""
 
     def begin(self, number: int, prompt: Prompt, tokens: int, now: float) -> int | None:
-        """Returns the engine that computes a prompt, of which ``tokens`` are transferred; None if it is queued."""
-        self._tokens[number] = tokens
+        """Returns the engine that computes a prompt, of which ``tokens`` are transferred; None if it is queued.
+
+        Raises:
+            AllBusy: all prefill engines are above their busy thresholds.
+        """
         rank = self._schedulers.route(number, prompt, now)
+        self._tokens[number] = tokens
         return None if rank is None else self._engine_of[rank]
 
-    def release(self, now: float) -> Iterator[tuple[int, int]]:
-        """Yields queued requests that go now, and their engines. Send each before the next is taken."""
+    def release(self, now: float) -> Iterator[tuple[int, int | None]]:
+        """Yields queued requests that go now, and their engines, None if all are busy. Send each before the next."""
         for number, rank in self._schedulers.release(now):
-            yield number, self._engine_of[rank]
+            yield number, None if rank is None else self._engine_of[rank]
 
     def computed(self, notice: Notice) -> None:
         """Notes that a prompt is computed: its transfer begins."""

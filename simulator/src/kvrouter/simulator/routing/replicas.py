@@ -137,14 +137,26 @@ class Schedulers:
             router.announce = self._teller([link for link, _ in others])
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
-        """Returns the rank for a new request; None if it is queued."""
+        """Returns the rank for a new request; None if it is queued.
+
+        Raises:
+            AllBusy: all ranks are above their busy thresholds.
+        """
         self._hear(now)
         if number not in self._home:
             self._home[number] = self._dealt(prompt)
         return self._routers[self._home[number]].route(number, prompt, now)
 
-    def release(self, now: float) -> Iterator[tuple[int, Rank]]:
-        """Yields queued requests that go now, and their ranks. Send each before the next is taken."""
+    def prefill_locally(self, number: int, prompt: Prompt, now: float) -> Rank | None:
+        """Frees a booking and books it again with its prompt, which no prefill engine computes; as ``route``."""
+        self._hear(now)
+        return self._routers[self._home[number]].prefill_locally(number, prompt, now)
+
+    def release(self, now: float) -> Iterator[tuple[int, Rank | None]]:
+        """Yields queued requests that leave now, and their ranks; None for one that is refused.
+
+        Send each before the next is taken.
+        """
         self._hear(now)
         for router in self._routers:
             yield from router.release(now)

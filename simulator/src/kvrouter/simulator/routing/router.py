@@ -9,11 +9,12 @@ from typing import NamedTuple
 from kvrouter.core import Rank
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import AllBusy
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
-from kvrouter.scheduler.policies.interface import Choice, Wait
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
@@ -102,29 +103,53 @@ class Router:
         self._attempts: dict[int, int] = {}
 
     def route(self, number: int, prompt: Prompt, now: float) -> Rank | None:
-        """Returns the rank for a new request; None if it is queued."""
-        request = RequestContext(
-            self.pool, prompt, self._constraints, self._options, may_prefill_locally=self._stage == _DECODE
-        )
+        """Returns the rank for a new request; None if it is queued.
+
+        Raises:
+            AllBusy: all ranks are above their busy thresholds.
+        """
+        return self._route(number, prompt, self._constraints, now)
+
+    def prefill_locally(self, number: int, prompt: Prompt, now: float) -> Rank | None:
+        """Frees a booking and books it again with its prompt, which no prefill engine computes; as ``route``."""
+        self.lost(number)
+        self._transfers.pop(number, None)
+        return self._route(number, prompt, WorkerConstraints(_WHOLE), now)
+
+    def _route(self, number: int, prompt: Prompt, constraints: WorkerConstraints, now: float) -> Rank | None:
+        is_decode = constraints.stage == _DECODE
+        request = RequestContext(self.pool, prompt, constraints, self._options, may_prefill_locally=is_decode)
         decision = self._decide(request, now)
         if isinstance(decision.verdict, Wait) and self._queued.add(number, decision.verdict, now):
             self._requests[number] = request
             return None
         return self._book(number, request, decision)
 
-    def release(self, now: float) -> Iterator[tuple[int, Rank]]:
-        """Yields queued requests that go now, and their ranks. Send each before the next is taken."""
+    def release(self, now: float) -> Iterator[tuple[int, Rank | None]]:
+        """Yields queued requests that leave now, and their ranks; None for one that is refused.
+
+        Send each before the next is taken.
+        """
         if not self._queued:
             return
         decisions: dict[int, Decision] = {}
+        refused: list[int] = []
 
         def decide_again(number: int) -> Choice | Wait:
-            decision = decisions[number] = self._decide(self._requests[number], now)
+            try:
+                decision = decisions[number] = self._decide(self._requests[number], now)
+            except AllBusy:
+                self._queued.remove(number)
+                refused.append(number)
+                return Wait(0, Explanation(""))
             assert decision.verdict is not None  # noqa: S101 - else there is a refusal
             return decision.verdict
 
         for number, _ in self._queued.release(now, decide_again):
             yield number, self._book(number, self._requests.pop(number), decisions[number])
+        for number in refused:
+            del self._requests[number]
+            yield number, None
 
     def tokens_to_transfer(self, number: int) -> int:
         """Returns the prompt tokens that the rank of a request receives; 0 if it computes the prompt itself."""

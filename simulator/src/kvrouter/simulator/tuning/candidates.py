@@ -1,4 +1,7 @@
-"""The settings that are tried: policies for an undivided fleet, and ratios of prefill to decode workers. Pure."""
+"""The settings that are tried. Pure.
+
+First policies for an undivided fleet, and ratios of prefill to decode workers; then busy thresholds for the best one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.simulator.simulation import Setting
 
 WEIGHTS = (0.5, 1.0, 2.0, 4.0, 16.0)
@@ -16,6 +19,10 @@ PREFILL_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 """Shares of the workers that compute prompts."""
 MIN_TOKENS = (512, 2048)
 """Least uncached tokens of a prompt that a prefill worker computes."""
+BLOCK_SHARES = (0.8, 0.9, 0.95)
+"""Busy thresholds: shares of a rank's blocks in use."""
+PREFILL_STEPS = (1, 2, 4, 8)
+"""Busy thresholds: prompt tokens that wait at a rank, in steps of as many tokens as it computes at once."""
 _MODES = ("forecast", "sticky", "product", "power-of-two", "round-robin")
 _MODES_OF_POOLS = ("forecast", "kv")
 
@@ -34,9 +41,14 @@ class Candidate:
         mode = self.options.mode
         if "overlap_score_weight" in POLICIES[mode].options:
             mode = f"{mode}:{self.options.overlap_score_weight:g}"
-        if not self.prefill:
-            return mode
-        return f"{mode}, {self.prefill} prefill, from {self.options.remote_prefill.min_tokens} tokens"
+        parts, thresholds = [mode], self.options.thresholds
+        if self.prefill:
+            parts.append(f"{self.prefill} prefill from {self.options.remote_prefill.min_tokens} tokens")
+        if thresholds.decode_blocks is not None:
+            parts.append(f"busy above {thresholds.decode_blocks:.0%} blocks")
+        if thresholds.prefill_tokens is not None:
+            parts.append(f"busy above {thresholds.prefill_tokens:,} tokens")
+        return ", ".join(parts)
 
     def setting(self, engines: Sequence[EngineConfig], seed: int) -> Setting:
         """Returns a run of a fleet with these settings."""
@@ -55,6 +67,26 @@ def candidates(present: Candidate, workers: int, *, splits: bool) -> list[Candid
         splits: Whether the workers may be divided into prefill and decode workers.
     """
     return list(dict.fromkeys([present, *_undivided(present), *(_divided(present, workers) if splits else ())]))
+
+
+def with_thresholds(best: Candidate, batched_tokens: int) -> list[Candidate]:
+    """Returns settings with other busy thresholds, each once: none, and one of either kind.
+
+    Args:
+        best: The settings to vary.
+        batched_tokens: Prompt tokens that a worker computes in one step.
+    """
+    tried = [
+        Thresholds(),
+        *(Thresholds(decode_blocks=share) for share in BLOCK_SHARES),
+        *(Thresholds(prefill_tokens=steps * batched_tokens) for steps in PREFILL_STEPS),
+    ]
+    return [replace_thresholds(best, each) for each in tried if each != best.options.thresholds]
+
+
+def replace_thresholds(candidate: Candidate, thresholds: Thresholds) -> Candidate:
+    """Returns the settings with other busy thresholds."""
+    return replace(candidate, options=replace(candidate.options, thresholds=thresholds))
 
 
 def _undivided(present: Candidate) -> Iterator[Candidate]:

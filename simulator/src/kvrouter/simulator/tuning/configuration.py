@@ -28,6 +28,10 @@ def toml_of(candidate: Candidate, workers: int, why: str) -> str:
         f"overlap_score_weight = {float(options.overlap_score_weight)}",
         f"router_temperature = {float(options.temperature)}",
     ]
+    if options.thresholds.decode_blocks is not None:
+        lines.append(f"active_decode_blocks_threshold = {float(options.thresholds.decode_blocks)}")
+    if options.thresholds.prefill_tokens is not None:
+        lines.append(f"active_prefill_tokens_threshold = {options.thresholds.prefill_tokens}")
     if candidate.prefill:
         lines += [
             f"remote_prefill_min_tokens = {remote.min_tokens}",

@@ -1,19 +1,21 @@
 """The search for settings: all candidates on a part of the workload, then the best ones on a part held out.
 
-First every candidate runs once on the first part of the workload. The best few run again with further seeds. Then the
-best of them and the present settings run on the part that was held out, with the same seeds: what they differ by there
-is the expected gain. The present settings are kept unless the other ones are better there with most of the seeds.
+First every candidate runs once on the first part of the workload, then the best one with several busy thresholds. The
+best few run again with further seeds. The best of them and the present settings run on the part that was held out, with
+the same seeds: what they differ by there is the expected gain. The present settings are kept unless the other ones are
+better there with most of the seeds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.simulator.simulation import simulate
-from kvrouter.simulator.tuning.candidates import Candidate
+from kvrouter.simulator.tuning.candidates import Candidate, replace_thresholds, with_thresholds
 from kvrouter.simulator.tuning.trials import Fleet, Score, Trial, Trials
 from kvrouter.simulator.workloads.workload import Prompts, Workload
 
@@ -45,6 +47,7 @@ class Standing:
         """Medians over the seeds."""
         return Score(
             median(score.good_share for score in self.scores),
+            median(score.negative_refused_share for score in self.scores),
             median(score.negative_mean_ttft_ms for score in self.scores),
         )
 
@@ -88,42 +91,73 @@ def search(
     deadline = time.monotonic() + seconds
     if len(workload.requests) < MIN_REQUESTS:
         raise TooShort(f"the workload has {len(workload.requests)} requests: expected at least {MIN_REQUESTS}")
-    runs = len(tried) + FINALISTS * (seeds - 1) + 2 * seeds
-    affordable = int(seconds * _SAFETY * processes / runs / _seconds_per_request(workload, fleet, tried[0]))
+    present, batched_tokens = tried[0], fleet.engines[0].max_batched_tokens
+    runs = len(tried) + len(with_thresholds(present, batched_tokens)) + FINALISTS * (seeds - 1) + 2 * seeds
+    affordable = int(seconds * _SAFETY * processes / runs / _seconds_per_request(workload, fleet, present))
     parts = _parts(workload.first(max(MIN_REQUESTS, affordable)))
-    with Trials(fleet, parts, tried, processes=processes, deadline=deadline) as trials:
-        everyone = [Trial(place, 0, 0) for place in range(len(tried))]
-        scores = trials.run(everyone)
-        ranked = sorted((trial.candidate for trial in scores), key=lambda place: scores[Trial(place, 0, 0)])
-        finalists = ranked[::-1][:FINALISTS]
-        again = [Trial(place, 0, seed) for seed in range(1, seeds) for place in finalists]
-        scores |= trials.run(again)
-        standings = sorted(
-            (_standing(tried, scores, place, 0) for place in ranked), key=lambda each: each.median, reverse=True
-        )
-        other = next((tried.index(each.candidate) for each in standings if each.candidate != tried[0]), None)
-        final = [Trial(place, 1, seed) for seed in range(seeds) for place in (0, other) if place is not None]
-        compared = trials.run(final)
-    unfinished = len(everyone) + len(again) + len(final) - len(scores) - len(compared)
-    common = [seed for seed in range(seeds) if all(Trial(place or 0, 1, seed) in compared for place in (0, other))]
-    if other is None or not common:
+    with Trials(fleet, parts, processes=processes, deadline=deadline) as trials:
+        search = _Search(trials)
+        search.run(tried, 0, [0])
+        search.run([other for best in search.ranked(0)[:1] for other in with_thresholds(best, batched_tokens)], 0, [0])
+        search.run(search.ranked(0)[:FINALISTS], 0, range(1, seeds))
+        ranked = search.ranked(0)
+        challenger = next((each for each in ranked if each != present), None)
+        if challenger is not None:
+            search.run([present, challenger], 1, range(seeds))
+    compared = [] if challenger is None else search.common_seeds(present, challenger, 1)
+    if challenger is None or not compared:
         raise TooShort(f"no comparison ended within {seconds:g} s: give more time, or fewer requests")
-    wins = sum(compared[Trial(other, 1, seed)] > compared[Trial(0, 1, seed)] for seed in common)
+    before, after = search.standing(present, 1, compared), search.standing(challenger, 1, compared)
+    wins = sum(own < other for own, other in zip(before.scores, after.scores, strict=True))
     return Tuned(
-        best=tried[other] if wins * 2 > len(common) else tried[0],
-        present=Standing(tried[0], [compared[Trial(0, 1, seed)] for seed in common]),
-        challenger=Standing(tried[other], [compared[Trial(other, 1, seed)] for seed in common]),
+        best=challenger if wins * 2 > len(compared) else present,
+        present=before,
+        challenger=after,
         wins=wins,
-        tried=standings,
+        tried=[search.standing(each, 0, range(seeds)) for each in ranked],
         requests=(len(parts[0].requests), len(parts[1].requests)),
-        unfinished=unfinished,
+        unfinished=search.unfinished,
     )
 
 
-def _standing(tried: Sequence[Candidate], scores: dict[Trial, Score], place: int, part: int) -> Standing:
-    return Standing(
-        tried[place], [score for trial, score in scores.items() if trial.candidate == place and trial.part == part]
-    )
+class _Search:
+    """The scores so far."""
+
+    def __init__(self, trials: Trials) -> None:
+        self.unfinished = 0
+        """Runs that did not end in time."""
+        self._trials = trials
+        self._scores: dict[Trial, Score] = {}
+
+    def run(self, tried: Iterable[Candidate], part: int, seeds: Iterable[int]) -> None:
+        """Runs every candidate with every seed on a part of the workload."""
+        trials = [Trial(candidate, part, seed) for seed in seeds for candidate in tried]
+        scores = self._trials.run(trials)
+        self.unfinished += len(trials) - len(scores)
+        # In the order of the trials, not of their ends: equal candidates rank in the order in which they are given.
+        self._scores |= {trial: scores[trial] for trial in trials if trial in scores}
+
+    def standing(self, candidate: Candidate, part: int, seeds: Iterable[int]) -> Standing:
+        """Returns the scores of a candidate by seed."""
+        trials = [Trial(candidate, part, seed) for seed in seeds]
+        return Standing(candidate, [self._scores[trial] for trial in trials if trial in self._scores])
+
+    def ranked(self, part: int) -> list[Candidate]:
+        """Returns the candidates by their medians, the best one first.
+
+        Those with a threshold that is never reached are left out: they score as without it.
+        """
+        seeds = range(1 + max((trial.seed for trial in self._scores), default=0))
+        distinct: dict[tuple[Score, Candidate], Candidate] = {}
+        for trial, score in self._scores.items():
+            if (trial.part, trial.seed) == (part, 0):
+                distinct.setdefault((score, replace_thresholds(trial.candidate, Thresholds())), trial.candidate)
+        return sorted(distinct.values(), key=lambda each: self.standing(each, part, seeds).median, reverse=True)
+
+    def common_seeds(self, one: Candidate, other: Candidate, part: int) -> list[int]:
+        """Returns the seeds with which both candidates ended on a part."""
+        own = [trial.seed for trial in self._scores if (trial.candidate, trial.part) == (one, part)]
+        return [seed for seed in own if Trial(other, part, seed) in self._scores]
 
 
 def _parts(workload: Workload) -> tuple[Workload, Workload]:

@@ -32,8 +32,7 @@ class Fleet:
 class Trial(NamedTuple):
     """One run of one candidate."""
 
-    candidate: int
-    """Index of the candidate."""
+    candidate: Candidate
     part: int
     """Index of the part of the workload."""
     seed: int
@@ -44,7 +43,14 @@ class Score(NamedTuple):
 
     good_share: float
     """Share of the requests within their objectives."""
+    negative_refused_share: float
+    """Of several settings with as many requests within their objectives, the one that refuses fewer is better."""
     negative_mean_ttft_ms: float
+
+    @property
+    def refused_share(self) -> float:
+        """Share of the requests that were refused, since all ranks were busy."""
+        return -self.negative_refused_share
 
     @property
     def ttft_ms(self) -> float:
@@ -55,19 +61,16 @@ class Score(NamedTuple):
 class Trials:
     """Runs trials. Use it as a context; at its end, runs under way are ended."""
 
-    def __init__(
-        self, fleet: Fleet, parts: Sequence[Workload], tried: Sequence[Candidate], *, processes: int, deadline: float
-    ) -> None:
+    def __init__(self, fleet: Fleet, parts: Sequence[Workload], *, processes: int, deadline: float) -> None:
         """Starts nothing yet.
 
         Args:
             fleet: The workers and objectives.
             parts: Parts of the workload.
-            tried: The candidates.
             processes: Processes that run trials.
             deadline: Time by ``time.monotonic`` at which trials end.
         """
-        self._arguments = (fleet, parts, tried)
+        self._arguments = (fleet, parts)
         self._processes = processes
         self._deadline = deadline
         self._pool: Pool | None = None
@@ -105,21 +108,20 @@ class _Work(NamedTuple):
     fleet: Fleet
     parts: Sequence[Workload]
     prompts: Sequence[Prompts]
-    tried: Sequence[Candidate]
 
 
 _work: list[_Work] = []
 """The work of this process; set once when it starts."""
 
 
-def _prepare(fleet: Fleet, parts: Sequence[Workload], tried: Sequence[Candidate]) -> None:
+def _prepare(fleet: Fleet, parts: Sequence[Workload]) -> None:
     block_size = fleet.engines[0].block_size
-    _work[:] = [_Work(fleet, parts, [Prompts(part, block_size) for part in parts], tried)]
+    _work[:] = [_Work(fleet, parts, [Prompts(part, block_size) for part in parts])]
 
 
 def _run(trial: Trial) -> tuple[Trial, Score]:
     work = _work[0]
-    setting = work.tried[trial.candidate].setting(work.fleet.engines, trial.seed)
+    setting = trial.candidate.setting(work.fleet.engines, trial.seed)
     outcome = simulate(work.parts[trial.part], setting, work.prompts[trial.part])
     summed = run_statistics(outcome, slo_ttft_s=work.fleet.slo_ttft_s, slo_itl_s=work.fleet.slo_itl_s)
-    return trial, Score(summed.good_share, -summed.ttft_ms.mean)
+    return trial, Score(summed.good_share, -summed.refused_share, -summed.ttft_ms.mean)
