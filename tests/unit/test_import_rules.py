@@ -126,7 +126,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "frontend": {
         "access": ("settings",),
-        "admission": (),
+        "admission": ("access",),
         "client_sessions": (),
         "indexer_client": (),
         "model_metrics": (),
