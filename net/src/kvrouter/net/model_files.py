@@ -19,14 +19,17 @@ from nats.js.errors import APIError
 from nats.js.object_store import ObjectStore
 
 TOKENIZER = "tokenizer.json"
+OUTPUT_FORMAT = "output_format.json"
+"""How the model writes tool calls and reasoning: an object with tool_call_parser and reasoning_parser."""
 NAMES = (
     "chat_template.jinja",
     "chat_template.json",
+    OUTPUT_FORMAT,
     "special_tokens_map.json",
     TOKENIZER,
     "tokenizer_config.json",
 )
-"""Names of the files that Frontends use, as Hugging Face names them."""
+"""Names of the files that Frontends use: as Hugging Face names them, and one of kvrouter's own."""
 MAX_BYTES = 256 << 20
 """Maximum size of all files of a model."""
 

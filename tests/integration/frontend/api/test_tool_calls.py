@@ -55,6 +55,7 @@ async def running(
 ) -> AsyncIterator[tuple[System, Engine]]:
     write_small_tokenizer(tmp_path)
     engine = Engine(Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
+    (tmp_path / "output_format.json").write_text('{"reasoning_parser": "qwen3"}')
     settings: dict[str, Any] = {"tokenizers": {MODEL: str(tmp_path)}, "tool_call_parsers": {MODEL: "hermes"}}
     config = WorkerConfig(
         component=ComponentName(namespace, "workers"),
@@ -131,4 +132,28 @@ async def test_the_client_gets_the_calls_of_an_output(running: tuple[System, Eng
                     **chat(tools=[] if choice == "required" else TOOLS, tool_choice=choice)
                 )
             assert caught.value.param == "tool_choice"
+    await system.until_idle()
+
+
+async def test_the_client_gets_the_reasoning_apart_from_the_answer(running: tuple[System, Engine]) -> None:
+    system, engine = running
+    engine.says = "<think>\nRome is far.</think>Far. " + CALL % "weather"
+    async with openai.AsyncOpenAI(base_url=f"http://{system.http}/v1", api_key="none", max_retries=0) as client:
+
+        async def answered(**fields: Any) -> tuple[str | None, str | None, int]:
+            """Returns reasoning, content and number of calls, which are the same streamed."""
+            (choice,) = (await client.chat.completions.create(**chat(tools=TOOLS, **fields))).choices
+            reasoning = (choice.message.model_extra or {}).get("reasoning_content")
+            stream = await client.chat.completions.create(**chat(tools=TOOLS, **fields), stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+            pieces = [(delta.model_extra or {}).get("reasoning_content") for delta in deltas]
+            assert "".join(filter(None, pieces)) == (reasoning or "")
+            assert "".join(delta.content or "" for delta in deltas) == (choice.message.content or "")
+            return reasoning, choice.message.content, len(choice.message.tool_calls or [])
+
+        assert await answered() == ("\nRome is far.", "Far. ", 1)
+        assert await answered(extra_body={"include_reasoning": False}) == (None, "Far. ", 1)
+        assert await answered(stop="far") == ("\nRome is ", None, 0)
+        engine.says = '[{"name": "weather", "parameters": {"city": "<think>"}}]'
+        assert await answered(tool_choice="required") == (None, None, 1)
     await system.until_idle()

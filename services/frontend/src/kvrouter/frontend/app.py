@@ -114,6 +114,7 @@ async def running(
         runtime.registry,
         cache_bytes=settings.tokenizer_cache_bytes,
         tool_call_formats=settings.tool_call_parsers,
+        reasoning_formats=settings.reasoning_parsers,
     )
     worker_client = WorkerClient(pool, health, metrics)
     indexers = IndexerClient(runtime.directory, indexer)

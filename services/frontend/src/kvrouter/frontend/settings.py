@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
@@ -135,6 +136,10 @@ class FrontendSettings(RoutingSettings):
     tool_call_parsers: dict[str, ToolFormatName] = Field(
         default_factory=dict,
         description="Formats of tool calls by model: hermes, llama3_json, mistral or none; by default the template's.",
+    )
+    reasoning_parsers: dict[str, ReasoningFormatName] = Field(
+        default_factory=dict,
+        description="Formats of reasoning by model: deepseek_r1, qwen3, mistral or none; by default what is published.",
     )
     tokenizer_cache_bytes: int = Field(
         default=64 << 20,

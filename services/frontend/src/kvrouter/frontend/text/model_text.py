@@ -9,25 +9,34 @@ from typing import Any
 
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.detokenizer import PROMPT_TOKENS, Detokenizer
+from kvrouter.frontend.text.reasoning import ReasoningFormatName, ReasoningParser, reasoning_format
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
 from kvrouter.frontend.text.tool_formats import ToolFormatName, tool_format
-from kvrouter.net.model_files import TOKENIZER
+from kvrouter.net.model_files import OUTPUT_FORMAT, TOKENIZER
 
 _TOKEN_BYTES = 4
+_MARK_TOKENS = 16
+"""Tokens at the end of a prompt that may be a mark and white space after it."""
 
 
 class ModelText:
     """Tokenizer and chat template of a model."""
 
     def __init__(
-        self, files: Mapping[str, bytes], *, cache_bytes: int, tool_call_format: ToolFormatName | None = None
+        self,
+        files: Mapping[str, bytes],
+        *,
+        cache_bytes: int,
+        tool_call_format: ToolFormatName | None = None,
+        reasoning_format_name: ReasoningFormatName | None = None,
     ) -> None:
         """Loads the files, which takes up to seconds.
 
         Args:
             files: Content of the files by name.
             cache_bytes: Memory of the tokenizer's cache.
-            tool_call_format: Name of the format of tool calls; None for the one that the chat template writes.
+            tool_call_format: Name of the format of tool calls; None for that of the files, or of the chat template.
+            reasoning_format_name: Name of the format of reasoning; None for that of the files.
 
         Raises:
             InvalidTokenizer: the tokenizer cannot be loaded. An invalid chat template is only reported in
@@ -48,23 +57,39 @@ class ModelText:
             self.no_template = "" if source else "its tokenizer has no chat template"
         except InvalidTemplate as error:
             self.no_template = str(error)
-        self.tool_format = tool_format(tool_call_format, source)
+        published = _names(_json_object(files, OUTPUT_FORMAT))
+        self.tool_format = tool_format(tool_call_format or published.get("tool_call_parser"), source)
         """How the model writes tool calls; None if that is not known."""
+        self.reasoning_format = reasoning_format(reasoning_format_name or published.get("reasoning_parser"))
+        """How the model marks reasoning; None if it is not separated."""
 
-    def detokenizer(
-        self, prompt: bytes, *, skip_special_tokens: bool = True, shows_tool_calls: bool = False
-    ) -> Detokenizer:
+    def detokenizer(self, prompt: bytes, *, skip_special_tokens: bool = True, marks: Sequence[str] = ()) -> Detokenizer:
         """Returns the detokenizer of an output after a prompt, a packed buffer.
 
         Args:
             prompt: The prompt.
             skip_special_tokens: Whether special tokens have no text.
-            shows_tool_calls: Whether those that mark tool calls have one nevertheless.
+            marks: Special tokens that have one nevertheless.
         """
-        marks = self.tool_format.special if shows_tool_calls and self.tool_format else ()
         shown = {number: mark for mark in marks if (number := self.tokenizer.id_of(mark)) is not None}
         end = array("I", prompt[-PROMPT_TOKENS * _TOKEN_BYTES :])
         return Detokenizer(self.tokenizer.library, end, skip_special_tokens=skip_special_tokens, shown=shown)
+
+    def reasoning_parser(self, prompt: bytes, *, continues_message: bool) -> ReasoningParser | None:
+        """Returns the parser of an output's reasoning; None if the model's is not separated.
+
+        Args:
+            prompt: The prompt, a packed buffer.
+            continues_message: Whether the prompt ends within a message of the model, which may have reasoning.
+        """
+        form = self.reasoning_format
+        if form is None:
+            return None
+        if continues_message:
+            return ReasoningParser(form, is_open=form.is_open(self.text_of(array("I", prompt))))
+        # Whatever the messages say about marks, the template writes one at the very end.
+        end = self.text_of(array("I", prompt[-_MARK_TOKENS * _TOKEN_BYTES :])).rstrip()
+        return ReasoningParser(form, is_open=end.endswith(form.begin))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, special tokens included."""
@@ -82,6 +107,11 @@ def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise InvalidTokenizer(f"{name}: expected a JSON object")
     return parsed
+
+
+def _names(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the values that are texts."""
+    return {name: value for name, value in config.items() if isinstance(value, str) and value}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import structlog
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.text_thread import TextThreads
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer
 from kvrouter.frontend.text.tool_formats import ToolFormatName
@@ -57,6 +58,7 @@ class TextModels:
         *,
         cache_bytes: int,
         tool_call_formats: Mapping[str, ToolFormatName] = MappingProxyType({}),
+        reasoning_formats: Mapping[str, ReasoningFormatName] = MappingProxyType({}),
     ) -> None:
         """Loads nothing yet.
 
@@ -66,7 +68,8 @@ class TextModels:
             directories: Directories of the operator's choice, by model. They take precedence.
             registry: Registry for the metrics.
             cache_bytes: Memory of the cache of each model's tokenizer.
-            tool_call_formats: Formats of tool calls by model, instead of that of the chat template.
+            tool_call_formats: Formats of tool calls by model, instead of that of the files or the chat template.
+            reasoning_formats: Formats of reasoning by model, instead of that of the files.
         """
         self.threads = TextThreads()
         self._directory = directory
@@ -74,6 +77,7 @@ class TextModels:
         self._directories = directories
         self._cache_bytes = cache_bytes
         self._tool_call_formats = tool_call_formats
+        self._reasoning_formats = reasoning_formats
         self._loaded: dict[str, ModelText] = {}
         self._sources: dict[str, _Source] = {}
         self._failures: dict[str, str] = {}
@@ -166,8 +170,13 @@ class TextModels:
             else:
                 async with asyncio.timeout(_FETCH_SECONDS):
                     files = await self._fetch(source.namespace, [ModelFile.FromString(file) for file in source.files])
-            form = self._tool_call_formats.get(model)
-            text = await asyncio.to_thread(ModelText, files, cache_bytes=self._cache_bytes, tool_call_format=form)
+            text = await asyncio.to_thread(
+                ModelText,
+                files,
+                cache_bytes=self._cache_bytes,
+                tool_call_format=self._tool_call_formats.get(model),
+                reasoning_format_name=self._reasoning_formats.get(model),
+            )
         except (InvalidModelFiles, InvalidTokenizer, *_AWAY) as error:
             reason = str(error) or repr(error)
             if self._failures.get(model) != reason:
@@ -182,5 +191,7 @@ class TextModels:
             model=model,
             vocabulary=text.tokenizer.vocabulary_size,
             chat_template=text.no_template or "loaded",
+            finds_tool_calls=text.tool_format is not None,
+            separates_reasoning=text.reasoning_format is not None,
         )
         return True

@@ -32,7 +32,7 @@ FORCED = ToolFormat("\0", has_bare_calls=True)
 """An output that is constrained to be a list of calls."""
 
 
-def tool_format(name: ToolFormatName | None, template: str) -> ToolFormat | None:
+def tool_format(name: str | None, template: str) -> ToolFormat | None:
     """Returns the format of that name, or without a name the one that a chat template writes; None if there is none."""
     if name is not None:
         return _FORMATS.get(name)

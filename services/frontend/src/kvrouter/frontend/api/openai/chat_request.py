@@ -29,6 +29,7 @@ class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
     tools: list[dict[str, Any]] | None = None
@@ -100,4 +101,6 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         logprobs=bool(fields.logprobs),
         top_logprobs=fields.top_logprobs or 0,
         tools=fields.tool_use(),
+        continues_message=fields.continue_final_message,
+        includes_reasoning=fields.include_reasoning,
     )

@@ -10,6 +10,7 @@ from typing import Protocol
 from kvrouter.frontend.api.completions import FINISH_REASONS
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.frontend.text.stop_strings import StopStrings
 from kvrouter.frontend.text.tool_calls import ToolCallPiece, ToolUse
 from kvrouter.frontend.worker_client.output import Output
@@ -28,6 +29,7 @@ class Piece:
     finish_reason: str | None
     stop_reason: str | None
     tool_calls: Sequence[ToolCallPiece] = ()
+    reasoning: str = ""
 
 
 class ChoiceSink(Protocol):
@@ -57,9 +59,11 @@ class Choice:
         skip_special_tokens: bool,
         min_tokens: int,
         tools: ToolUse | None = None,
+        reasoning: ReasoningParser | None = None,
     ) -> None:
         """``text`` is None if the model has no tokenizer; the text is empty then."""
         self._parser = None if tools is None or text is None else tools.parser(text.tool_format)
+        self._reasoning = reasoning
         self.index = index
         self.prompt_tokens = len(prompt) // 4
         self.output_tokens = 0
@@ -69,9 +73,7 @@ class Choice:
         self._detokenizer = (
             None
             if text is None
-            else text.detokenizer(
-                prompt, skip_special_tokens=skip_special_tokens, shows_tool_calls=self._parser is not None
-            )
+            else text.detokenizer(prompt, skip_special_tokens=skip_special_tokens, marks=self._marks(text))
         )
         self._stop = StopStrings(stop, include=include_stop)
         self._min_tokens = min_tokens
@@ -98,6 +100,12 @@ class Choice:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self._stop.end()
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text)
+            if finish_reason is not None:
+                more, rest = self._reasoning.end()
+                reasoning, text = reasoning + more, text + rest
         calls: Sequence[ToolCallPiece] = ()
         parser = self._parser
         if parser is not None:
@@ -107,7 +115,16 @@ class Choice:
                 if finish_reason == "stop" and parser.ends_with_calls:
                     finish_reason = "tool_calls"
         stopped = self._stop.matched
-        piece = Piece(text, array("I", tokens), output.logprobs, output.top_logprobs, finish_reason, stopped, calls)
+        piece = Piece(
+            text, array("I", tokens), output.logprobs, output.top_logprobs, finish_reason, stopped, calls, reasoning
+        )
         self._sink.add(self.index, piece)
         if self._stop.matched is not None:
             raise OutputComplete
+
+    def _marks(self, text: ModelText) -> list[str]:
+        """Returns the special tokens that the parsers look for."""
+        marks = list(text.tool_format.special) if self._parser is not None and text.tool_format is not None else []
+        if self._reasoning is not None and text.reasoning_format is not None:
+            marks += [text.reasoning_format.begin, text.reasoning_format.end]
+        return marks

@@ -55,7 +55,9 @@ class StreamedResponse:
         frame = self._frame
         begins = index not in self._begun
         calls = piece.tool_calls
-        if not (begins or calls or piece.text or piece.finish_reason or (frame.returns_token_ids and piece.token_ids)):
+        reasoning = piece.reasoning if frame.request.includes_reasoning else ""
+        has_output = piece.text or reasoning or calls or (frame.returns_token_ids and piece.token_ids)
+        if not (begins or has_output or piece.finish_reason):
             return  # A part of a character.
         self._begun.add(index)
         text = piece.text
@@ -63,6 +65,8 @@ class StreamedResponse:
         if frame.request.is_chat:
             delta: dict[str, Any] = {"role": "assistant", "content": text} if begins else {"content": text}
             extra["delta"] = delta if text or begins else {}
+            if reasoning:
+                extra["delta"]["reasoning_content"] = reasoning
             if calls:
                 extra["delta"]["tool_calls"] = [_tool_call(piece) for piece in calls]
             offset = 0

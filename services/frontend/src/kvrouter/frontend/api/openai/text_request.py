@@ -74,6 +74,10 @@ class TextRequest:
 
     tools: ToolUse | None = None
     """Which tool calls the output may have; None if none is looked for."""
+    continues_message: bool = False
+    """Whether the output continues the final message of a chat."""
+    includes_reasoning: bool = True
+    """Whether the response has the reasoning, where it is separated from the answer."""
 
     @property
     def sequences(self) -> int:

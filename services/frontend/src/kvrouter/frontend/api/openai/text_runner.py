@@ -13,6 +13,7 @@ from kvrouter.frontend.api.request_runner import RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.validation import Limits, structured_workers
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import BadRequest
 
@@ -79,6 +80,7 @@ async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSin
             skip_special_tokens=fields.skip_special_tokens,
             min_tokens=fields.min_tokens,
             tools=request.tools,
+            reasoning=_reasoning_parser(frame, prompt),
         )
         frame.choices.append(choice)
         generate = fields.generate_request(_max_tokens(runner.options.limits, prepared, prompt))
@@ -97,6 +99,14 @@ async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSin
                 group.create_task(runner.run(*run, deadline=Deadline.never()))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+def _reasoning_parser(frame: TextFrame, prompt: bytes) -> ReasoningParser | None:
+    """Returns the parser of an output's reasoning; None if it has none, as if it is constrained from its begin."""
+    request = frame.request
+    if not request.is_chat or frame.text is None or request.fields.structured_output() is not None:
+        return None
+    return frame.text.reasoning_parser(prompt, continues_message=request.continues_message)
 
 
 def _tokenized(prompts: Sequence[PromptSource], text: ModelText | None, limit: int) -> list[bytes]:

@@ -19,6 +19,7 @@ from kvrouter.v1.worker_pb2 import TopLogprobs
 class _Sequence:
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.reasoning: list[str] = []
         self.tool_calls: list[ToolCallPiece] = []
         self.token_ids = array("I")
         self.logprobs = array("d")
@@ -43,6 +44,7 @@ class WholeResponse:
         """Adds a piece of a sequence."""
         sequence = self._sequences[index]
         sequence.texts.append(piece.text)
+        sequence.reasoning.append(piece.reasoning)
         sequence.tool_calls.extend(piece.tool_calls)
         sequence.token_ids.extend(piece.token_ids)
         sequence.logprobs.extend(piece.logprobs)
@@ -63,6 +65,11 @@ class WholeResponse:
         choice: dict[str, Any] = {"index": index}
         if frame.request.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            reasoning = "".join(sequence.reasoning)
+            if reasoning:
+                choice["message"]["content"] = text or None
+            if reasoning and frame.request.includes_reasoning:
+                choice["message"]["reasoning_content"] = reasoning
             if sequence.tool_calls:
                 choice["message"] |= {"content": text or None, "tool_calls": _tool_calls(sequence.tool_calls)}
             offset = 0
