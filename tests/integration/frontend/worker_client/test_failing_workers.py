@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
+from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy, BadRequest, DeadlineExceeded, KvRouterError, WorkerLost
 from kvrouter.v1.common_pb2 import RoutingConstraints
@@ -192,6 +193,25 @@ async def test_after_its_back_off_a_failing_worker_is_tried_by_a_request(system:
             while served_by(await ask(system)) != HOSTILE:
                 await asyncio.sleep(0)
         assert (await health(system, HOSTILE)).consecutive_failures == 0
+
+
+async def test_workers_that_cannot_be_connected_to_cost_no_attempts(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    # No probe finds them in time.
+    options: dict[str, Any] = {"worker_probe_seconds": 600, "max_attempts": 2}
+    async with running_system(nats_url, etcd_endpoint, namespace, **options) as system, AsyncExitStack() as stack:
+        await system.start_worker(SOUND)
+        view = next(iter(system.runtime.directory.components.values()))
+        for worker_id, port in enumerate(free_ports(4), HOSTILE):
+            gone = registered_beside(view, system.where["etcd"], worker_id, f"127.0.0.1:{port}")
+            await stack.enter_async_context(gone)
+            await system.until_candidate(worker_id)
+        pieces = await ask(system, request(constraints=RoutingConstraints(avoided_worker_ids=[SOUND])))
+        routing = next(each.routing for each in reversed(pieces) if each.HasField("routing"))
+        assert (routing.rank.worker_id, len(routing.earlier_ranks)) == (SOUND, 4)
+        assert sum(len(each.output.token_ids) for each in pieces) == 4
+        await system.until_idle()
 
 
 async def test_requests_are_attempted_even_if_every_worker_fails(system: System) -> None:

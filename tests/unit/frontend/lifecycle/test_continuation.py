@@ -18,6 +18,7 @@ from kvrouter.v1.worker_pb2 import GenerateOutput, SamplingOptions, StopConditio
 
 LOST = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed")
 SILENT = WorkerFailure(1, "silent", "worker 1 stopped answering")
+UNREACHED = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed", not_sent=True)
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 511, 512, 513, 3000])
@@ -109,6 +110,18 @@ def test_repeated_returns_to_a_silent_worker_cost_one_attempt() -> None:
     budget.failed(LOST, with_output=False)
     assert budget.silent_worker_id is None
     assert budget.migration_refusal() == "its migration limit is 0"
+
+
+def test_workers_that_a_request_never_reached_cost_no_attempt_but_are_bounded() -> None:
+    budget = AttemptBudget(max_attempts=2, migration_limit=0, pinned=False)
+    for _ in range(16):
+        assert budget.allows_after(UNREACHED, with_output=False)
+        budget.failed(UNREACHED, with_output=False)
+    assert budget.allows(with_output=False), "both attempts are left"
+    budget.failed(UNREACHED, with_output=False)
+    assert not budget.allows_after(UNREACHED, with_output=False)
+    pinned = AttemptBudget(max_attempts=2, migration_limit=0, pinned=True)
+    assert not pinned.allows_after(UNREACHED, with_output=False)
 
 
 def test_a_pinned_request_has_one_attempt() -> None:

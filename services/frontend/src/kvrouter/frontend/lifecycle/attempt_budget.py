@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 from kvrouter.frontend.worker_client.failures import WorkerFailure
 
+_MAX_NOT_SENT = 16
+"""Attempts that never reach their worker and cost nothing; bounds the changes between pools of unreachable workers."""
+
 
 class AttemptBudget:
     """Counts the failures of one request: attempts without output, and migrations.
 
     A failure without output costs an attempt, and the request is retried. A failure after output costs a migration: the
-    request continues on another worker, with a new set of attempts.
+    request continues on another worker, with a new set of attempts. A worker that cannot be reached costs nothing: the
+    request has not failed there, and several may be gone before their registrations end.
     """
 
     def __init__(
@@ -41,12 +45,20 @@ class AttemptBudget:
         self._failed_attempts = 0
         """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
         Scheduler may discover another worker later than this gateway does."""
+        self._not_sent = 0
 
     def allows(self, *, with_output: bool) -> bool:
         """Returns whether a further attempt may follow if the running one fails with or without output."""
         if with_output:
             return not self.migration_refusal()
         return not self._pinned and self._failed_attempts + 1 < self._max_attempts
+
+    def allows_after(self, failure: WorkerFailure, *, with_output: bool) -> bool:
+        """Returns whether a further attempt may follow a failure of the running one."""
+        return self.allows(with_output=with_output) or (not with_output and self._is_free(failure))
+
+    def _is_free(self, failure: WorkerFailure) -> bool:
+        return failure.not_sent and not self._pinned and self._not_sent < _MAX_NOT_SENT
 
     def migration_refusal(self) -> str:
         """Returns why the request cannot migrate; empty if it can."""
@@ -63,6 +75,8 @@ class AttemptBudget:
         if with_output:
             self.migrations += 1
             self._failed_attempts = 0
+        elif self._is_free(failure):
+            self._not_sent += 1
         elif failure.worker_id != self.silent_worker_id:
             self._failed_attempts += 1
         self.silent_worker_id = failure.worker_id if failure.is_silent else None

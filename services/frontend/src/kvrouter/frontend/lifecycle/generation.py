@@ -182,7 +182,7 @@ class Generation:
             if failure is None:
                 return
             with_output = self._attempt_has_output
-            if not self._budget.allows(with_output=with_output):
+            if not self._budget.allows_after(failure, with_output=with_output):
                 raise self._final(failure, attempt)
             if failure.outcome_unknown:
                 await self._workers.abort(self._endpoint, self._booked_id)

@@ -19,7 +19,7 @@ from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, fault
 from kvrouter.frontend.worker_client.output import Output, TokensOnly
 from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
 from kvrouter.frontend.worker_client.worker_call import WorkerCall
-from kvrouter.net.calls import CallError, OutcomeUnknown
+from kvrouter.net.calls import CallError, NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, from_call_error
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
@@ -196,7 +196,7 @@ class WorkerAttempt:
         elif self._finish_reason != _UNFINISHED:
             self._finish()
         else:
-            self._end_failed(self._judge(failure, outcome_unknown=isinstance(error, OutcomeUnknown)))
+            self._end_failed(self._judge(failure, error))
 
     def _pass_on(self, encoded: bytes, output: Output) -> None:
         try:
@@ -259,12 +259,18 @@ class WorkerAttempt:
         )
         self._finish()
 
-    def _judge(self, error: KvRouterError, *, outcome_unknown: bool) -> WorkerFailure | KvRouterError:
-        """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client."""
+    def _judge(self, error: KvRouterError, cause: Exception) -> WorkerFailure | KvRouterError:
+        """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client.
+
+        Args:
+            error: The error of the call.
+            cause: The same, or the CallError from which it was made.
+        """
         fault = fault_of(error, self._deadline)
         if fault is Fault.WORKER:
             failure = self._note(error.code.name, f"failed with {error.code.name}: {error}")
-            return replace(failure, outcome_unknown=outcome_unknown)
+            unknown, not_sent = isinstance(cause, OutcomeUnknown), isinstance(cause, NotSent)
+            return replace(failure, outcome_unknown=unknown, not_sent=not_sent)
         if fault is Fault.DEADLINE and self._health.is_suspected:
             missed = self._health.missed_probes
             return DeadlineExceeded(

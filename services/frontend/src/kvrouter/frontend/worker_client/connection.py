@@ -15,7 +15,7 @@ from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts, NotSent
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.errors import DependencyAway, KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
@@ -104,7 +104,7 @@ class WorkerConnection:
                 )
             except NotSent:
                 pass  # Made as an ordinary call, which says why if the worker takes none.
-        reading = asyncio.create_task(_read(self._stub, request, receiver, deadline))
+        reading = asyncio.create_task(self._read(request, receiver, deadline))
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
         return reading
@@ -149,14 +149,19 @@ class WorkerConnection:
             await asyncio.wait({self._streaming})
         await self._channel.close()
 
+    async def _read(self, request: bytes, receiver: ResponseReceiver, deadline: Deadline) -> None:
+        try:
+            responses = self._stub.generate(request, deadline=deadline)
+            del request  # gRPC keeps it for as long as it needs it.
+            async with aclosing(responses):
+                async for response in responses:
+                    receiver.on_response(response)
+            receiver.on_end()
+        except DependencyAway as error:
+            receiver.on_error(NotSent(str(error)) if self._cannot_connect() else error)
+        except Exception as error:
+            receiver.on_error(error)
 
-async def _read(stub: _Stub, request: bytes, receiver: ResponseReceiver, deadline: Deadline) -> None:
-    try:
-        responses = stub.generate(request, deadline=deadline)
-        del request  # gRPC keeps it for as long as it needs it.
-        async with aclosing(responses):
-            async for response in responses:
-                receiver.on_response(response)
-        receiver.on_end()
-    except Exception as error:
-        receiver.on_error(error)
+    def _cannot_connect(self) -> bool:
+        """Returns whether the last attempt to connect has failed. A connection that breaks leaves another state."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE

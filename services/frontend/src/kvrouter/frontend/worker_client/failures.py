@@ -86,6 +86,8 @@ class WorkerFailure:
     """What happened, for logs and errors."""
     outcome_unknown: bool = False
     """Whether the worker may still run the request, so that it must be aborted before it is retried."""
+    not_sent: bool = False
+    """Whether the request never reached the worker, such as one that cannot be connected to."""
 
     @property
     def is_silent(self) -> bool:

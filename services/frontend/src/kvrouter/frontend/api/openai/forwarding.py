@@ -28,6 +28,7 @@ from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net import trace_context
+from kvrouter.net.calls import NotSent
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import AllBusy, DependencyAway
@@ -243,6 +244,8 @@ class ForwardedRequest:
                 if answer.status == _BUSY_STATUS or answer.status >= 500:
                     raise await _refusal(answer)
                 await read(answer, receiver)
+        except aiohttp.ClientConnectorError as error:
+            receiver.on_error(NotSent(f"its OpenAI API cannot be reached: {error!r}"))
         except (aiohttp.ClientError, TimeoutError) as error:
             receiver.on_error(DependencyAway(f"its OpenAI API cannot be reached: {error!r}"))
         except (AllBusy, DependencyAway) as error:
