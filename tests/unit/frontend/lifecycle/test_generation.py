@@ -59,12 +59,12 @@ class Link:
     def keep(self, _: object) -> None:
         self.live += 1
 
-    def free(self, *_: object) -> None:
+    def free(self, *_: object, prefill_complete: bool = False) -> None:
         self.live -= 1
 
-    def prefill_complete(self, _: object, *, ends: bool) -> None: ...
+    def prefill_complete(self, _: object) -> None: ...
 
-    def report_output(self, *_: object, ends: bool) -> None: ...
+    def report_output(self, *_: object) -> None: ...
 
 
 class Pool:

@@ -23,20 +23,28 @@ class Link:
         self.reported: list[int] = []
         self.prefills = 0
         self.freed: list[int | None] = []
-        self.ended_at_first_token = False
+        self.prefilled_by_free: list[bool] = []
 
-    def prefill_complete(self, _: LiveBooking, *, ends: bool) -> None:
+    def prefill_complete(self, _: LiveBooking) -> None:
         self.prefills += 1
-        self.ended_at_first_token = ends
 
-    def report_output(self, booking: LiveBooking, output_tokens: int, *, ends: bool) -> None:
-        assert ends == self.ended_at_first_token
+    def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
         assert booking.fills_block(output_tokens), "a report that the link would drop"
         booking.output_tokens = output_tokens
         self.reported.append(output_tokens)
 
-    def free(self, _: LiveBooking, cached_tokens: int | None) -> None:
+    def free(self, _: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool) -> None:
         self.freed.append(cached_tokens)
+        self.prefilled_by_free.append(prefill_complete)
+
+
+class Handover(Link):
+    def __init__(self) -> None:
+        super().__init__()
+        self.handovers: list[int] = []
+
+    def prefill_complete(self, _: LiveBooking, *, handover_us: int = 0) -> None:
+        self.handovers.append(handover_us)
 
 
 class Received:
@@ -77,10 +85,21 @@ def test_every_block_that_output_fills_is_reported_and_every_token_is_counted(
 
 
 @pytest.mark.parametrize("finish_reason", [FinishReason.FINISH_REASON_UNSPECIFIED, FinishReason.FINISH_REASON_LENGTH])
-def test_a_first_piece_that_is_the_last_completes_the_prompt_together_with_the_end(finish_reason: FinishReason) -> None:
+def test_a_first_piece_that_is_the_last_is_reported_by_the_free_alone(finish_reason: FinishReason) -> None:
     booking = LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", 16, 16)
     link, metrics = Link(), MetricsByModel(CollectorRegistry()).of("llama")
     progress = Progress(booking, cast(SchedulerLink, link), Received(), metrics, since_ns=0)
     progress.pass_on(b"", GenerateOutput(token_ids=[1], finish_reason=finish_reason))
-    assert (link.prefills, link.reported) == (1, [1])
-    assert link.ended_at_first_token == (finish_reason == FinishReason.FINISH_REASON_LENGTH)
+    progress.end()
+    ends = finish_reason == FinishReason.FINISH_REASON_LENGTH
+    assert (link.prefills, link.reported) == ((0, []) if ends else (1, [1]))
+    assert link.prefilled_by_free == [ends]
+
+
+def test_a_hand_over_is_reported_even_if_the_first_piece_is_the_last() -> None:
+    booking = LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", 16, 16)
+    link, metrics = Handover(), MetricsByModel(CollectorRegistry()).of("llama")
+    progress = Progress(booking, cast(SchedulerLink, link), Received(), metrics, since_ns=0, handover_us=lambda: 7)
+    progress.pass_on(b"", GenerateOutput(token_ids=[1], finish_reason=FinishReason.FINISH_REASON_LENGTH))
+    progress.end()
+    assert (link.handovers, link.prefilled_by_free) == ([7], [False])

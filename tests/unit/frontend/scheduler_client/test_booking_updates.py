@@ -100,20 +100,16 @@ async def test_updates_that_gather_while_others_are_under_way_travel_together() 
     assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 1), (2, 5)]
 
 
-async def test_the_last_output_of_a_request_is_reported_with_its_free() -> None:
+async def test_a_computed_prompt_is_reported_by_the_free_that_follows_at_once() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:
         await link.wait_ready()
         live = booking("a")
         link.keep(live)
-        link.prefill_complete(live, ends=True)
-        link.report_output(live, 1000, ends=True)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not [call for call in scheduler.calls if call.updates]
-        link.free(live, None)
+        link.free(live, None, prefill_complete=True)
         await until(lambda: scheduler.freed)
-    assert [len(call.updates) for call in scheduler.calls if call.updates] == [3]
+    assert [len(call.updates) for call in scheduler.calls if call.updates] == [1]
+    assert [each.prefill_complete for each in scheduler.freed] == [True]
 
 
 async def test_updates_of_the_step_in_which_a_link_ends_are_sent() -> None:

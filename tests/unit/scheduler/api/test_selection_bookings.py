@@ -9,6 +9,7 @@ from kvrouter.runtime.errors import (
     RequestIdReused,
     SessionLost,
 )
+from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, ReportOutputRequest
 
@@ -28,6 +29,17 @@ async def test_the_life_of_a_booking() -> None:
     assert not parts.bookings.free(FreeRequest(booking=key("b"))).known
     assert not parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a"))).known
     assert not parts.bookings.report_output(ReportOutputRequest(booking=key("a"), output_tokens=90)).known
+    assert parts.idle()
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+async def test_a_free_may_report_that_the_prompt_was_computed(prefilled: bool) -> None:
+    parts = Parts(view(worker(1)), options=RoutingOptions("forecast"))
+    await parts.select(selecting("a", routing(64)))
+    parts.bookings.free(FreeRequest(booking=key("a"), prefill_complete=prefilled))
+    (pool,) = parts.pools
+    assert pool.booked_load.prefill_times.measured_prompts == prefilled
+    assert (pool.booked_load.latency_calibration.value != 1.0) == prefilled
     assert parts.idle()
 
 

@@ -56,6 +56,8 @@ class Progress:
         self._observe_latency = metrics.token_latency.observe
         self._continues = continues
         self._handover_us = handover_us
+        self._frees_when_prefilled = False
+        """Whether the first output was also the last, so that the free reports the computed prompt as well."""
         self._first_output_ns = self._last_output_ns = 0
         self._counted_tokens = 0
         """Output tokens that the metric includes."""
@@ -78,8 +80,8 @@ class Progress:
             self.output_tokens = output_tokens = self.output_tokens + tokens
             if self._keep is not None:
                 self._keep(encoded)
-            if output_tokens > self._room:
-                self._report(ends=output.finish_reason != 0)
+            if output_tokens > self._room and not output.finish_reason:
+                self._report()
         if self.cached_tokens is None and output.HasField("cached_tokens"):
             self.cached_tokens = output.cached_tokens
             if self._continues:
@@ -100,18 +102,20 @@ class Progress:
     def end(self) -> None:
         """Frees the booking."""
         self._count()
-        self._link.free(self._booking, self.cached_tokens)
+        self._link.free(self._booking, self.cached_tokens, prefill_complete=self._frees_when_prefilled)
 
     def _prefill_complete(self, *, ends: bool) -> None:
-        if self._handover_us is None:
-            self._link.prefill_complete(self._booking, ends=ends)
+        if self._handover_us is not None:
+            self._link.prefill_complete(self._booking, handover_us=self._handover_us())
+        elif ends:
+            self._frees_when_prefilled = True  # ``end`` follows, which says both in one update.
         else:
-            self._link.prefill_complete(self._booking, ends=ends, handover_us=self._handover_us())
+            self._link.prefill_complete(self._booking)
 
-    def _report(self, *, ends: bool) -> None:
+    def _report(self) -> None:
         """Reports that the request needs a further block."""
         booking = self._booking
-        self._link.report_output(booking, self.output_tokens, ends=ends)
+        self._link.report_output(booking, self.output_tokens)
         self._room = self.output_tokens + -(booking.prompt_tokens + self.output_tokens) % booking.block_size
         self._count()
 

@@ -152,10 +152,11 @@ class BookingUpdates:
             return None
         return BookingUpdate(output=ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
 
-    def free(self, key: BookingKey, cached_tokens: int | None = None) -> None:
-        """Ends a booking, and adds the update that frees it."""
+    def free(self, key: BookingKey, cached_tokens: int | None = None, *, prefill_complete: bool = False) -> None:
+        """Ends a booking, and adds the update that frees it. ``prefill_complete`` as in the contract."""
         self._live.pop(key_of(key), None)
-        self.add(BookingUpdate(free=FreeRequest(booking=key, cached_tokens=cached_tokens)))
+        freeing = FreeRequest(booking=key, cached_tokens=cached_tokens, prefill_complete=prefill_complete)
+        self.add(BookingUpdate(free=freeing))
 
     def add(self, update: BookingUpdate) -> None:
         """Adds an update to those to be sent."""

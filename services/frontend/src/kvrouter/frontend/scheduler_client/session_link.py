@@ -221,41 +221,39 @@ class SchedulerLink:
         """Stores a booking until it is freed, to re-assert it at another Scheduler."""
         self._updates.keep(booking)
 
-    def prefill_complete(self, booking: LiveBooking, *, ends: bool = False, handover_us: int = 0) -> None:
+    def prefill_complete(self, booking: LiveBooking, *, handover_us: int = 0) -> None:
         """Reports that the prompt is computed. Does not wait.
 
         Args:
             booking: The booking.
-            ends: Whether the output is complete, so that ``free`` follows. Both are then sent in one call.
             handover_us: Time from the end of a prefill elsewhere to the first token, microseconds; 0 if unknown.
         """
         update = self._updates.prefill_complete(booking, handover_us)
         # Without a session nothing is to be sent: the next opening re-asserts the booking as it is by then.
         if self._session is not None:
             self._updates.add(update)
-            if not ends:
-                self._send()
+            self._send()
 
-    def report_output(self, booking: LiveBooking, output_tokens: int, *, ends: bool = False) -> None:
-        """Reports the number of output tokens if the request needs a further block. Does not wait.
-
-        Args:
-            booking: The booking.
-            output_tokens: Output tokens so far.
-            ends: Whether the output is complete, so that ``free`` follows. Both are then sent in one call.
-        """
+    def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
+        """Reports the number of output tokens if the request needs a further block. Does not wait."""
         update = self._updates.report_output(booking, output_tokens)
         if update is not None and self._session is not None:
             self._updates.add(update)
-            if not ends:
-                self._send()
+            self._send()
 
-    def free(self, booking: LiveBooking, cached_tokens: int | None) -> None:
-        """Frees a booking. Does not wait, so that a handler that is being cancelled can call it."""
-        self._release(booking.key, cached_tokens)
+    def free(self, booking: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool = False) -> None:
+        """Frees a booking. Does not wait, so that a handler that is being cancelled can call it.
 
-    def _release(self, key: BookingKey, cached_tokens: int | None = None) -> None:
-        self._updates.free(key, cached_tokens)
+        Args:
+            booking: The booking.
+            cached_tokens: Prompt tokens that the worker found in its cache; None if it did not say so.
+            prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
+        """
+        self._updates.free(booking.key, cached_tokens, prefill_complete=prefill_complete)
+        self._send()
+
+    def _release(self, key: BookingKey) -> None:
+        self._updates.free(key)
         self._send()
 
     def _send(self) -> None:

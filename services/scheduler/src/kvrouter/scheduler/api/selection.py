@@ -193,22 +193,30 @@ class Selector:
         response.sharding_advised = self._is_behind()
         if context.ignored_overrides:
             response.ignored_overrides.extend(context.ignored_overrides)
+        placement = Placement(decision.rank, decision.prefill_tokens)
         if key is not None:
-            response.prefill_tokens = decision.prefill_tokens
-            if not self._book(context, key, decision, response):
+            response.prefill_tokens = placement.prefill_tokens
+            if not self._book(context, key, decision, placement, response):
                 return self._repeated.booked_meanwhile(context, key)
-        pool.previous[decision.mode] = decision.rank
+        pool.previous[decision.mode] = placement.rank
         self._record(decision)
         return response
 
-    def _book(self, context: RequestContext, key: Key, decision: Decision, response: SelectWorkerResponse) -> bool:
+    def _book(
+        self,
+        context: RequestContext,
+        key: Key,
+        decision: Decision,
+        placement: Placement,
+        response: SelectWorkerResponse,
+    ) -> bool:
         """Books a request on the decided rank. Returns False if its key is already booked."""
         queried_indexer = context.options.queries_indexer and not decision.load_only
         booking = Booking(
             key,
             context.pool,
             context.prompt if self._predictions is not None else context.prompt.without_local_hashes(),
-            Placement(decision.rank, decision.prefill_tokens),
+            placement,
             response,
             audited=queried_indexer and not decision.is_prefilled_remotely,
             session_id=context.booking.session_id,
@@ -217,7 +225,7 @@ class Selector:
         )
         if not self._booking_leases.book(booking, self._clock(), forecast_ms=decision.forecast_ms):
             return False
-        context.pool.booked_load.measure_prefill(key, decision.rank, decision.prefill_tokens)
+        context.pool.booked_load.measure_prefill(key, placement.rank, placement.prefill_tokens)
         return True
 
     async def _compare(self, request: SelectWorkerRequest, deadline: Deadline) -> SelectWorkerResponse:

@@ -206,13 +206,20 @@ class BookingTable:
         self._publish(OutputGenerated(booking, is_remote))
 
     def free(
-        self, key: Key, *, cached_tokens: int | None = None, is_remote: bool = False, is_expired: bool = False
+        self,
+        key: Key,
+        *,
+        cached_tokens: int | None = None,
+        prefilled: bool = False,
+        is_remote: bool = False,
+        is_expired: bool = False,
     ) -> Booking | None:
         """Ends a booking. A key that is not booked is remembered as freed all the same.
 
         Args:
             key: The booking.
             cached_tokens: Prompt tokens that the worker found in its cache; None if unknown.
+            prefilled: Whether its prompt is computed as well, as ``prefill_complete`` notes it.
             is_remote: Whether another Scheduler announced the end.
             is_expired: Whether its lease ran out.
 
@@ -224,7 +231,7 @@ class BookingTable:
         booking = self._bookings.get(key)
         if booking is not None:
             self._unindex(booking)
-            self._release(booking)
+            self._release(booking, prefilled=prefilled)
         if booking is not None or not is_known:
             self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens))
         return booking
@@ -247,9 +254,9 @@ class BookingTable:
             if not keys:
                 del self._of_sessions[booking.session_id]
 
-    def _release(self, booking: Booking) -> None:
+    def _release(self, booking: Booking, *, prefilled: bool = False) -> None:
         del self._bookings[booking.key]
-        booking.pool.booked_load.free(booking.key)
+        booking.pool.booked_load.free(booking.key, prefilled=prefilled)
 
     def _restore(self, booking: Booking, earlier: Progress) -> None:
         """Counts the progress that a booking had when it was dropped."""

@@ -84,7 +84,9 @@ class BookingUpdates:
     def free(self, request: FreeRequest) -> FreeResponse:
         """Releases a booking."""
         cached_tokens = request.cached_tokens if request.HasField("cached_tokens") else None
-        booking = self._booking_table.free(checked_key(request.booking), cached_tokens=cached_tokens)
+        booking = self._booking_table.free(
+            checked_key(request.booking), cached_tokens=cached_tokens, prefilled=request.prefill_complete
+        )
         if booking is None:
             self._metrics.unknown_frees.inc()
         return FreeResponse(known=booking is not None)

@@ -233,15 +233,25 @@ class BookedLoad:
             return self._sequences.rank(key) is not None
         return self._sequences.output_tokens(key, tokens)
 
-    def free(self, key: Key) -> bool:
-        """Frees a booking. Returns whether it was live."""
+    def free(self, key: Key, *, prefilled: bool = False) -> bool:
+        """Frees a booking. Returns whether it was live.
+
+        Args:
+            key: Key of the booking.
+            prefilled: Whether its prompt is computed as well, as ``prefill_complete`` notes it.
+        """
         rank = self._sequences.rank(key)
         if rank is None:
             return False
+        now = self._clock()
         self._sequences.free(key)
-        self._prefills.leave(rank, key, self._clock())
-        self.latency_calibration.forget(key)
-        self.prefill_times.forget(key)
+        self._prefills.leave(rank, key, now)
+        if prefilled:
+            self.latency_calibration.first_token(key, now)
+            self.prefill_times.first_token(key, now)
+        else:
+            self.latency_calibration.forget(key)
+            self.prefill_times.forget(key)
         left = self._bookings[rank] - 1
         if left:
             self._bookings[rank] = left

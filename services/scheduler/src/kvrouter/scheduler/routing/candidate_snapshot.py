@@ -19,6 +19,9 @@ from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, 
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 from kvrouter.v1.common_pb2 import Stage
 
+# Read once: looking up an enum value by name takes a microsecond.
+_DECODE = Stage.STAGE_DECODE
+
 RETRY_AFTER_MS = 1000
 """Retry delay if all candidates are busy: about the duration of a request; HTTP has whole seconds."""
 
@@ -108,7 +111,7 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
         request.prompt.tokens, overlap_blocks, pool.booked_load.block_size, constraints.stage
     )
     prefill = None
-    if constraints.stage == Stage.STAGE_DECODE:
+    if constraints.stage == _DECODE:
         prefill = PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
         if request.may_prefill_locally:
             uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)

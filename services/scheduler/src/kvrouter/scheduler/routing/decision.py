@@ -21,6 +21,9 @@ from kvrouter.v1.scheduler_pb2 import CandidateTerms
 from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
 from kvrouter.v1.scheduler_pb2 import PrefillDecision as PrefillDecisionMessage
 
+# Read once: looking up an enum value by name takes a microsecond.
+_PREFILL = Stage.STAGE_PREFILL
+
 
 class Decision(NamedTuple):
     """The decision on a request with its inputs. It contains no hashes, because many decisions are kept."""
@@ -54,6 +57,8 @@ class Decision(NamedTuple):
     @property
     def rank(self) -> Rank:
         """The rank that the request is sent to or waits for."""
+        if self.chosen is not None:
+            return self.chosen
         context, verdict = self._weighed()
         return context.ranks[verdict.index]
 
@@ -214,7 +219,7 @@ def decide(
         verdict=verdict,
         explanation=_NONE_LEFT if verdict is None else verdict.explanation,
         chosen=None if context is None or verdict is None else context.ranks[verdict.index],
-        is_of_prefill=request.constraints.stage == Stage.STAGE_PREFILL,
+        is_of_prefill=request.constraints.stage == _PREFILL,
         remote_prefill=request.options.remote_prefill if request.may_prefill_locally else None,
     )
 
