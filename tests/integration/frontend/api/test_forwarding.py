@@ -148,6 +148,10 @@ async def test_a_rank_that_the_client_names_serves_it(system: System, stack: Asy
         assert engine.headers[-1]["x-data-parallel-rank"] == rank
     response, received = await post(system, chat(), **{"x-data-parallel-rank": "first"})
     assert (response.status, json.loads(received)["error"]["param"]) == (400, "x-data-parallel-rank")
+    response, received = await post(system, chat(), **{"x-data-parallel-rank": "7"})
+    error = json.loads(received)["error"]
+    assert (response.status, error["param"]) == (400, "dp_rank")
+    assert error["message"].endswith("Use one of: 0, 1.")
     assert len(engine.bodies) == 4
     await system.until_idle()
 

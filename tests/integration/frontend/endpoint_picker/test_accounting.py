@@ -128,6 +128,8 @@ async def test_a_rank_that_the_client_names_serves_it(gateway: Gateway) -> None:
         assert stream.set_headers(routed)["x-data-parallel-rank"] == rank
     status, _, error = await gateway.stream().refused(STREAM, sent={"x-data-parallel-rank": "-1"})
     assert (status, error["param"]) == (400, "x-data-parallel-rank")
+    status, _, error = await gateway.stream().refused(STREAM, sent={"x-data-parallel-rank": "7"})
+    assert (status, error["param"]) == (400, "dp_rank")
 
 
 async def test_an_engine_with_one_rank_gets_no_rank(gateway: Gateway) -> None:

@@ -32,6 +32,7 @@ BAD: list[tuple[dict[str, Any], type[KvRouterError]]] = [
     ({"token_ids": {"ids": tokens(100)}}, PromptTooLong),
     ({"constraints": constraints(worker_id=7)}, UnknownWorker),
     ({"constraints": constraints(worker_id=1, dp_rank=3)}, UnknownWorker),
+    ({"constraints": constraints(dp_rank=3)}, BadRequest),
     ({"constraints": constraints(excluded_worker_ids=[1, 2])}, NoWorkers),
     ({"constraints": constraints(allowed_worker_ids=[7])}, NoWorkers),
     ({"constraints": constraints(required_labels={"zone": "x"})}, NoWorkers),
@@ -53,6 +54,15 @@ async def test_a_request_that_cannot_be_routed_is_refused_and_books_nothing(
     assert refused.value.info.advice
     assert parts.idle()
     await parts.select(selecting("a"))
+
+
+async def test_a_rank_that_no_worker_has_is_refused_by_the_ranks_there_are() -> None:
+    parts = Parts(view(worker(1)))
+    with pytest.raises(BadRequest) as refused:
+        await parts.select(selecting("a", routing(constraints=constraints(dp_rank=3))))
+    assert refused.value.info.field == "constraints.dp_rank"
+    assert refused.value.info.advice == "Use one of: 0."
+    assert list(refused.value.info.known_values) == ["0"]
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 129])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from kvrouter.core import Rank
-from kvrouter.runtime.errors import UnknownWorker
+from kvrouter.runtime.errors import BadRequest, UnknownWorker
 from kvrouter.v1.common_pb2 import Role, Stage
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
@@ -20,6 +20,7 @@ _ROLES = {
 }
 
 
+_MAX_SHOWN_RANKS = 32
 _WHOLE = _ROLES[Stage.STAGE_WHOLE]
 
 
@@ -122,11 +123,23 @@ def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints
     """Checks that the worker and rank that a request names, if any, are registered.
 
     Raises:
-        UnknownWorker: one of them is not registered.
+        BadRequest: no worker has the rank.
+        UnknownWorker: the worker is not registered, or does not have the rank.
     """
-    if constraints.worker_id is None:
+    if constraints.worker_id is None and constraints.dp_rank is None:
         return
     ranks = [candidate.rank for candidate in candidates]
+    if constraints.worker_id is None:
+        known = sorted({dp_rank for _, dp_rank in ranks})
+        if known and constraints.dp_rank not in known:
+            shown = ", ".join(map(str, known[:_MAX_SHOWN_RANKS]))
+            raise BadRequest(
+                f"no worker has data-parallel rank {constraints.dp_rank}",
+                field="constraints.dp_rank",
+                advice=f"Use one of: {shown}.",
+                known=known,
+            )
+        return
     pinned = [dp_rank for worker_id, dp_rank in ranks if worker_id == constraints.worker_id]
     if not pinned:
         raise UnknownWorker(constraints.worker_id, {worker_id for worker_id, _ in ranks})
