@@ -55,11 +55,13 @@ async def test_a_session_that_is_opened_again_keeps_its_bookings(system: System)
 
 async def test_a_booking_may_come_before_the_call_that_keeps_its_session(system: System) -> None:
     await system.start_worker(1)
-    await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
+    first = await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
+    second = await system.client.best_worker(booked("s", BookingKey(request_id="2")), deadline=Deadline.after(10))
+    assert (first.session_opened, second.session_opened) == (True, False)
     keeping = system.client.keep_session(KeepSessionRequest(session_id="s"), deadline=Deadline.never())
     async with aclosing(keeping):
         await anext(keeping)
-        assert await system.booked() == [1]
+        assert await system.booked() == [2]
     await system.until_idle()
 
 

@@ -174,6 +174,7 @@ class FrontendService:
             # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
             await open_session(scheduler, self._own_session(request.session_id))
             selection = await scheduler.select_worker(select, deadline=deadline)
+            return BestWorkerResponse(selection=selection, session_opened=True)
         return BestWorkerResponse(selection=selection)
 
     async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
