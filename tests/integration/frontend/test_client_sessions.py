@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 
 import pytest
@@ -10,7 +11,7 @@ from kvrouter.runtime.errors import BadRequest, RequestIdReused
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest, KeepSessionRequest, PrefillCompleteRequest, ReleaseRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
+from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, RoutingRequest
 
 from .gateway import MODEL, System
 
@@ -63,6 +64,31 @@ async def test_a_booking_may_come_before_the_call_that_keeps_its_session(system:
         await anext(keeping)
         assert await system.booked() == [2]
     await system.until_idle()
+
+
+async def test_a_booking_is_restored_at_its_rank_though_the_worker_is_draining_and_busy(system: System) -> None:
+    await system.start_worker(1)
+    await system.start_worker(2)
+    request = booked("s")
+    request.restores = True
+    request.request.constraints.worker_id = 1
+    request.request.constraints.dp_rank = 0
+    request.request.overrides.active_decode_blocks_threshold = 0.0
+    (view,) = system.runtime.directory.components.values()
+    draining = DrainWorkerRequest(component=view.descriptor.component, worker_id=1)
+    await system.scheduler.drain_worker(draining, deadline=Deadline.after(10))
+    async with asyncio.timeout(30):
+        while 1 in await system.loads():
+            await asyncio.sleep(0.01)
+    restored = await system.client.best_worker(request, deadline=Deadline.after(10))
+    assert (restored.selection.rank.worker_id, restored.selection.repeated) == (1, False)
+    again = await system.client.best_worker(request, deadline=Deadline.after(10))
+    assert again.selection.repeated
+    request.request.constraints.ClearField("dp_rank")
+    with pytest.raises(BadRequest, match="rank of the booking is missing"):
+        await system.client.best_worker(request, deadline=Deadline.after(10))
+    released = await system.client.release(ReleaseRequest(booking=KEY), deadline=Deadline.after(10))
+    assert released.known
 
 
 @pytest.mark.parametrize(

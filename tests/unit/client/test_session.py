@@ -106,7 +106,7 @@ async def test_a_lost_booking_is_made_again_at_its_rank_with_its_progress() -> N
         assert again.booking == first.booking
         assert again.session_id == session.id
         constraints = again.request.constraints
-        assert (constraints.worker_id, constraints.dp_rank, again.request.overrides.mode) == (7, 1, "direct")
+        assert (constraints.worker_id, constraints.dp_rank, again.restores) == (7, 1, True)
         assert again.request.component.name == "c"
         assert await session.free("mine", 1)
         assert calls.prefilled == {first.booking.request_id}

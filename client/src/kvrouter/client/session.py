@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvrouter.client.calls import Calls
 from kvrouter.client.errors import KvRouterError
-from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     BestWorkerResponse,
@@ -37,10 +37,6 @@ _RESTORE_SECONDS = 5.0
 """Deadline of each call that restores a booking."""
 _RESTORE_ATTEMPTS_SECONDS = 10.0
 """Time in which refused restorations are repeated: a Scheduler that has just started may not know every worker yet."""
-_NEVER_BUSY = RoutingOverrides(
-    mode="direct", active_decode_blocks_threshold=1.0, active_prefill_tokens_threshold=(1 << 63) - 1
-)
-"""A booking is restored where it was, however much load that rank has."""
 
 
 @dataclass(eq=False, slots=True)
@@ -235,5 +231,5 @@ def _pinned(request: BestWorkerRequest, selection: SelectWorkerResponse) -> Best
     pinned.request.component.CopyFrom(selection.component)
     rank = selection.rank
     pinned.request.constraints.CopyFrom(RoutingConstraints(worker_id=rank.worker_id, dp_rank=rank.dp_rank))
-    pinned.request.overrides.CopyFrom(_NEVER_BUSY)
+    pinned.restores = True
     return pinned

@@ -157,7 +157,9 @@ class FrontendService:
             AllBusy, RequestIdReused, TooLarge, DeadlineExceeded, DependencyAway.
         """
         booking = request.booking if request.HasField("booking") else None
-        select = SelectWorkerRequest(request=request.request, booking=booking, lease_ms=request.lease_ms)
+        select = SelectWorkerRequest(
+            request=request.request, booking=booking, lease_ms=request.lease_ms, restores=request.restores
+        )
         if request.session_id:
             select.session_id = scheduler_session_id(self._own_session(request.session_id))
         component = await self._resolve_pool(select.request, request.booking.stage, deadline)

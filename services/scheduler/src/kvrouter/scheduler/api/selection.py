@@ -118,7 +118,9 @@ class Selector:
         code, mode, queued_seconds = "OK", "", 0.0
         try:
             key = checked_key(request.booking) if request.HasField("booking") else None
-            booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds(request.lease_ms))
+            booking = BookingOptions(
+                key, request.session_id, request.opening_number, lease_seconds(request.lease_ms), request.restores
+            )
             context = self.reader.read(request.request, None if key is None else stage_of(request.booking), booking)
             mode = context.options.mode
             if context.ignored_overrides:

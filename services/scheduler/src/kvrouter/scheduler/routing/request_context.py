@@ -11,7 +11,8 @@ from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.request.options import RoutingOptions, ignored_overrides, overridden
+from kvrouter.scheduler.policies.direct.policy import Rule as Direct
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, ignored_overrides, overridden
 from kvrouter.scheduler.request.prompt import Prompt, read_prompt
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors
 from kvrouter.scheduler.routing.affinity import conversation_of
@@ -38,6 +39,8 @@ class BookingOptions(NamedTuple):
     """The opening of the session that the call belongs to; 0 for any."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """Lifetime of a booking without a session."""
+    restores: bool = False
+    """Whether it was made before, at the rank in the constraints, where the request runs."""
 
 
 _NOT_BOOKED = BookingOptions()
@@ -115,6 +118,10 @@ class RequestReader:
             max_prompt_tokens=self._max_prompt_tokens,
         )
         constraints = WorkerConstraints.of(request, stage)
+        if booking.restores:
+            _check_restores(booking, constraints)
+            constraints = replace(constraints, even_if_draining=True)
+            options = replace(options, mode=Direct.name, thresholds=Thresholds())
         if needs_worker and POLICIES[options.mode].needs_worker and constraints.worker_id is None:
             raise BadRequest(
                 f"mode {options.mode} needs a worker",
@@ -134,6 +141,17 @@ class RequestReader:
             ignored_overrides(request.overrides, options.mode),
             may_prefill_locally,
             self._pools.prefill_measured_by(pool) if may_prefill_locally else None,
+        )
+
+
+def _check_restores(booking: BookingOptions, constraints: WorkerConstraints) -> None:
+    if booking.key is None:
+        raise BadRequest("restores: no booking is named", field="booking", advice="Name the booking that was lost.")
+    if constraints.worker_id is None or constraints.dp_rank is None:
+        raise BadRequest(
+            "restores: the rank of the booking is missing",
+            field="constraints.dp_rank" if constraints.worker_id is not None else "constraints.worker_id",
+            advice="Name the worker and the rank at which it was made.",
         )
 
 

@@ -88,6 +88,8 @@ class WorkerConstraints:
     """Workers to use only if no other fits."""
     avoided_reasons: Mapping[int, str] = field(default_factory=dict)
     """Why a worker is avoided, for those whose reason is known."""
+    even_if_draining: bool = False
+    """Whether a draining worker fits too, because it runs the request already."""
 
     @property
     def anywhere(self) -> bool:
@@ -158,7 +160,7 @@ def why_unfit(candidate: Candidate, constraints: WorkerConstraints) -> str:
         return "not among the allowed workers"
     if worker_id in constraints.excluded:
         return "excluded by the request"
-    if candidate.draining:
+    if candidate.draining and not constraints.even_if_draining:
         return "draining"
     if not serves(candidate.role, constraints.stage):
         return f"its role {Role.Name(candidate.role)} does not serve {Stage.Name(constraints.stage)}"

@@ -84,7 +84,7 @@ class WorkerSet:
         serving, places = self._that_serve(constraints.stage)
         if constraints.anywhere:
             return places
-        mask = serving.copy()
+        mask = self._with_role(constraints.stage) if constraints.even_if_draining else serving.copy()
         if constraints.worker_id is not None:
             mask &= self._worker_ids == constraints.worker_id
         if constraints.dp_rank is not None:
@@ -122,9 +122,12 @@ class WorkerSet:
     def _that_serve(self, stage: Stage) -> tuple[Mask, Places]:
         found = self._serving.get(stage)
         if found is None:
-            mask = ~self._draining & self._those_where(serves(each.role, stage) for each in self.candidates)
+            mask = ~self._draining & self._with_role(stage)
             found = self._serving[stage] = (mask, np.flatnonzero(mask))
         return found
+
+    def _with_role(self, stage: Stage) -> Mask:
+        return self._those_where(serves(each.role, stage) for each in self.candidates)
 
     def _column(self, values: Iterable[int]) -> Column:
         return np.fromiter(values, np.int64, len(self.candidates))
