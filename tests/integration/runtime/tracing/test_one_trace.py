@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -17,11 +18,15 @@ from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.stack import until_serving
 from kvrouter.net import trace_context
 from kvrouter.publisher.worker import WorkerConfig, running
+from kvrouter.runtime.tracing import tracer
+from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.tracing.recording import recording
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, StopConditions, WorkerServiceGenerateRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from prometheus_client import CollectorRegistry
 
 from tests.integration.runtime.tracing.collector import Collector, Received, collecting
 
@@ -32,6 +37,7 @@ PROMPT = list(range(1, 33))
 CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
 _GENERATE = "kvrouter.v1.FrontendService/Generate"
+_ATTEMPT = "kvrouter.v1.WorkerService/Generate"
 
 
 class Engine:
@@ -69,6 +75,7 @@ class System:
 async def system(tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
     rpc, port, indexer = f"127.0.0.1:{free_port()}", free_port(), f"127.0.0.1:{free_port()}"
     engine = Engine()
+    resource = {"service.name": "kvrouter-worker", "service.instance.id": "worker"}
     config = WorkerConfig(
         component=ComponentName(namespace, "workers"),
         model=MODEL,
@@ -79,9 +86,11 @@ async def system(tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: s
     )
     async with AsyncExitStack() as stack:
         collector = await stack.enter_async_context(collecting())
+        metrics = TracingMetrics(CollectorRegistry())
+        await stack.enter_async_context(recording(collector.url, 1.0, resource, metrics))
         where = ("--namespace", namespace, "--nats", nats_url, "--etcd", etcd_endpoint, "--drain-seconds", "1")
         traced = (*where, "--otlp-endpoint", collector.url)
-        await stack.enter_async_context(running(config, engine))
+        await stack.enter_async_context(running(replace(config, tracer=tracer()), engine))
         async with asyncio.TaskGroup() as starting:
             for name, *options in (
                 ("indexer", "--bind", indexer),
@@ -124,7 +133,7 @@ def by_name(spans: list[Received]) -> dict[tuple[str, str, int], Received]:
 async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decision(system: System) -> None:
     collector = system.collector
     await system.complete(traceparent=SAMPLED)
-    await collector.until(lambda: len(collector.of_trace(CLIENT_TRACE)) >= 7)
+    await collector.until(lambda: len(collector.of_trace(CLIENT_TRACE)) >= 10)
     server, client, internal = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_CLIENT, Span.SPAN_KIND_INTERNAL
     select, match = "kvrouter.v1.SchedulerService/SelectWorker", "kvrouter.v1.IndexerService/FindMatches"
     spans = by_name(collector.of_trace(CLIENT_TRACE))
@@ -135,14 +144,19 @@ async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decis
         ("scheduler", select, server): ("frontend", select, client),
         ("scheduler", match, client): ("scheduler", select, server),
         ("indexer", match, server): ("scheduler", match, client),
-        ("frontend", "kvrouter.v1.WorkerService/Generate", client): ("frontend", "generate", internal),
+        ("frontend", _ATTEMPT, client): ("frontend", "generate", internal),
+        ("worker", _ATTEMPT, server): ("frontend", _ATTEMPT, client),
+        ("worker", "prefill", internal): ("worker", _ATTEMPT, server),
+        ("worker", "decode", internal): ("worker", _ATTEMPT, server),
     }
     assert spans.keys() == parents.keys()
     for name, parent in parents.items():
         expected = CLIENT_SPAN if parent is None else spans[parent].span.span_id.hex()
         assert spans[name].span.parent_span_id.hex() == expected, name
-    attempt = spans["frontend", "kvrouter.v1.WorkerService/Generate", client]
-    assert f"00-{CLIENT_TRACE}-{attempt.span.span_id.hex()}-01" in system.engine.traceparents
+    attempt = spans["frontend", _ATTEMPT, client]
+    served = spans["worker", _ATTEMPT, server]
+    assert f"00-{CLIENT_TRACE}-{served.span.span_id.hex()}-01" in system.engine.traceparents
+    assert served.attributes["kvrouter.cached_tokens"] == 0
     assert [event.name for event in attempt.span.events] == ["first_token"]
     decision = spans["scheduler", select, server].attributes
     assert decision["kvrouter.mode"] == "kv"
@@ -160,7 +174,7 @@ async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decis
     await collector.until(lambda: any(each.name == _GENERATE for each in collector.spans))
     root = next(each for each in collector.spans if each.name == _GENERATE)
     assert not root.span.parent_span_id
-    await collector.until(lambda: len(collector.of_trace(root.trace_id)) >= 7)
+    await collector.until(lambda: len(collector.of_trace(root.trace_id)) >= 10)
 
     # The client does not want its request recorded; the worker still receives the context.
     unsampled = "1" * 32
@@ -169,7 +183,7 @@ async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decis
     # A header that is no trace context starts a new trace.
     await system.complete(traceparent=f"00-{'0' * 32}-{CLIENT_SPAN}-01")
     last = system.engine.traceparents[-1][3:35]
-    await collector.until(lambda: len(collector.of_trace(last)) >= 7)
+    await collector.until(lambda: len(collector.of_trace(last)) >= 10)
     assert not collector.of_trace(unsampled)
 
     # A collector that fails costs spans, no request.

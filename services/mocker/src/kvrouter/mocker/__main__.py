@@ -16,6 +16,7 @@ from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.process.lifecycle import run
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.telemetry.metrics import new_registry, serving_ops
+from kvrouter.runtime.tracing.configuration import tracing
 from kvrouter.v1 import worker_pb2
 
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -34,6 +35,7 @@ def main() -> None:
         registry, health = new_registry(), HealthBoard()
         await health.announce([_SERVICE])
         async with (
+            tracing(settings, registry),
             serving_ops(
                 settings.http_bind,
                 registry,

@@ -23,6 +23,7 @@ from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.process.lifecycle import StartRefused
+from kvrouter.runtime.tracing import tracer
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
 
@@ -75,6 +76,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         load_report_seconds=settings.load_report_seconds,
         lease_ttl_seconds=settings.lease_seconds,
         drain_seconds=settings.drain_seconds,
+        tracer=tracer(),
     )
 
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrouter.net.etcd import EtcdAccess, InvalidEndpoint
 from kvrouter.net.nats_access import InvalidNats, NatsAccess
@@ -14,6 +15,9 @@ from kvrouter.publisher.errors import InvalidConfig
 from kvrouter.v1.common_pb2 import Component, CopyCounting, Role, Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 HASH_SCHEME = "xxh3-1337"
 """Identifier of the hash algorithm and seed of local hashes; the only scheme so far."""
@@ -129,6 +133,10 @@ class WorkerConfig:
 
     flush_seconds: float = 5.0
     """Time for unsent events to be sent when the worker stops, seconds, 0 or more."""
+
+    tracer: Tracer | None = field(default=None, compare=False, repr=False)
+    """Tracer of OpenTelemetry that records requests whose caller records them; None records none. The worker needs
+    the package ``opentelemetry-api`` then."""
 
     journal_path: Path | None = None
     """Directory of the journals, one file per rank. For a relay: a process beside the engine that can die and restart

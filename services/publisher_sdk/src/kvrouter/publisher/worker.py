@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvrouter.net.etcd import AWAY, LeasedKeys, connect
 from kvrouter.net.logs import get_logger
@@ -45,6 +46,9 @@ from kvrouter.v1.registry_pb2 import ModelFile
 from kvrouter.v1.worker_pb2 import GetLoadResponse
 from nats.errors import Error as NatsError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+
+if TYPE_CHECKING:
+    from kvrouter.publisher.serving.request_spans import RequestSpans
 
 __all__ = [
     "Engine",
@@ -131,6 +135,7 @@ class Worker:
             lambda: load_response(config, self.load_reports()),
             Tls.of(config.tls),
             structured_output=config.structured_output,
+            spans=_spans(config),
         )
         self._link = NatsLink(config.nats, f"kvrouter-worker-{config.worker_id:016x}")
         self._keys = LeasedKeys(
@@ -335,6 +340,15 @@ def load_reports(
         report.total_blocks = report.total_blocks or config.ranks.get(dp_rank, 0)
         reports.append(report)
     return sorted(reports, key=lambda report: report.rank.dp_rank)
+
+
+def _spans(config: WorkerConfig) -> RequestSpans | None:
+    if config.tracer is None:
+        return None
+    # Imported only here, since the SDK does not require OpenTelemetry.
+    from kvrouter.publisher.serving.request_spans import RequestSpans
+
+    return RequestSpans(config.tracer, config.worker_id)
 
 
 def load_response(config: WorkerConfig, reports: Sequence[LoadReport]) -> GetLoadResponse:

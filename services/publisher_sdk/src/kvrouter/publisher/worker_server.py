@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
@@ -38,6 +38,9 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateRequest,
 )
 
+if TYPE_CHECKING:
+    from kvrouter.publisher.serving.request_spans import RequestSpans
+
 log = get_logger(__name__)
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -59,8 +62,11 @@ class WorkerServer:
         tls: Tls | None = None,
         *,
         structured_output: bool = False,
+        spans: RequestSpans | None = None,
     ) -> None:
+        """``spans`` records requests; None records none."""
         self._tls = tls
+        self._spans = spans
         self._requests = RunningRequests(engine, structured_output=structured_output)
         self._ranks = ranks
         self._load = load
@@ -167,7 +173,12 @@ class WorkerServer:
             raise RequestRefused(
                 "max_tokens is 0", field="stop_conditions.max_tokens", advice="Set max_tokens to 1 or more."
             )
-        self._requests.start(request, call)
+        traced = None if self._spans is None else self._spans.begin(request, call)
+        if traced is None:
+            self._requests.start(request, call)
+            return
+        with traced.starting():
+            self._requests.start(request, traced)
 
     async def _abort(self, data: bytes, _context: _Context) -> AbortResponse:
         request = _parse(AbortRequest, data)

@@ -12,6 +12,7 @@ from kvrouter.publisher.adapters.translation import TranslationOptions
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.relay.relaying import EventSource
 from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
+from kvrouter.runtime.tracing import tracer
 from kvrouter.sidecar.engines.description import EngineDescription, Overrides
 from kvrouter.sidecar.settings import SidecarSettings
 from kvrouter.v1.common_pb2 import CopyCounting
@@ -72,6 +73,7 @@ class EngineOptions:
             load_report_seconds=0,  # reported whenever the engine was asked
             lease_ttl_seconds=settings.lease_seconds,
             drain_seconds=settings.drain_seconds,
+            tracer=tracer(),
             journal_path=settings.journal_path if engine.events else None,
             # The engine says nothing of its lifetime. Journal and engine are compared by their last message instead.
             engine_incarnation=f"{self.url} {engine.model}" if settings.journal_path and engine.events else "",

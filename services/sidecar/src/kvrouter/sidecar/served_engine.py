@@ -72,9 +72,9 @@ class ServedEngine:
             async with asyncio.timeout(None) as limit:
                 self._running[request.request_id] = limit
                 # The SDK runs and closes each generator in one task, so the span ends in the context of its beginning.
-                with span("kvrouter.v1.WorkerService/Generate", Kind.SERVER) as request_span:
-                    if request_span.recording:
-                        request_span.set({"server.address": self._http.url, "kvrouter.request_id": request.request_id})
+                with span(f"POST {call.path}", Kind.CLIENT) as engine_span:
+                    if engine_span.recording:
+                        engine_span.set({"server.address": self._http.url})
                     async with aclosing(self._outputs(call)) as outputs:
                         async for output in outputs:
                             yield output

@@ -1,8 +1,18 @@
 """Distributed tracing of requests with OpenTelemetry, which is an extra and off by default."""
 
-from kvrouter.runtime.tracing.spans import Attribute, Kind, Span, current_span, is_recording, request_span, span
+from kvrouter.runtime.tracing.spans import Attribute, Kind, Span, current_span, is_recording, request_span, span, tracer
 
 STARTS_TRACES = frozenset(f"kvrouter.v1.FrontendService.{name}" for name in ("Generate", "BestWorker"))
 """Methods whose calls start a trace if the client has sent no trace context."""
 
-__all__ = ["STARTS_TRACES", "Attribute", "Kind", "Span", "current_span", "is_recording", "request_span", "span"]
+__all__ = [
+    "STARTS_TRACES",
+    "Attribute",
+    "Kind",
+    "Span",
+    "current_span",
+    "is_recording",
+    "request_span",
+    "span",
+    "tracer",
+]

@@ -21,7 +21,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
 
 _EXPORT_SECONDS = 5.0
 """Maximum time of one export, its repetitions included."""
@@ -100,12 +100,13 @@ class OpenTelemetryRecorder:
     """Records spans with a tracer of OpenTelemetry."""
 
     def __init__(self, provider: TracerProvider) -> None:
-        self._tracer = provider.get_tracer("kvrouter", VERSION)
+        self.tracer: Tracer = provider.get_tracer("kvrouter", VERSION)
+        """For libraries that record spans of their own."""
 
     @contextmanager
     def span(self, name: str, kind: Kind, traceparent: str) -> Iterator[Span]:
         """Returns a span under the given trace context; one that starts a trace if that is empty."""
-        recorded = self._tracer.start_span(name, context=_parent(traceparent), kind=_KINDS[kind])
+        recorded = self.tracer.start_span(name, context=_parent(traceparent), kind=_KINDS[kind])
         wrapped = _RecordedSpan(recorded)
         token = current.set(wrapped)
         try:

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvrouter.net import trace_context
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 Attribute: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 
@@ -56,6 +59,11 @@ class Span(Protocol):
 
 class Recorder(Protocol):
     """Records spans."""
+
+    @property
+    def tracer(self) -> Tracer:
+        """The tracer of OpenTelemetry, for libraries that record spans of their own."""
+        ...
 
     def span(self, name: str, kind: Kind, traceparent: str) -> AbstractContextManager[Span]:
         """Returns a span under the given trace context; one that starts a trace if that is empty."""
@@ -103,6 +111,11 @@ def install(recorder: Recorder | None) -> Recorder | None:
 def is_recording() -> bool:
     """Returns whether spans are recorded."""
     return _recorder is not None
+
+
+def tracer() -> Tracer | None:
+    """Returns the tracer of OpenTelemetry that records this process's spans, for the SDK; None if none does."""
+    return None if _recorder is None else _recorder.tracer
 
 
 def span(name: str, kind: Kind = Kind.INTERNAL) -> AbstractContextManager[Span]:
