@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kvrouter.core import Scope
 from kvrouter.mocker.serving.generations import Sampling, Sequenced
+from kvrouter.mocker.serving.tokenizer import decode
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.vllm.app import serving_vllm
 from kvrouter.mocker.vllm.transfers import LEASE_SECONDS, KvTransfers
@@ -98,7 +99,7 @@ async def test_token_ids_go_in_and_come_out(client: Client) -> None:
     assert body["id"] == "cmpl-one"
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (4, "length")
     assert choice["prompt_token_ids"] == PROMPT
-    assert choice["text"] == "".join(f" t{token}" for token in choice["token_ids"])
+    assert choice["text"] == decode(choice["token_ids"])
     assert body["usage"]["completion_tokens"] == 4
     again = await completed(client)
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
