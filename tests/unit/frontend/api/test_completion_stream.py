@@ -9,13 +9,27 @@ from typing import Any
 
 import pytest
 from kvrouter.frontend.api.completion_request import CompletionRequest
-from kvrouter.frontend.api.completion_stream import MAX_UNREAD_TOKENS, CompletionStream
+from kvrouter.frontend.api.completion_stream import MAX_UNREAD_TOKENS, CompletionStream, NumberedEvents
+from kvrouter.frontend.worker_client.output import TokensOnly
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
 LAST = GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH)
+
+
+class Numbered:
+    """Events of a client that differ in a number."""
+
+    def __init__(self, client: Client, before: bytes, after: bytes) -> None:
+        self._client, self._before, self._after = client, before, after
+
+    def write(self, number: int) -> bool:
+        if self._client.is_full:
+            return False
+        self._client.write_event(self._before + b"%d" % number + self._after)
+        return True
 
 
 class Client:
@@ -42,6 +56,10 @@ class Client:
     def write_event(self, data: bytes) -> None:
         assert b"\n" not in data
         self.events.append(data)
+
+    def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
+        assert self.begun
+        return Numbered(self, before, after)
 
     def end(self, *, close: bool = False) -> None:
         self.ended, self.closed = True, close
@@ -94,6 +112,57 @@ async def test_each_piece_is_written_as_it_arrives() -> None:
     assert client.events[-1] == b"[DONE]"
     assert client.ended
     assert not client.closed
+
+
+def single(token_id: int) -> TokensOnly:
+    output = TokensOnly()
+    output.token_ids = (token_id,)
+    return output
+
+
+async def test_a_piece_that_is_only_a_token_becomes_the_same_chunk_as_any_other() -> None:
+    chunks = []
+    for later in (
+        [GenerateOutput(token_ids=[number]) for number in (7, 4_000_000_000)],
+        [single(7), single(4_000_000_000)],
+    ):
+        client = Client()
+        completion = stream(client)
+        completion.output(b"", GenerateOutput(token_ids=[10], cached_tokens=16))
+        for piece in later:
+            completion.output(b"", piece)
+        completion.output(b"", LAST)
+        await completion.end()
+        chunks.append([chunk["choices"] for chunk in client.chunks])
+    assert chunks[0] == chunks[1]
+    assert len(chunks[0]) == 4
+
+
+async def test_the_first_single_token_of_a_continuation_says_where_it_runs() -> None:
+    client = Client()
+    completion = stream(client)
+    for token_id in (1, 2):
+        completion.output(b"", single(token_id))
+    completion.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=6), migrations=1))
+    for token_id in (3, 4):
+        completion.output(b"", single(token_id))
+    assert list(client.token_ids) == [1, 2, 3, 4]
+    assert ["kvrouter" in chunk for chunk in client.chunks] == [False, False, True, False]
+
+
+async def test_single_tokens_that_a_client_has_not_read_become_one_chunk_and_count() -> None:
+    client = Client()
+    completion = stream(client, stream_options={"include_usage": True})
+    completion.output(b"", single(10))
+    client.reads.clear()
+    for token_id in (11, 12):
+        completion.output(b"", single(token_id))
+    client.reads.set()
+    completion.output(b"", single(13))
+    completion.output(b"", LAST)
+    await completion.end()
+    assert [choice["token_ids"] for chunk in client.chunks for choice in chunk["choices"]] == [[10], [11, 12, 13, 12]]
+    assert client.chunks[-1]["usage"]["completion_tokens"] == 5
 
 
 async def test_usage_comes_last_if_it_is_requested() -> None:

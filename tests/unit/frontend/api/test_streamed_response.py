@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvrouter.frontend.api.completion_stream import NumberedEvents
 from kvrouter.frontend.api.openai.choice import Piece
 from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.openai.streamed_response import StreamedResponse
@@ -30,6 +31,9 @@ class Client:
 
     def write_event(self, data: bytes) -> None:
         self.chunks.append(json.loads(data))
+
+    def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
+        raise NotImplementedError
 
     def end(self, *, close: bool = False) -> None: ...
 

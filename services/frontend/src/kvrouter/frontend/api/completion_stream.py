@@ -11,13 +11,21 @@ import msgspec
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completions import FINISH_REASONS, CompletionFrame, migration_notice
 from kvrouter.frontend.api.token_list import encode_token_ids
-from kvrouter.frontend.worker_client.output import Output
+from kvrouter.frontend.worker_client.output import Output, TokensOnly
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 MAX_UNREAD_TOKENS = 1 << 16
 """Output tokens that are kept for a client that does not read, 256 KiB. What the operating system and the transport
 buffer comes on top: some ten thousand chunks."""
+
+
+class NumberedEvents(Protocol):
+    """Events that differ only in a number of 32 bits."""
+
+    def write(self, number: int) -> bool:
+        """Writes the event with this number. Returns False, and writes nothing, while the client does not read."""
+        ...
 
 
 class EventSink(Protocol):
@@ -39,6 +47,10 @@ class EventSink(Protocol):
 
     def write_event(self, data: bytes) -> None:
         """Writes an event."""
+        ...
+
+    def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
+        """Returns a writer of events with a number between these bytes. An event must have been written."""
         ...
 
     def end(self, *, close: bool = False) -> None:
@@ -70,9 +82,8 @@ class CompletionStream:
             number: b',"logprobs":null,"finish_reason":%b,"stop_reason":null}]}' % msgspec.json.encode(name)
             for number, name in FINISH_REASONS.items()
         }
-        # Around the token id of a chunk with one token, no finish reason and nothing else, as nearly all.
-        self._token_head = b""
-        self._token_tail = b"]" + self._after[0]
+        self._single_tokens: NumberedEvents | None = None
+        """Writes chunks with one token and nothing else, as nearly all are; None until the first chunk is written."""
         self._unread = array("I")
         self._unread_finish_reason: int = 0
         self._flushing: asyncio.Task[None] | None = None
@@ -84,7 +95,7 @@ class CompletionStream:
         envelope = msgspec.json.encode(self._frame.envelope())
         self._notice = migration_notice(routing)
         self._before = envelope[:-1] + b',"choices":[{"index":0,"text":""'
-        self._token_head = b""
+        self._single_tokens = None
 
     def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
         """Writes a piece of the output, or keeps its tokens if the client does not read.
@@ -92,11 +103,21 @@ class CompletionStream:
         Raises:
             TooLarge: more tokens are kept than may be.
         """
+        token_ids = output.token_ids
+        if (
+            (single_tokens := self._single_tokens) is not None
+            and type(output) is TokensOnly
+            and len(token_ids) == 1
+            and self._flushing is None
+            and single_tokens.write(token_ids[0])
+        ):
+            self._frame.output_tokens += 1
+            return
         self._frame.count(output)
         if self._flushing is None and not self._events.is_full:
-            self._write(output.token_ids, output.finish_reason)
+            self._write(token_ids, output.finish_reason)
             return
-        self._unread.extend(output.token_ids)
+        self._unread.extend(token_ids)
         self._unread_finish_reason = output.finish_reason
         if len(self._unread) > MAX_UNREAD_TOKENS:
             raise TooLarge(
@@ -137,12 +158,6 @@ class CompletionStream:
         self._write(token_ids, self._unread_finish_reason)
 
     def _write(self, token_ids: Any, finish_reason: int) -> None:
-        if self._token_head and not finish_reason and len(token_ids) == 1:
-            self._events.write_event(self._token_head + b"%d" % token_ids[0] + self._token_tail)
-        else:
-            self._write_any(token_ids, finish_reason)
-
-    def _write_any(self, token_ids: Any, finish_reason: int) -> None:
         before, after = self._before, self._after.get(finish_reason) or self._after[0]
         if self._notice:
             after, self._notice = b"%b%b}" % (after[:-1], self._notice), b""
@@ -153,5 +168,5 @@ class CompletionStream:
             self._prompt_is_due = False
             after = b',"prompt_token_ids":%b%b' % (self._frame.prompt_token_ids(), after)
         self._events.write_event(b'%b,"token_ids":%b%b' % (before, encode_token_ids(token_ids), after))
-        if not self._prompt_is_due:
-            self._token_head = before + b',"token_ids":['
+        if self._single_tokens is None and not self._prompt_is_due:
+            self._single_tokens = self._events.numbered(before + b',"token_ids":[', b"]" + self._after[0])

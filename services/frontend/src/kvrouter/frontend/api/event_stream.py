@@ -6,25 +6,49 @@ and does not wait. So this class writes the response to the transport itself, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from email.utils import formatdate
 
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.base_protocol import BaseProtocol
 
 _END_OF_BODY = b"0\r\n\r\n"
 _FRAMING_BYTES = len(b"data: \n\n")
 """What an event adds to its data."""
-_SHORT = 1024
-"""Bytes of data below which the head of a chunk is not formatted anew: nearly every event of a stream."""
+_MAX_DIGITS = 10
+"""Digits of the largest number of 32 bits."""
 
 
-def _chunk_head(size: int) -> bytes:
-    """Returns what precedes the data of an event in a chunk of its own."""
-    return b"%x\r\ndata: " % (size + _FRAMING_BYTES)
+class NumberedEvents:
+    """Writes events that differ only in a number. What surrounds it is formatted once, for each number of digits."""
 
+    def __init__(
+        self, transport: asyncio.Transport, protocol: BaseProtocol, heads: Sequence[bytes], tail: bytes
+    ) -> None:
+        """Writes nothing yet.
 
-_HEADS = [_chunk_head(size) for size in range(_SHORT)]
+        Args:
+            transport: Connection to the client.
+            protocol: Says whether the client reads.
+            heads: What precedes the number, by its number of digits.
+            tail: What follows it.
+        """
+        self._transport = transport
+        self._protocol = protocol
+        self._heads = heads
+        self._tail = tail
+
+    def write(self, number: int) -> bool:
+        """Writes the event with this number. Returns False, and writes nothing, while the client does not read."""
+        if self._protocol.writing_paused:
+            return False
+        transport = self._transport
+        if not transport.is_closing():  # Otherwise aiohttp cancels the handler.
+            digits = b"%d" % number
+            transport.write(self._heads[len(digits)] + digits + self._tail)
+        return True
 
 
 class EventStream(web.StreamResponse):
@@ -39,6 +63,8 @@ class EventStream(web.StreamResponse):
         self._protocol = request.protocol
         self._transport = request.transport
         self._chunked = request.version >= HttpVersion11
+        self._after = b"\n\n\r\n" if self._chunked else b"\n\n"
+        """What follows the data of an event."""
         # Without chunks, the end of the connection is the end of the body.
         self._keeps_connection = request.keep_alive and self._chunked
 
@@ -66,15 +92,31 @@ class EventStream(web.StreamResponse):
         transport = self._transport
         if transport is None or transport.is_closing():
             return  # aiohttp cancels the handler.
-        if self._chunked:
-            size = len(data)
-            text = (_HEADS[size] if size < _SHORT else _chunk_head(size)) + data + b"\n\n\r\n"
-        else:
-            text = b"data: %b\n\n" % data
+        text = self._before(len(data)) + data + self._after
         if not self.begun:
             self.begun = True
             text = self._head() + text
         transport.write(text)
+
+    def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
+        """Returns a writer of events that differ only in a number of 32 bits, such as a token id.
+
+        Args:
+            before: The data before the number, without a line break.
+            after: The data after it.
+
+        Raises:
+            RuntimeError: the response has not begun.
+        """
+        if not self.begun or self._transport is None:
+            raise RuntimeError("expected a response that has begun, since numbered events follow its head")
+        sizes = range(len(before) + len(after), len(before) + len(after) + _MAX_DIGITS + 1)
+        heads = [self._before(size) + before for size in sizes]
+        return NumberedEvents(self._transport, self._protocol, heads, after + self._after)
+
+    def _before(self, size: int) -> bytes:
+        """Returns what precedes an event's data of this size: each event is a chunk of its own."""
+        return b"%x\r\ndata: " % (size + _FRAMING_BYTES) if self._chunked else b"data: "
 
     def end(self, *, close: bool = False) -> None:
         """Ends the response; with ``close`` also the connection, once the client has read the rest."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from typing import Final
 
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateResponse
 
 _MAX_PIECES = 512
-"""Encoded pieces that are kept before their tokens are extracted."""
+"""Encoded pieces that are kept before ``compact`` extracts their tokens."""
 
 _parse = WorkerServiceGenerateResponse.FromString
 
@@ -22,12 +23,12 @@ class KeptOutput:
     def __init__(self) -> None:
         self._tokens = array("I")
         self._pieces: list[bytes] = []
-
-    def add(self, encoded: bytes) -> None:
+        self.add: Final = self._pieces.append
         """Adds a piece, an encoded WorkerServiceGenerateResponse."""
-        pieces = self._pieces
-        pieces.append(encoded)
-        if len(pieces) > _MAX_PIECES:
+
+    def compact(self) -> None:
+        """Limits the memory of the pieces. To be called now and then."""
+        if len(self._pieces) > _MAX_PIECES:
             self._extract()
 
     def packed(self) -> bytes:

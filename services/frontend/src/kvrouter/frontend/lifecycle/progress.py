@@ -49,10 +49,11 @@ class Progress:
         """Prompt tokens that the worker found cached; None while it has not said so."""
         self._booking = booking
         self._link = link
-        self._receiver = receiver
         self._metrics = metrics
         self._since_ns = since_ns
+        self._kept = kept
         self._keep = None if kept is None else kept.add
+        self._output = receiver.output
         self._observe_latency = metrics.token_latency.observe
         self._continues = continues
         self._handover_us = handover_us
@@ -91,7 +92,7 @@ class Progress:
                 self._metrics.cached_tokens.inc(output.cached_tokens)
                 self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
                 self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
-        self._receiver.output(encoded, output)
+        self._output(encoded, output)
 
     @property
     def first_output_unix_ns(self) -> int:
@@ -118,6 +119,8 @@ class Progress:
         self._link.report_output(booking, self.output_tokens)
         self._room = self.output_tokens + -(booking.prompt_tokens + self.output_tokens) % booking.block_size
         self._count()
+        if self._kept is not None:
+            self._kept.compact()
 
     def _count(self) -> None:
         self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)

@@ -137,10 +137,15 @@ class WorkerAttempt:
             self._finish()  # A finish reason ends the output; whatever follows is ignored.
             return
         token_ids = read_tokens(encoded)
-        if token_ids is not None and self._has_output and self._limit.admits(len(token_ids)):
-            self._pass_on(encoded, TokensOnly(token_ids))
-        else:
+        if token_ids is None or not self._has_output or not self._limit.admits(len(token_ids)):
             self._take(encoded)
+            return
+        output = TokensOnly()
+        output.token_ids = token_ids
+        try:
+            self._on_output(encoded, output)
+        except Exception as error:
+            self._receiver_failed(error)
 
     def _take(self, encoded: bytes) -> None:
         """Passes a piece on that begins or ends the output, or has more than tokens."""
@@ -202,8 +207,11 @@ class WorkerAttempt:
         try:
             self._on_output(encoded, output)
         except Exception as error:
-            # Raised in the request's task, since the connection serves other requests.
-            self._end(error.untraced() if isinstance(error, KvRouterError) else error)
+            self._receiver_failed(error)
+
+    def _receiver_failed(self, error: Exception) -> None:
+        """Ends the attempt. The error is raised in the request's task, since the connection serves other requests."""
+        self._end(error.untraced() if isinstance(error, KvRouterError) else error)
 
     def _pass_on_unfinished(self, output: GenerateOutput) -> None:
         """Passes on the tokens of a failed request's last piece. The request continues on another worker."""

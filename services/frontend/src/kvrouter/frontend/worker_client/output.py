@@ -9,7 +9,10 @@ from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TopLogprobs
 
 
 class TokensOnly:
-    """A piece with nothing but tokens. It is read like a GenerateOutput, at a fraction of the cost of one."""
+    """A piece with nothing but tokens. It is read like a GenerateOutput, at a fraction of the cost of one.
+
+    Whoever makes one sets ``token_ids``: an ``__init__`` would double what it costs.
+    """
 
     __slots__ = ("token_ids",)
 
@@ -18,9 +21,8 @@ class TokensOnly:
     logprobs: Final[Sequence[float]] = ()
     top_logprobs: Final[Sequence[TopLogprobs]] = ()
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = token_ids
-        """Token ids; at least one."""
+    token_ids: Sequence[int]
+    """Token ids; at least one."""
 
     def HasField(self, name: str) -> bool:  # noqa: ARG002, N802 - as of a message
         """Returns False: no optional field is set."""
