@@ -363,3 +363,11 @@ def test_the_line_of_a_disaggregated_component_has_its_role() -> None:
     found = lines(system([scheduler(first, pool(rank(2), name="second", role=Role.ROLE_DECODE))]))
     assert "model m, prefill workers, mode kv" in line(found, "ns/first")
     assert "model m, decode workers, mode kv" in line(found, "ns/second")
+
+
+def test_a_lost_worker_is_named_though_its_component_has_no_rank_of_it() -> None:
+    lost = found_in(1, WorkerHealthState.WORKER_HEALTH_STATE_LOST, endpoint="a:1")
+    sound = found_in(2, WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY)
+    found = lines(System(NOW, [scheduler(pool(rank(2)))], frontends=[frontend(lost, sound)]))
+    assert "1 worker lost" in line(found, "Frontend")
+    assert line(found, "lost: ").rstrip() == "lost: worker 1 at a:1; not registered any more, and no answer to probes"

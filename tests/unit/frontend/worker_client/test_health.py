@@ -13,6 +13,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
 
 POOL, OTHER = ComponentName("ns", "pool"), ComponentName("ns", "other")
+HEALTHY = WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY
+LOST, SUSPECTED = WorkerHealthState.WORKER_HEALTH_STATE_LOST, WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED
 FAILED = WorkerFailure(1, "INTERNAL", "worker 1 failed with INTERNAL: boom")
 
 
@@ -175,3 +177,46 @@ def test_a_worker_that_comes_back_at_its_address_under_another_id_is_one_worker(
     miss(found, "a:1", 5)
     assert sorted(found.avoided(POOL)) == [1, 9]
     assert all(found.why_avoided(POOL).values())
+
+
+def test_a_worker_whose_lease_ends_while_it_does_not_answer_is_lost_for_a_minute() -> None:
+    clock = Clock()
+    found = health(clock)
+    miss(found, "a:1", 5)
+    found.update(components({2: "b:1"}))
+    assert [(each.worker_id, each.state) for each in found.status(POOL)] == [(1, LOST), (2, HEALTHY)]
+    assert [worker.worker_id for worker in found.healthy(POOL)] == [2]
+    assert "a:1" in found.endpoints(), "it is probed, since it may come back"
+    clock.now = 61
+    found.interval_ended(1)
+    assert [each.worker_id for each in found.status(POOL)] == [2]
+    assert (list(found.endpoints()), found.suspected) == (["b:1"], 0)
+
+
+def test_a_lost_worker_is_listed_while_calls_run_on_it() -> None:
+    clock = Clock()
+    found = health(clock)
+    call = found.begin("a:1")
+    found.update(components({2: "b:1"}))
+    assert [each.worker_id for each in found.status(POOL)] == [2], "it has not missed a probe"
+    miss(found, "a:1", 5)
+    clock.now = 61
+    found.interval_ended(1)
+    assert next((each.worker_id, each.state, each.calls) for each in found.status(POOL)) == (1, LOST, 1)
+    call.end()
+    assert [each.worker_id for each in found.status(POOL)] == [2]
+
+
+def test_a_lost_worker_that_registers_again_is_not_lost() -> None:
+    found = health()
+    miss(found, "a:1", 5)
+    found.update(components({2: "b:1"}))
+    found.update(components({1: "a:1", 2: "b:1"}))
+    assert states(found) == [SUSPECTED, HEALTHY]
+    found.answered("a:1")
+    found.update(components({2: "b:1"}))
+    assert states(found) == [HEALTHY], "it has signed off"
+    found.update(components({1: "a:1", 2: "b:1"}))
+    miss(found, "a:1", 5)
+    found.update(components({1: "z:1", 2: "b:1"}))
+    assert states(found) == [HEALTHY, HEALTHY], "it was started again elsewhere"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from kvrouter.cli.top.decisions_table import decisions_table
@@ -13,7 +13,7 @@ from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.rank_notes import BACKED_OFF
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Role
-from kvrouter.v1.frontend_pb2 import WorkerHealthState
+from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse
 from rich.console import Group, RenderableType
@@ -45,11 +45,14 @@ def frame(system: System, hit_rates: HitWindow, *, width: int, height: int | Non
     lines: list[RenderableType] = [*_head(system), Text()]
     components = system.components()
     statuses = {component: status for component, (_, status) in components.items()}
-    notes = sum(len(_notes(status, hit_rates.rate(component))) for component, status in statuses.items())
-    ranks, decisions = _room(list(statuses.values()), notes, len(lines), height)
+    notes = {
+        component: [*_lost_line(system.worker_health(component)), *_notes(status, hit_rates.rate(component))]
+        for component, status in statuses.items()
+    }
+    ranks, decisions = _room(list(statuses.values()), sum(map(len, notes.values())), len(lines), height)
     for component, (viewed_by, status) in components.items():
         lines.append(_component_line(component, status, viewed_by, system, hit_rates))
-        lines.extend(_notes(status, hit_rates.rate(component)))
+        lines.extend(notes[component])
         lines.append(
             ranks_table(
                 status.ranks,
@@ -132,6 +135,7 @@ def _frontend_line(view: FrontendView) -> Text:
     calls = sum(each.calls for each in view.health.workers)
     text = Text(f"Frontend  at {view.address}  {amount(calls, 'call')} at workers")
     for words, count in (
+        ("lost", view.in_state(WorkerHealthState.WORKER_HEALTH_STATE_LOST)),
         ("suspected", view.in_state(WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED)),
         ("stalled", view.in_state(WorkerHealthState.WORKER_HEALTH_STATE_STALLED)),
         ("backed off", view.in_state(*BACKED_OFF)),
@@ -179,6 +183,20 @@ def _component_line(
 
 def _notes(status: ComponentStatus, hit_rate: HitRate) -> list[Text]:
     return [*_replica_line(status), *queue_lines(status.queued), *_prediction_line(hit_rate)]
+
+
+def _lost_line(health: Mapping[int, Sequence[WorkerHealth]]) -> list[Text]:
+    """Returns a line about workers that are not registered any more, so that the table has no rank of theirs."""
+    lost = [
+        f"{worker_id} at {each.endpoint}"
+        for worker_id, views in sorted(health.items())
+        for each in views[:1]
+        if all(view.state == WorkerHealthState.WORKER_HEALTH_STATE_LOST for view in views)
+    ]
+    if not lost:
+        return []
+    workers = f"worker{'s' if len(lost) > 1 else ''} {', '.join(lost)}"
+    return [Text(f"lost: {workers}; not registered any more, and no answer to probes", "red")]
 
 
 def _prediction_line(hit_rate: HitRate) -> list[Text]:

@@ -19,6 +19,7 @@ _NAMED = 5
 """Maximum number of ranks or workers that a problem names."""
 
 _STATE_NAMES = {
+    WorkerHealthState.WORKER_HEALTH_STATE_LOST: "lost: not registered any more, and no answer to probes",
     WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED: "no answer to probes",
     WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF: "requests fail",
     WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN: "on trial after failed requests",

@@ -7,12 +7,13 @@ Workers are identified by address, so that a worker that restarts elsewhere has 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Set
 from random import Random
 
 import structlog
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff, CircuitBreaker
 from kvrouter.frontend.worker_client.observed_worker import (
+    LOST_SECONDS,
     REASONS,
     ObservedWorker,
     Registered,
@@ -94,10 +95,18 @@ class WorkerHealth:
             worker = self._worker(endpoint)
             worker.registered = registrations
             worker.migrate_unix_ns = migrating.get(endpoint, 0)
+        live = {(name, each.worker_id) for found in registered.values() for name, each in found}
         for endpoint in self._workers.keys() - registered.keys():
-            self._workers[endpoint].registered = ()
-            self.forget_if_gone(self._workers[endpoint])
+            self._leave(self._workers[endpoint], live)
         self._wake(self._unhealthy.values())  # A new worker may take the requests of suspected ones.
+
+    def _leave(self, worker: ObservedWorker, live: Set[tuple[ComponentName, int]]) -> None:
+        if worker.registered:
+            worker.former = worker.registered
+            worker.kept_until = self._clock() + LOST_SECONDS if worker.suspected else 0.0
+        worker.registered = ()
+        worker.former = [(name, each) for name, each in worker.former if (name, each.worker_id) not in live]
+        self.forget_if_gone(worker)
 
     def endpoints(self) -> KeysView[str]:
         """Returns the addresses of all workers, including those that left with calls still running."""
@@ -146,6 +155,7 @@ class WorkerHealth:
         """Looks for workers that are stalled, generate again, or must be left. To be called at the end of intervals."""
         now_ns = time.time_ns()
         for worker in list(self._workers.values()):
+            self.forget_if_gone(worker)
             worker.leaving = 0 < worker.migrate_unix_ns <= now_ns
             if worker.leaving:
                 self._wake([worker])
@@ -228,12 +238,12 @@ class WorkerHealth:
         self.reclassify(worker)
 
     def status(self, component: ComponentName | None = None) -> list[WorkerHealthMessage]:
-        """Returns the health of every registered worker, or of those of one component."""
+        """Returns the health of every worker that is registered or lost, or of those of one component."""
         now = self._clock()
         entries = [
             (name, registration, worker)
             for worker in self._workers.values()
-            for name, registration in worker.registered
+            for name, registration in (worker.former if worker.is_lost else worker.registered)
             if component in (None, name)
         ]
         entries.sort(key=lambda entry: (str(entry[0]), entry[1].worker_id))
@@ -277,7 +287,9 @@ class WorkerHealth:
                     reconsider()
 
     def forget_if_gone(self, worker: ObservedWorker) -> None:
-        """Forgets a worker that has left and has no more calls."""
-        if not worker.registered and not worker.calls:
+        """Forgets a worker that has left and has no more calls; a lost one that nobody replaces, after a minute."""
+        if worker.registered or worker.calls:
+            return
+        if not worker.is_lost or not worker.former or self._clock() >= worker.kept_until:
             self._workers.pop(worker.endpoint, None)
             self._unhealthy.pop(worker.endpoint, None)

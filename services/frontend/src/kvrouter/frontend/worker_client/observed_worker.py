@@ -19,6 +19,9 @@ REASONS = {
 }
 """Why requests avoid a worker."""
 
+LOST_SECONDS = 60.0
+"""Time for which a worker is listed as lost that was suspected when its registration ended, seconds."""
+
 Registered = tuple[ComponentName, WorkerRegistration]
 
 
@@ -32,6 +35,10 @@ class ObservedWorker:
     """None if stalls are not detected."""
     registered: Sequence[Registered] = ()
     """Its registrations. Empty after it left; two if it came back under another id."""
+    former: Sequence[Registered] = ()
+    """Its registrations before it left, unless they came back elsewhere."""
+    kept_until: float = 0.0
+    """Time at which it is forgotten after it left, unless calls run on it; seconds."""
     calls: int = 0
     """Running Generate calls."""
     missed: int = 0
@@ -51,6 +58,11 @@ class ObservedWorker:
     """Its calls, with the functions to call while they should leave the worker."""
 
     @property
+    def is_lost(self) -> bool:
+        """Whether its registration has ended, and it does not answer."""
+        return self.suspected and not self.registered
+
+    @property
     def should_be_left(self) -> bool:
         """Whether its requests should leave it."""
         return self.suspected or self.stalled or self.leaving
@@ -63,6 +75,8 @@ def is_healthy(worker: ObservedWorker, now: float) -> bool:
 
 def state_of(worker: ObservedWorker, now: float) -> WorkerHealthState:
     """Returns the state of a worker at a time, in seconds of the clock of its circuit."""
+    if worker.is_lost:
+        return WorkerHealthState.WORKER_HEALTH_STATE_LOST
     if worker.suspected:
         return WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED
     if worker.stalled:

@@ -14,6 +14,7 @@ from kvrouter.v1.scheduler_pb2 import RankStatus
 BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN)
 """States of workers whose requests have failed."""
 _HEALTH = (
+    ("lost", (WorkerHealthState.WORKER_HEALTH_STATE_LOST,)),
     ("suspected", (WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED,)),
     ("stalled", (WorkerHealthState.WORKER_HEALTH_STATE_STALLED,)),
     ("backed off", BACKED_OFF),
