@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from kvrouter.frontend.scheduler_client.connections import SchedulerConnection
+from kvrouter.frontend.scheduler_client.first_step import FirstStep
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+
+
+class SelectionUnanswered(Exception):
+    """The session has ended, or the deadline of a selection has passed."""
 
 
 class Session:
@@ -15,8 +24,8 @@ class Session:
         self.connection = connection
         self.unanswered = 0
         """Number of calls with updates that are not answered."""
-        self.selections: set[asyncio.Timeout] = set()
-        """The time limits of the selections under way."""
+        self._waiting: set[asyncio.Timeout] = set()
+        """The time limits of the selections that wait for the Scheduler."""
         self._ended = asyncio.Event()
         self._cause = ""
 
@@ -24,6 +33,33 @@ class Session:
     def has_ended(self) -> bool:
         """Whether the session has ended."""
         return self._ended.is_set()
+
+    async def answer(
+        self, selection: Coroutine[Any, Any, SelectWorkerResponse], deadline: Deadline
+    ) -> SelectWorkerResponse:
+        """Runs a selection while the session lasts. A Scheduler in this process mostly answers without waiting.
+
+        Raises:
+            SelectionUnanswered: the session or the time ended first.
+            KvRouterError: raised by the selection.
+        """
+        first = FirstStep(selection)
+        if not first.waits:
+            return first.result
+        limit = asyncio.timeout(0 if self.has_ended else deadline.remaining())
+        try:
+            async with limit:
+                self._waiting.add(limit)
+                try:
+                    return await first.rest()
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise SelectionUnanswered from None
+        finally:
+            del limit  # It refers to the task, whose exception's traceback refers to this frame.
 
     async def ended(self) -> str:
         """Returns when the session has ended, with the cause."""
@@ -37,6 +73,6 @@ class Session:
         self._cause = cause
         self._ended.set()
         now = asyncio.get_running_loop().time()
-        for selection in self.selections:
-            if not selection.expired():
-                selection.reschedule(now)
+        for limit in self._waiting:
+            if not limit.expired():
+                limit.reschedule(now)

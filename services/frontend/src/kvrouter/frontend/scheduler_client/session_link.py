@@ -20,7 +20,7 @@ from kvrouter.frontend.scheduler_client.booking_updates import MAX_UPDATES, Book
 from kvrouter.frontend.scheduler_client.connections import SchedulerConnection
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.scheduler_choice import SchedulerChoice
-from kvrouter.frontend.scheduler_client.session import Session
+from kvrouter.frontend.scheduler_client.session import SelectionUnanswered, Session
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.net import trace_context
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
@@ -154,27 +154,18 @@ class SchedulerLink:
         self._updates.select(request.booking)
         try:
             while True:
-                session: Session | None = None
-                limit = asyncio.timeout(deadline.remaining())
-                try:
-                    async with limit:
-                        await self._open.wait()
-                        session = self._session
-                        if session is None:
-                            continue
-                        sent = True
-                        session.selections.add(limit)
-                        try:
-                            selected = await self._select_in(session, request, deadline)
-                        finally:
-                            session.selections.discard(limit)
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    if session is not None and session.has_ended:
-                        continue
+                session = self._session or await self._opened(deadline)
+                if session is None:
                     if sent:
                         self._release(request.booking)
+                    raise self._unanswered()
+                sent = True
+                try:
+                    selected = await session.answer(self._select_in(session, request, deadline), deadline)
+                except SelectionUnanswered:
+                    if session.has_ended:
+                        continue
+                    self._release(request.booking)
                     raise self._unanswered() from None
                 except (NotFound, UnknownModel, NoWorkers):
                     if time.monotonic() >= self._young_until:
@@ -182,11 +173,8 @@ class SchedulerLink:
                     await asyncio.sleep(_REASSERT_SECONDS)
                     continue
                 except (SessionLost, DependencyAway, Draining) as error:
-                    if session is not None:
-                        self._end(session, str(error))
+                    self._end(session, str(error))
                     continue
-                finally:
-                    del limit  # It refers to the task, whose exception's traceback refers to this frame.
                 if selected.sharding_advised:
                     self._on_sharding_advised()
                 return selected
@@ -196,6 +184,16 @@ class SchedulerLink:
             raise
         finally:
             self._updates.selected(request.booking)
+
+    async def _opened(self, deadline: Deadline) -> Session | None:
+        """Returns the session when it is open; None if it is not before the deadline."""
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                while self._session is None:
+                    await self._open.wait()
+        except TimeoutError:
+            return None
+        return self._session
 
     async def _select_in(
         self, session: Session, request: SelectWorkerRequest, deadline: Deadline

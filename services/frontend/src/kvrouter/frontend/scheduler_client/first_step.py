@@ -1,0 +1,43 @@
+"""Runs a call up to where it waits first, so that what only a waiting call needs is set up for those that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Generator
+from types import coroutine
+from typing import Any, Generic, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+class FirstStep(Generic[_Result]):
+    """The first step of a coroutine, which runs at once. ``result`` or ``rest`` must follow."""
+
+    def __init__(self, call: Coroutine[Any, Any, _Result]) -> None:
+        """Runs the step. Raises what the coroutine raises in it."""
+        self._call = call
+        self.waits = True
+        """Whether the coroutine waits for something now."""
+        try:
+            self._waits_for = call.send(None)
+        except StopIteration as ended:
+            self.waits = False
+            self.result: _Result = ended.value
+            """What it returned, if it does not wait."""
+
+    @coroutine
+    def rest(self) -> Generator[Any, Any, _Result]:
+        """Waits, and runs the other steps. Returns what the coroutine returns."""
+        call, waits_for = self._call, self._waits_for
+        while True:
+            failure: BaseException | None = None
+            try:
+                received = yield waits_for
+            except BaseException as error:  # cancellation included: the coroutine decides about it
+                failure = error
+            try:
+                waits_for = call.send(received) if failure is None else call.throw(failure)
+            except StopIteration as ended:
+                result: _Result = ended.value
+                return result
+            finally:
+                del failure  # Its traceback refers to this frame.
