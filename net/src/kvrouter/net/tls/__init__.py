@@ -1,6 +1,5 @@
 """Transport security: certificates from files, which are read again when they change, for gRPC and HTTP."""
 
-from kvrouter.net.tls.callers import CallerCheck
 from kvrouter.net.tls.certificates import InvalidCertificate
 from kvrouter.net.tls.channel import open_channel
 from kvrouter.net.tls.listening import add_port, warn_if_exposed
@@ -8,7 +7,6 @@ from kvrouter.net.tls.options import ClientAuth, InvalidTls, TlsOptions
 from kvrouter.net.tls.tls import Tls
 
 __all__ = [
-    "CallerCheck",
     "ClientAuth",
     "InvalidCertificate",
     "InvalidTls",

@@ -12,12 +12,13 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from kvrouter.net import trace_context
+from kvrouter.net.authorization import CallerCheck
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
 from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
-from kvrouter.net.tls import CallerCheck, Tls, add_port
+from kvrouter.net.tls import Tls, add_port
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.engine import Engine, StepEngine

@@ -22,11 +22,12 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.net import trace_context
+from kvrouter.net.authorization import CallerCheck
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.net.server_reflection import add_reflection
-from kvrouter.net.tls import CallerCheck, Tls, add_port
+from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     INTERNAL_ERROR,
