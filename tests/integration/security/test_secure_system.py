@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,9 +18,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
+from kvrouter.net.authorization import may_call
 from kvrouter.net.calls import SERVICE as CALL_STREAMS
 from kvrouter.net.etcd import connect
 from kvrouter.net.tls import warn_if_exposed
+from kvrouter.v1 import indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ServiceRegistration, WorkerRegistration
 from structlog.testing import capture_logs
@@ -200,57 +204,86 @@ async def test_no_process_stands_in_for_one_of_another_role(
         assert not await grpc_answers(port, clients["administrator"], other)
 
 
-UNARY = {
-    "scheduler": "/kvrouter.v1.SchedulerService/GetStatus",
-    "indexer": "/kvrouter.v1.IndexerService/GetStats",
-    "worker": "/kvrouter.v1.WorkerService/GetLoad",
+SERVICES = {
+    "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
+    "indexer": indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"],
+    "worker": worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
 }
+UNREADABLE = b"\xff"
+"""A request that no method accepts: an admitted call changes nothing."""
+STREAM = "a call stream"
+ACCOUNTS = ("admin", "frontend", "scheduler", "indexer", "worker-0000000000000001")
 
 
-async def codes_of(port: Port, client: Client) -> set[grpc.StatusCode]:
-    """Codes of a call on its own, and of a call stream that ends at once."""
-    assert client.certificate is not None
-    files = client.certificate
+async def admitted_calls(port: Port, stack: Stack, account: str) -> set[str]:
+    """Methods of a port's service, and call streams, that the certificate of an account opens."""
+    assert stack.credentials is not None
+    authority = stack.credentials.authority
+    files = authority.paths(account)
     credentials = grpc.ssl_channel_credentials(
-        client.authority.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
+        authority.certificate_path.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
     )
     options = (("grpc.ssl_target_name_override", f"{port.role}.{PEER_DOMAIN}"), ("grpc.use_local_subchannel_pool", 1))
+    service = SERVICES[port.role]
     async with grpc.aio.secure_channel(port.address, credentials, options=options) as channel:
-        call = channel.unary_unary(UNARY[port.role])(b"", timeout=20)
         stream = channel.stream_stream(f"/{CALL_STREAMS}/OpenCallStream")(timeout=20)
         await stream.done_writing()
-        return {await call.code(), await stream.code()}
+        codes = {STREAM: await stream.code()}
+        for method in service.methods:
+            call = channel.stream_stream(f"/{service.full_name}/{method.name}")(timeout=20)
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                if not method.client_streaming:  # refused before it is read, so that a write could fail
+                    await call.write(UNREADABLE)
+                await call.done_writing()
+            with suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            codes[method.name] = await call.code()
+    return {name for name, code in codes.items() if code is not grpc.StatusCode.PERMISSION_DENIED}
 
 
-async def test_a_worker_calls_no_service_and_no_other_worker(
-    stack: Stack, ports: tuple[list[Port], list[Port]], clients: dict[str, Client]
+async def test_each_certificate_opens_the_calls_of_its_role_only(
+    stack: Stack, ports: tuple[list[Port], list[Port]]
 ) -> None:
-    assert stack.credentials is not None
-    files = stack.credentials.authority.paths("worker-0000000000000001")
-    worker = Client("worker", files, clients["administrator"].authority)
+    for port in ports[0]:
+        if port.role == SERVER_CERTIFICATES_ONLY:
+            continue
+        service = SERVICES[port.role]
+        for account in ACCOUNTS:
+            role = account.partition("-")[0]
+            expected = {each.name for each in service.methods if may_call({role}, f"{service.full_name}/{each.name}")}
+            on_streams = {"scheduler": {"frontend"}, "indexer": {"frontend", "scheduler"}, "worker": {"frontend"}}
+            if role in on_streams[port.role] | {"admin"}:
+                expected.add(STREAM)
+            assert await admitted_calls(port, stack, account) == expected, (port, account)
+
+
+async def test_refused_callers_are_counted_at_every_service(stack: Stack, ports: tuple[list[Port], list[Port]]) -> None:
     for port in ports[0]:
         if port.role != SERVER_CERTIFICATES_ONLY:
-            assert await codes_of(port, worker) == {grpc.StatusCode.PERMISSION_DENIED}, port
-            assert await codes_of(port, clients["administrator"]) == {grpc.StatusCode.OK}, port
+            await admitted_calls(port, stack, "worker-0000000000000001")
+    for port in ports[1]:
+        if port.role != SERVER_CERTIFICATES_ONLY:
+            assert await count_of(stack, port, 'kvrouter_refused_callers_total{reason="role"}') > 0, port
+
+
+async def count_of(stack: Stack, port: Port, metric: str) -> float:
+    assert stack.tls is not None
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"https://{port.address}/metrics", ssl=stack.tls.client_context()) as response,
+    ):
+        lines = (await response.text()).splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(metric))
 
 
 async def test_refused_connections_are_counted(
     stack: Stack, ports: tuple[list[Port], list[Port]], clients: dict[str, Client]
 ) -> None:
-    assert stack.tls is not None
-
-    async def begun(port: Port) -> float:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"https://{port.address}/metrics", ssl=stack.tls.client_context()) as response,
-        ):
-            lines = (await response.text()).splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith("kvrouter_tls_handshakes_total"))
-
     scheduler, http = (next(port for port in kind if port.role == "scheduler") for kind in ports)
-    before = await begun(http)
+    before = await count_of(stack, http, "kvrouter_tls_handshakes_total")
     assert not await grpc_answers(scheduler, clients["no certificate"])
-    assert await begun(http) >= before + 2
+    assert await count_of(stack, http, "kvrouter_tls_handshakes_total") >= before + 2
 
 
 async def _refused_with(stack: Stack, header: str) -> str:

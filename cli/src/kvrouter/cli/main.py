@@ -17,10 +17,11 @@ from kvrouter.cli.extras import add_development_commands
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.keys import keys_app
-from kvrouter.cli.services import use_api_key
+from kvrouter.cli.services import service_token, use_api_key
 from kvrouter.cli.tls import use_tls
 from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
+from kvrouter.net.authorization import showing
 from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.runtime.version import VERSION
 from kvrouter.v1.names import InvalidName, check_name
@@ -76,6 +77,10 @@ def _start(
             envvar="KVROUTER_API_KEY_FILE", help="File with the API key or token of this command, of mode 0600."
         ),
     ] = "",
+    service_token_file: Annotated[
+        str,
+        typer.Option(envvar="KVROUTER_SERVICE_TOKEN_FILE", help="File with the token that services expect, if any."),
+    ] = "",
     etcd_user: Annotated[str, typer.Option(envvar="KVROUTER_ETCD_USER", help="User in etcd.")] = "",
     etcd_password_file: Annotated[
         str, typer.Option(envvar="KVROUTER_ETCD_PASSWORD_FILE", help="File with the password of --etcd-user.")
@@ -86,6 +91,7 @@ def _start(
         raise typer.Exit
     use_tls(tls_cert_file, tls_key_file, tls_ca_file, tls_peer_domain)
     use_api_key(api_key_file)
+    context.with_resource(showing(service_token(service_token_file)))
     use_etcd_user(etcd_user, etcd_password_file)
     if context.invoked_subcommand is None:
         print(context.get_help())  # noqa: T201

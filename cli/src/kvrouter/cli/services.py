@@ -7,6 +7,7 @@ from contextvars import ContextVar
 import grpc.aio
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.tls import command_tls
+from kvrouter.net.authorization import ServiceToken
 from kvrouter.net.secret_files import UnreadableSecret, read_secret_line
 from kvrouter.runtime.rpc import open_channel
 
@@ -29,6 +30,18 @@ def command_api_key() -> str:
         return read_secret_line(path) if path else ""
     except UnreadableSecret as error:
         raise WrongUsage(f"--api-key-file: {error}") from None
+
+
+def service_token(path: str) -> ServiceToken | None:
+    """Returns the token that this command shows to services; None if ``path`` is empty.
+
+    Raises:
+        WrongUsage: the file cannot be used.
+    """
+    try:
+        return ServiceToken.of(path)
+    except UnreadableSecret as error:
+        raise WrongUsage(f"--service-token-file: {error}") from None
 
 
 def open_service(address: str, role: str) -> grpc.aio.Channel:

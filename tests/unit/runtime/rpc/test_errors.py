@@ -39,6 +39,7 @@ TYPED_ERRORS: list[errors.KvRouterError] = [
     errors.PermissionDenied("not your model", field="model", known=["mine"]),
     errors.RateLimited("too many requests", 1500),
     errors.Overloaded("too much work", 250),
+    errors.ServiceRefused("expected the service token"),
 ]
 
 

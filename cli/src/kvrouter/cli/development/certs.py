@@ -62,6 +62,7 @@ def _describe(credentials: Credentials) -> None:
         f"{credentials.folder}: ca.crt and ca.key (keep it apart), and for each of {names}:",
         "  NAME.crt, NAME.key (TLS), NAME.nkey (NATS), NAME.etcd-password",
         "  nats.crt, nats.key, nats-accounts.conf: for nats-server; etcd.crt, etcd.key, etcd-accounts.sh: for etcd",
+        "  service-token: for --service-token-file of services without certificates; service-token.digest: of workers",
         "options of the Scheduler:",
         f"  {' '.join(credentials.identities['scheduler'].options())}",
     ):

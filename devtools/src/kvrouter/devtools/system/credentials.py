@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nkeys
+from kvrouter.net.authorization.service_token import digest_line
 from kvrouter.net.etcd import EtcdAccess
 from kvrouter.net.nats_access import NatsAccess
 from kvrouter.net.tls import Tls, TlsOptions
@@ -81,6 +82,7 @@ class Credentials:
         """Users of NATS with their permissions, to include in nats-server's configuration. It has no secrets."""
         self.etcd_script = folder / "etcd-accounts.sh"
         """Creates the users of etcd and turns authentication on."""
+        self._service_token()
         public = [(each.account, _public_key(each.nkey)) for each in self.identities.values()]
         write_file(self.nats_config, nats_authorization(public, namespace).encode(), 0o644)
         write_file(self.etcd_script, self._etcd_script().encode(), 0o755)
@@ -121,6 +123,14 @@ class Credentials:
         if not path.exists():
             write_file(path, secrets.token_urlsafe(24).encode(), 0o600)
         return path
+
+    def _service_token(self) -> None:
+        """Creates the token that services show each other, and the digest with which workers recognize it."""
+        path = self.folder / "service-token"
+        if not path.exists():
+            write_file(path, secrets.token_hex(32).encode(), 0o600)
+        digest = digest_line(path.read_text().strip())
+        write_file(self.folder / "service-token.digest", f"{digest}\n".encode(), 0o600)
 
     def _etcd_script(self) -> str:
         lines = [

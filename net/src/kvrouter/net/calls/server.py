@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 from google.rpc.status_pb2 import Status
@@ -40,10 +40,26 @@ _STATUS_KEY = "grpc-status-details-bin"
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class StreamCheck(Protocol):
+    """Decides which methods may be called on a stream that a client opens."""
+
+    def refusals(self, context: _Context) -> Callable[[str], Callable[[], CallRefused] | None]:
+        """Returns what tells for a method how its calls are refused; None if they are not."""
+        ...
+
+
 class CallStreamServer:
     """Runs the calls of all streams that clients open. Add methods, then register it with a gRPC server."""
 
-    def __init__(self, *, limits: CallLimits | None = None, counts: CallStreamCounts | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        limits: CallLimits | None = None,
+        counts: CallStreamCounts | None = None,
+        check: StreamCheck | None = None,
+    ) -> None:
+        """``check`` decides which methods a client may call; None permits all."""
+        self._check = check
         self.counts = CallStreamCounts() if counts is None else counts
         self._limits = CallLimits() if limits is None else limits
         self._methods: list[Method] = []
@@ -86,6 +102,11 @@ class CallStreamServer:
 
     async def _serve(self, _requests: object, context: _Context) -> None:
         try:
+            methods = self._methods_for(context)
+        except CallRefused as refused:
+            _end_refused(context, refused.code, str(refused), refused.info)
+            return
+        try:
             async with asyncio.timeout(_OPENING_SECONDS):
                 first = await context.read()
         except TimeoutError:
@@ -94,7 +115,7 @@ class CallStreamServer:
         if first is grpc.aio.EOF:
             return
         try:
-            connection = _Connection(first, self._methods, self._limits, self.counts, context, self._run)
+            connection = _Connection(first, methods, self._limits, self.counts, context, self._run)
         except ProtocolViolation as violation:
             self.counts.ended[violation.reason] += 1
             _refuse(context, violation)
@@ -108,6 +129,23 @@ class CallStreamServer:
         finally:
             self._connections.discard(connection)
             self._changed.set()
+
+    def _methods_for(self, context: _Context) -> Sequence[Method]:
+        """Returns the methods for a client, of which those that it may not call refuse its calls.
+
+        Raises:
+            CallRefused: it may call none of them.
+        """
+        if self._check is None:
+            return self._methods
+        refusals = self._check.refusals(context)
+        refused = [refusals(method.name) for method in self._methods]
+        if refused and refused[0] is not None and all(refused):
+            raise refused[0]()
+        return [
+            method if refuse is None else Method(method.name, unary=_refusing(refuse))
+            for method, refuse in zip(self._methods, refused, strict=True)
+        ]
 
     def _run(self, call: ServerCall, answer: Awaitable[bytes]) -> None:
         seconds = _UNARY_DEFAULT_SECONDS if call.time_left is None else call.time_left
@@ -261,6 +299,13 @@ async def _answer(call: ServerCall, answer: Awaitable[bytes]) -> None:
         call.fail(CallRefused(grpc.StatusCode.INTERNAL, "the call failed; the server's log has the cause"))
 
 
+def _refusing(refuse: Callable[[], CallRefused]) -> UnaryHandler:
+    def handle(_request: bytes, _call: ServerCall) -> bytes:
+        raise refuse()
+
+    return handle
+
+
 def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
 
@@ -278,9 +323,13 @@ def _time_out(call: ServerCall) -> None:
 
 def _refuse(context: _Context, violation: ProtocolViolation) -> None:
     log.warning("call_stream.refused", peer=context.peer(), reason=violation.reason, cause=str(violation))
-    status = Status(code=violation.code.value[0], message=str(violation))
     info = ErrorInfo(reason=ErrorReason.ERROR_REASON_BAD_REQUEST, advice="Follow the rules of kvrouter/v1/calls.proto.")
+    _end_refused(context, violation.code, str(violation), info)
+
+
+def _end_refused(context: _Context, code: grpc.StatusCode, message: str, info: ErrorInfo) -> None:
+    status = Status(code=code.value[0], message=message)
     status.details.add().Pack(info)
     context.set_trailing_metadata(((_STATUS_KEY, status.SerializeToString()),))
-    context.set_code(violation.code)
-    context.set_details(str(violation))
+    context.set_code(code)
+    context.set_details(message)

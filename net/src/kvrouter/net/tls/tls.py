@@ -24,9 +24,6 @@ class Tls:
         self.handshakes = 0
         """Number of connections that began a handshake with a server of this process."""
 
-        self.refused_calls = 0
-        """Number of calls refused because of the caller's role."""
-
     @classmethod
     def of(cls, options: TlsOptions | None) -> Tls | None:
         """Returns the TLS for the options; None if they enable none."""

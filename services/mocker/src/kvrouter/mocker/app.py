@@ -23,6 +23,7 @@ from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.process.lifecycle import StartRefused
+from kvrouter.runtime.telemetry.callers import CallerMetrics
 from kvrouter.runtime.tracing import tracer
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
@@ -64,6 +65,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         bind=settings.bind,
         advertise=settings.advertise,
         tls=settings.tls_options(),
+        service_token_file=settings.service_token_file,
         transport=TRANSPORTS["core-nats" if settings.enable_local_indexer else settings.transport],
         role=ROLES[settings.role],
         labels=settings.labels,
@@ -168,6 +170,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
         try:
             # The SDK stops first and lets requests finish, for which the engines must continue to step.
             async with sdk.running(config, MockEngine(drivers, handover, emit, logprobs)) as worker:
+                CallerMetrics(registry, lambda: [worker.callers])
                 for dp_rank, driver in drivers.items():
                     publishers[dp_rank] = worker.rank(dp_rank)
                     stepping.append(group.create_task(driver.run(), name=f"rank-{dp_rank}"))

@@ -15,10 +15,12 @@ import structlog
 from kvrouter.mocker.adapter import MockEngine, emit_to
 from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.net.authorization import ServiceToken
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import load_reports, load_response
 from kvrouter.publisher.worker_server import WorkerServer
+from kvrouter.runtime.telemetry.callers import CallerMetrics
 from prometheus_client import CollectorRegistry
 
 log = structlog.get_logger(component="mocker")
@@ -50,7 +52,9 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
         ranks,
         lambda: load_response(config, load_reports(engine, config, incarnation, next(numbers))),
         Tls.of(config.tls),
+        ServiceToken.of(config.service_token_file),
     )
+    CallerMetrics(registry, lambda: [server.callers])
     async with asyncio.TaskGroup() as group:
         stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
         try:

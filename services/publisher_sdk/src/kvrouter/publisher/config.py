@@ -70,6 +70,10 @@ class WorkerConfig:
     tls: TlsOptions | None = None
     """Certificates of the WorkerService; None serves plain text. All processes of a namespace must agree on it."""
 
+    service_token_file: str = ""
+    """File with the token that callers must show, of mode 0600 or 0640: best its digest alone, since a worker calls
+    nobody. Empty expects none."""
+
     transport: Transport = Transport.TRANSPORT_UNSPECIFIED
     """Transport of events. Unspecified uses the component's default, which its first worker sets (durable if that
     worker leaves it unspecified too)."""

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvrouter.net.authorization import CallerCheck, ServiceToken
 from kvrouter.net.etcd import AWAY, LeasedKeys, connect
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls import Tls
@@ -134,6 +135,7 @@ class Worker:
             self._ranks,
             lambda: load_response(config, self.load_reports()),
             Tls.of(config.tls),
+            ServiceToken.of(config.service_token_file),
             structured_output=config.structured_output,
             spans=_spans(config),
         )
@@ -189,6 +191,11 @@ class Worker:
         """Waits until all recorded events are sent."""
         for rank in self._ranks.values():
             await rank.flush()
+
+    @property
+    def callers(self) -> CallerCheck:
+        """What decides which processes may call the worker; it counts those that it refuses."""
+        return self._server.callers
 
     def load_reports(self) -> list[LoadReport]:
         """Returns every rank's load from the engine, with rank, incarnation and time."""

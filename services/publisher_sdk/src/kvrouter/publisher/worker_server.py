@@ -12,7 +12,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from kvrouter.net import trace_context
-from kvrouter.net.authorization import CallerCheck
+from kvrouter.net.authorization import CallerCheck, ServiceToken
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
@@ -61,6 +61,7 @@ class WorkerServer:
         ranks: Mapping[int, RankPublisher],
         load: Callable[[], GetLoadResponse],
         tls: Tls | None = None,
+        token: ServiceToken | None = None,
         *,
         structured_output: bool = False,
         spans: RequestSpans | None = None,
@@ -73,8 +74,11 @@ class WorkerServer:
         self._load = load
         self._draining = False
         self._health = health.HealthServicer()
-        self._server = grpc.aio.server(interceptors=CallerCheck.of(tls), options=SERVER_OPTIONS)
-        self._call_streams = CallStreamServer()
+        self.callers = CallerCheck(tls, token)
+        """Decides which processes may call the worker."""
+        checks = [self.callers] if self.callers.applies else []
+        self._server = grpc.aio.server(interceptors=checks, options=SERVER_OPTIONS)
+        self._call_streams = CallStreamServer(check=self.callers if checks else None)
         self._draining_streams: asyncio.Task[None] | None = None
 
     @property

@@ -18,6 +18,7 @@ from kvrouter.relay.relaying import EventSource, RelayedRanks, relaying
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused
+from kvrouter.runtime.telemetry.callers import CallerMetrics
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
@@ -46,6 +47,7 @@ def worker_config(settings: RelaySettings, worker_id: int) -> WorkerConfig:
         bind=settings.bind,
         advertise=settings.advertise,
         tls=settings.tls_options(),
+        service_token_file=settings.service_token_file,
         transport=TRANSPORTS[settings.transport],
         copy_counting=_COPY_COUNTING[settings.copy_counting],
         role=ROLES[settings.role],
@@ -97,6 +99,7 @@ async def running(settings: RelaySettings, registry: CollectorRegistry) -> Async
             raise StartRefused(f"--kv-events: {error}") from error
         except DescriptorMismatch as error:
             raise StartRefused(str(error)) from error
+        CallerMetrics(registry, lambda: [worker.callers])
         availability = _Availability(worker, parts, changed, settings.engine_grace_seconds)
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(availability.run())

@@ -327,6 +327,17 @@ class PermissionDenied(KvRouterError):
         super().__init__(message, field=field, advice="Use a key that has this permission.", known=known)
 
 
+class ServiceRefused(KvRouterError):
+    """Another service does not admit this process. For this process's own callers, that service is unavailable."""
+
+    status = grpc.StatusCode.UNAVAILABLE
+    reason = ErrorReason.ERROR_REASON_SERVICE_REFUSED
+
+    @classmethod
+    def _restored(cls, code: grpc.StatusCode, message: str, info: ErrorInfo) -> Self:  # noqa: ARG003
+        return super()._restored(cls.status, message, info)
+
+
 class RateLimited(KvRouterError):
     """The caller exceeded a limit of its key or tenant."""
 

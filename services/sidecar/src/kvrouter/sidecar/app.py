@@ -9,6 +9,7 @@ from functools import partial
 
 import aiohttp
 from kvrouter.relay.metrics import RelayMetrics
+from kvrouter.runtime.telemetry.callers import CallerMetrics
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.sidecar.engine_options import options_of_engines
 from kvrouter.sidecar.engines.http import EngineHttp
@@ -48,6 +49,7 @@ async def running(
             for each in options
         ]
         SidecarMetrics(registry, engines)
+        CallerMetrics(registry, lambda: [check for engine in engines for check in engine.callers])
         RelayMetrics(registry, {engine.options.worker_id: engine.relayed for engine in engines})
         async with asyncio.TaskGroup() as tasks:
             for engine in engines:

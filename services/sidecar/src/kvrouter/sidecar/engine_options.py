@@ -59,6 +59,7 @@ class EngineOptions:
             bind=self.bind,
             advertise=self.advertise,
             tls=settings.tls_options(),
+            service_token_file=settings.service_token_file,
             transport=TRANSPORTS[settings.transport],
             copy_counting=_COPY_COUNTING[settings.copy_counting],
             role=ROLES[engine.role],

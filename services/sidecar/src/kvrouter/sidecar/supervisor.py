@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import structlog
+from kvrouter.net.authorization import CallerCheck
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.errors import DescriptorMismatch, InvalidConfig
 from kvrouter.relay.engine_sockets import EndpointRefused, ReplayFailed
@@ -73,6 +74,11 @@ class EngineSupervisor:
                 self._log_refused(str(error))
             finally:
                 await self._leave()
+
+    @property
+    def callers(self) -> list[CallerCheck]:
+        """The check of the worker's callers; empty while there is no worker."""
+        return [] if self._worker is None else [self._worker.callers]
 
     def stop(self) -> None:
         """Lets running requests finish, deregisters the worker, and ends ``run``. May be called once."""

@@ -120,6 +120,11 @@ class ServiceSettings(BaseModel):
         default="",
         description="Domain of the roles in certificates, such as kvrouter.internal; empty checks addresses instead.",
     )
+    service_token_file: str = Field(
+        default="",
+        description="File with the token that processes of this system show each other, of mode 0600 or 0640; several "
+        "lines accept several; a line sha256:DIGEST accepts without showing. Empty expects none.",
+    )
     instance_id: Name = Field(
         default_factory=_made_up_id, description="Id of this process, unique among live processes."
     )

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
 from kvrouter.net.etcd import LeasedKeys
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
@@ -14,6 +15,7 @@ from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
+from kvrouter.runtime.telemetry.callers import CallerMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
 from kvrouter.runtime.tracing.configuration import tracing
@@ -34,7 +36,13 @@ class NatsClosed(Exception):
 class Runtime:
     """Created by ``open_runtime``. A failed background task ends the runtime's context with its error."""
 
-    def __init__(self, settings: ServiceSettings, registry: CollectorRegistry, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        registry: CollectorRegistry,
+        tasks: asyncio.TaskGroup,
+        token: ServiceToken | None = None,
+    ) -> None:
         self.settings = settings
         self.registry = registry
         """Registry of the process's metrics."""
@@ -49,6 +57,9 @@ class Runtime:
         """Entries of etcd and NATS that were skipped because they cannot be decoded."""
         self.tls = Tls.of(settings.tls_options())
         """TLS of this process's servers and clients; None for plain text."""
+        self.callers = CallerCheck(self.tls, token)
+        """Decides which processes may call this one."""
+        CallerMetrics(registry, lambda: [self.callers])
         listed = settings.static_endpoints()
         self.listed = None if listed is None else StaticDiscovery(listed, settings.namespace, registry, self.tls)
         """Discovery of listed workers; None if workers are discovered in etcd."""
@@ -108,12 +119,14 @@ async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | 
     Neither etcd nor NATS has to be reachable yet. With listed workers, neither is used at all.
     """
     registry = registry if registry is not None else new_registry()
+    token = ServiceToken.of(settings.service_token_file)
     async with tracing(settings, registry), asyncio.TaskGroup() as tasks:
-        runtime = Runtime(settings, registry, tasks)
+        runtime = Runtime(settings, registry, tasks, token)
         runtime.spawn(runtime.directory.run(), "directory")
         if runtime.listed is None:
             runtime.spawn(runtime.keys.run(), "keys")
         try:
-            yield runtime
+            with showing(token):
+                yield runtime
         finally:
             await runtime.close()

@@ -65,10 +65,8 @@ async def host(
     """
     settings = runtime.settings
     counts = runtime.call_streams.server()
-    # Clients of a Frontend have certificates of their own, if any.
-    checks_callers = all(service.kind != "frontend" for service in services)
     server = open_server(
-        settings.bind, call_stream_counts=counts, reuse_port=reuse_port, tls=runtime.tls, checks_callers=checks_callers
+        settings.bind, call_stream_counts=counts, reuse_port=reuse_port, tls=runtime.tls, callers=runtime.callers
     )
     bounds_of(runtime.registry).add("grpc_calls", lambda: server.ordinary_calls, MAX_CALLS)
     readiness = readiness_gauge(runtime.registry)

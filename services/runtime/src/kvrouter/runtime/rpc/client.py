@@ -16,12 +16,16 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net import tls as transport_security
 from kvrouter.net import trace_context
+from kvrouter.net.authorization import HEADER, shown_token
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError, from_rpc_error
-from kvrouter.runtime.rpc.keyed_channel import KeyedChannel
+from kvrouter.runtime.rpc.metadata_channel import MetadataChannel
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
+
+_SHOW_TOKEN = frozenset({"scheduler", "indexer", "worker"})
+"""Roles of servers that may expect the service token."""
 
 
 def open_channel(
@@ -40,10 +44,15 @@ def open_channel(
         role: What the peer is (frontend, scheduler, indexer or worker), for the name in its certificate.
         max_message_bytes: Maximum size of a response; a larger one raises ``TooLarge``.
         api_key: API key or token that every call shows; empty for none.
+
+    Calls to a scheduler, an indexer or a worker also show the service token of this task, if it has one.
     """
     options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
     channel = transport_security.open_channel(target, tuple(options.items()), tls, role)
-    return KeyedChannel(channel, api_key) if api_key else channel
+    token = shown_token() if role in _SHOW_TOKEN else None
+    if token is not None:
+        channel = MetadataChannel(channel, lambda: (HEADER, token.shown))
+    return MetadataChannel(channel, lambda: ("authorization", f"Bearer {api_key}")) if api_key else channel
 
 
 def remote(

@@ -78,15 +78,17 @@ class RpcServer:
         call_stream_counts: CallStreamCounts | None = None,
         reuse_port: bool = False,
         tls: Tls | None = None,
-        checks_callers: bool = True,
+        callers: CallerCheck | None = None,
     ) -> None:
         self._tls = tls
+        if callers is not None and not callers.applies:
+            callers = None
         self.health = HealthBoard()
         """Readiness of the services; each starts as not ready."""
         self._bind = bind
         options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
         self._server = grpc.aio.server(
-            interceptors=CallerCheck.of(tls) if checks_callers else [],
+            interceptors=[] if callers is None else [callers],
             options=list(options.items()),
             maximum_concurrent_rpcs=max_calls,
         )
@@ -95,7 +97,7 @@ class RpcServer:
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._call_streams = CallStreamServer(counts=call_stream_counts)
+        self._call_streams = CallStreamServer(counts=call_stream_counts, check=callers)
         self._port = 0
         self._host = bind.rpartition(":")[0]
         """Host under which others reach the server by default."""
@@ -289,13 +291,12 @@ def open_server(
     call_stream_counts: CallStreamCounts | None = None,
     reuse_port: bool = False,
     tls: Tls | None = None,
-    checks_callers: bool = True,
+    callers: CallerCheck | None = None,
 ) -> RpcServer:
     """Returns a server for ``host:port`` (port 0 chooses a free one), not yet started.
 
-    With ``reuse_port``, processes share the port, which their parent holds (``shared_port``). With
-    ``tls``, connections are encrypted; ``checks_callers`` then admits only the processes that call others, by the
-    roles in their certificates, if those have roles.
+    With ``reuse_port``, processes share the port, which their parent holds (``shared_port``). With ``tls``, connections
+    are encrypted; ``callers`` decides which processes may call which methods.
     """
     return RpcServer(
         bind,
@@ -303,7 +304,7 @@ def open_server(
         call_stream_counts=call_stream_counts,
         reuse_port=reuse_port,
         tls=tls,
-        checks_callers=checks_callers,
+        callers=callers,
     )
 
 

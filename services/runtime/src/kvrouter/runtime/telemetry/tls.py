@@ -33,9 +33,6 @@ class TlsMetrics(Collector):
         handshakes = CounterMetricFamily(
             "kvrouter_tls_handshakes", "Encrypted connections to this process that began, accepted or refused."
         )
-        refused = CounterMetricFamily(
-            "kvrouter_tls_refused_calls", "Calls refused because the caller's certificate has a role that calls nobody."
-        )
         if self._tls is not None:
             files = self._tls.files
             if math.isfinite(files.current().expires):
@@ -43,8 +40,6 @@ class TlsMetrics(Collector):
             reloads.add_metric(["used"], files.reloads)
             reloads.add_metric(["refused"], files.failed_reloads)
             handshakes.add_metric([], self._tls.handshakes)
-            refused.add_metric([], self._tls.refused_calls)
         yield expires
         yield reloads
         yield handshakes
-        yield refused

@@ -1,4 +1,4 @@
-"""A gRPC channel whose calls carry an API key."""
+"""A gRPC channel whose calls carry further metadata, such as a credential."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import grpc.aio
 
 
-class KeyedChannel(grpc.aio.Channel):
-    """Adds the key to the metadata of every call of another channel, which it closes with itself."""
+class MetadataChannel(grpc.aio.Channel):
+    """Adds an entry to the metadata of every call of another channel, which it closes with itself."""
 
-    def __init__(self, channel: grpc.aio.Channel, api_key: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, entry: Callable[[], tuple[str, str]]) -> None:
+        """``entry`` returns the entry for a call; one without a value is left out."""
         self._channel = channel
-        self._key = ("authorization", f"Bearer {api_key}")
+        self._entry = entry
 
-    async def __aenter__(self) -> KeyedChannel:
+    async def __aenter__(self) -> MetadataChannel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -39,22 +40,23 @@ class KeyedChannel(grpc.aio.Channel):
 
     def unary_unary(self, *arguments: Any, **named: Any) -> Any:
         """Implements grpc.aio.Channel."""
-        return self._keyed(self._channel.unary_unary(*arguments, **named))
+        return self._extended(self._channel.unary_unary(*arguments, **named))
 
     def unary_stream(self, *arguments: Any, **named: Any) -> Any:
         """Implements grpc.aio.Channel."""
-        return self._keyed(self._channel.unary_stream(*arguments, **named))
+        return self._extended(self._channel.unary_stream(*arguments, **named))
 
     def stream_unary(self, *arguments: Any, **named: Any) -> Any:
         """Implements grpc.aio.Channel."""
-        return self._keyed(self._channel.stream_unary(*arguments, **named))
+        return self._extended(self._channel.stream_unary(*arguments, **named))
 
     def stream_stream(self, *arguments: Any, **named: Any) -> Any:
         """Implements grpc.aio.Channel."""
-        return self._keyed(self._channel.stream_stream(*arguments, **named))
+        return self._extended(self._channel.stream_stream(*arguments, **named))
 
-    def _keyed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _extended(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, metadata: Any = None, **named: Any) -> Any:
-            return method(*arguments, metadata=(*(metadata or ()), self._key), **named)
+            entry = self._entry()
+            return method(*arguments, metadata=(*(metadata or ()), *([entry] if entry[1] else ())), **named)
 
         return call

@@ -1,0 +1,146 @@
+"""A token that the processes of one system share: they show it when they call, and expect it when they are called."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from kvrouter.net.logs import get_logger
+from kvrouter.net.secret_files import UnreadableSecret, read_secret
+
+log = get_logger(__name__)
+
+HEADER = "x-kvrouter-service-token"
+"""Key of the metadata with the token."""
+DIGEST_PREFIX = "sha256:"
+"""Beginning of a line that has the digest of a token, in hexadecimal digits, instead of the token."""
+_LEAST_CHARACTERS = 32
+_CHECK_SECONDS = 1.0
+"""Interval at which the file is checked for changes."""
+
+_SHOWN: ContextVar[ServiceToken | None] = ContextVar("service_token", default=None)
+
+
+def digest_line(token: str) -> str:
+    """Returns the line with which a process that calls nobody recognizes a token."""
+    return DIGEST_PREFIX + _digest(token).hex()
+
+
+class ServiceToken:
+    """The tokens of a file, one a line. The first is shown, each of them is accepted, so that they can be replaced.
+
+    The file is read again when it changes. If it cannot be used then, that is logged and its previous content stays in
+    use. Tokens are compared by their digests, in constant time.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Reads the file.
+
+        Raises:
+            UnreadableSecret: it cannot be used.
+        """
+        self._path = path
+        self._state = _state_of(path)
+        self._checked_at = time.monotonic()
+        self._shown, self._digests = _read(path)
+
+    @classmethod
+    def of(cls, path: str) -> ServiceToken | None:
+        """Returns the tokens of a file; None if ``path`` is empty."""
+        return cls(path) if path else None
+
+    def __repr__(self) -> str:
+        return f"ServiceToken({self._path!r})"
+
+    @property
+    def shown(self) -> str:
+        """The token to show; empty if the file has digests only."""
+        self._follow()
+        return self._shown
+
+    def accepts(self, shown: str | bytes) -> bool:
+        """Returns whether a caller showed one of the tokens."""
+        self._follow()
+        digest = _digest(shown)
+        # Not ``any`` of a generator, which would tell by its time which token matched.
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+    def _follow(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at < _CHECK_SECONDS:
+            return
+        self._checked_at = now
+        state = _state_of(self._path)
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._shown, self._digests = _read(self._path)
+        except UnreadableSecret as error:
+            log.error("secret.unreadable", cause=str(error), uses="the previous secret")
+        else:
+            log.info("service_token.reloaded", file=self._path, tokens=len(self._digests))
+
+
+@contextmanager
+def showing(token: ServiceToken | None) -> Iterator[None]:
+    """Shows the token on the connections that this task, and those it starts, open to services meanwhile."""
+    before = _SHOWN.set(token)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(before)
+
+
+def shown_token() -> ServiceToken | None:
+    """Returns the token that this task shows to services; None for none."""
+    return _SHOWN.get()
+
+
+def _read(path: str) -> tuple[str, tuple[bytes, ...]]:
+    """Returns the token to show, and the digests of all.
+
+    Raises:
+        UnreadableSecret: the file cannot be used.
+    """
+    try:
+        lines = [line.strip() for line in read_secret(path).decode("ascii").splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise UnreadableSecret(f"{path}: expected tokens of ASCII characters, one a line, received others") from None
+    return next((line for line in lines if not line.startswith(DIGEST_PREFIX)), ""), tuple(
+        _digest_of_line(path, line) for line in lines
+    )
+
+
+def _digest_of_line(path: str, line: str) -> bytes:
+    if not line.startswith(DIGEST_PREFIX):
+        if len(line) < _LEAST_CHARACTERS or not line.isprintable() or " " in line:
+            raise UnreadableSecret(
+                f"{path}: expected a token of at least {_LEAST_CHARACTERS} characters without spaces on each line:"
+                " create one with openssl rand -hex 32"
+            )
+        return _digest(line)
+    try:
+        digest = bytes.fromhex(line.removeprefix(DIGEST_PREFIX))
+    except ValueError:
+        digest = b""
+    if len(digest) != hashlib.sha256().digest_size:
+        raise UnreadableSecret(f"{path}: expected 64 hexadecimal digits after {DIGEST_PREFIX}, received others")
+    return digest
+
+
+def _digest(token: str | bytes) -> bytes:
+    return hashlib.sha256(token if isinstance(token, bytes) else token.encode()).digest()
+
+
+def _state_of(path: str) -> tuple[int, int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode

@@ -1,0 +1,80 @@
+"""The service token between two processes: over ordinary RPCs and on call streams, shown and withheld."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
+from kvrouter.runtime.errors import DependencyAway, ServiceRefused
+from kvrouter.runtime.rpc import CallConnection, add_service, open_channel, open_server, remote
+from kvrouter.v1.worker_pb2 import AbortRequest
+from structlog.testing import capture_logs
+
+from .rpc_harness import WORKER, Worker, soon, tokens
+
+TOKEN = "a token of sixteen times two".replace(" ", "-") + "-characters"
+OTHER = TOKEN[::-1]
+
+
+def token_of(path: Path, content: str) -> ServiceToken:
+    path.write_text(content)
+    path.chmod(0o600)
+    return ServiceToken(str(path))
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> CallerCheck:
+    return CallerCheck(None, token_of(tmp_path / "expected", TOKEN))
+
+
+@pytest.mark.parametrize("shown", [TOKEN, OTHER, ""], ids=["the token", "another", "none"])
+@pytest.mark.parametrize("role", ["worker", "frontend"])
+async def test_a_call_needs_the_token(check: CallerCheck, tmp_path: Path, shown: str, role: str) -> None:
+    server = open_server("127.0.0.1:0", callers=check)
+    add_service(server, WORKER, Worker())
+    await server.start()
+    with capture_logs() as logs, showing(token_of(tmp_path / "shown", shown) if shown else None):
+        async with open_channel(server.endpoint(), role=role) as channel:
+            stub = remote(WORKER, channel)
+            # A Frontend is what clients call: it receives the keys of its API, not this token.
+            if shown == TOKEN and role == "worker":
+                assert (await stub.abort(AbortRequest(request_ids=["a"]), deadline=soon())).aborted == 1
+                assert len([each async for each in stub.generate(tokens(2), deadline=soon())]) == 2
+                assert not check.refused
+            else:
+                with pytest.raises(ServiceRefused) as unary:
+                    await stub.abort(AbortRequest(request_ids=["a"]), deadline=soon())
+                with pytest.raises(ServiceRefused):
+                    await anext(stub.generate(tokens(2), deadline=soon()))
+                assert "--service-token-file" in unary.value.info.advice
+                assert check.refused == {"token": 2}
+    await server.drain(0)
+    assert [line["reason"] for line in logs if line["event"] == "caller.refused"] == ["token"] * len(
+        {"Abort", "Generate"} if check.refused else ()
+    )
+    assert TOKEN not in str(logs)
+    assert OTHER not in str(logs)
+
+
+@pytest.mark.parametrize("shown", [TOKEN, OTHER], ids=["the token", "another"])
+async def test_a_call_stream_needs_the_token(check: CallerCheck, tmp_path: Path, shown: str) -> None:
+    server = open_server("127.0.0.1:0", callers=check)
+    add_service(server, WORKER, Worker())
+    await server.start()
+    with showing(token_of(tmp_path / "shown", shown)):
+        connection = CallConnection(server.endpoint(), client_name="tester", role="worker")
+    running = asyncio.create_task(connection.run())
+    try:
+        call = connection.stub(WORKER).abort(AbortRequest(request_ids=["a"]), deadline=soon())
+        if shown == TOKEN:
+            assert (await call).aborted == 1
+        else:
+            with pytest.raises((ServiceRefused, DependencyAway)):
+                await call
+            assert check.refused["token"] >= 1
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await server.drain(0)
