@@ -82,9 +82,9 @@ class _Run:
         )
         self._prefill: PrefillPool | None = None
         if setting.prefill_engines:
-            self._router = schedulers(setting.engines, stage=Stage.STAGE_DECODE)
             first_id = len(setting.engines) + 1
             prefill = schedulers(setting.prefill_engines, stage=Stage.STAGE_PREFILL, first_id=first_id)
+            self._router = schedulers(setting.engines, stage=Stage.STAGE_DECODE, prefill=prefill)
             self._prefill = PrefillPool(prefill, self._engine_of, options.remote_prefill.transfer)
         else:
             self._router = schedulers(setting.engines)

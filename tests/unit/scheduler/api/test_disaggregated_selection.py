@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -14,6 +16,7 @@ from kvrouter.v1.scheduler_pb2 import (
     MarkPrefillCompleteRequest,
     PrefillDecision,
     SelectWorkerRequest,
+    SelectWorkerResponse,
 )
 
 from ..harness import BLOCK, POOL, Parts, ResidentBlocks, routing, selecting, view, worker
@@ -99,6 +102,40 @@ async def test_the_decision_follows_measured_hand_overs(mode: str) -> None:
     assert last.transfer_ms == pytest.approx(first.transfer_ms * last.transfer_factor)
     assert not last.remote
     assert "no less than to compute them" in last.reason
+
+
+@pytest.mark.parametrize("mode", ["kv", "forecast"])
+async def test_the_decode_worker_computes_the_prompt_while_the_prefill_workers_have_others_to_compute(
+    mode: str,
+) -> None:
+    # A token takes a second, so that the wait hardly shrinks during the test.
+    scheduler = parts(mode, options=replace(PREFILL, prefill_us_per_token=1e6))
+    name = ComponentName(POOL.namespace, "prefill")
+    prefilling = view(worker(3, role=Role.ROLE_PREFILL), name=name, role=Role.ROLE_PREFILL)
+    scheduler.registered.register(scheduler.registered.components[POOL], prefilling)
+
+    async def select(request_id: str, pool: ComponentName, stage: Stage) -> SelectWorkerResponse:
+        component = Component(namespace=pool.namespace, name=pool.name)
+        may_stay = stage == Stage.STAGE_DECODE
+        request = routing(40, seed=len(request_id), may_prefill_locally=may_stay, component=component)
+        return await scheduler.select(selecting(request_id, request, stage=stage))
+
+    assert (await select("a", POOL, Stage.STAGE_DECODE)).prefill.remote
+    for request_id in ("bb", "bbb"):
+        await select(request_id, name, Stage.STAGE_PREFILL)
+    waiting = await select("cccc", POOL, Stage.STAGE_DECODE)
+    assert not waiting.prefill.remote
+    assert waiting.prefill.compute_ms < waiting.prefill.prefill_wait_ms <= 2 * waiting.prefill.compute_ms
+    decision = scheduler.decisions.by_id(waiting.decision_id)
+    assert decision is not None
+    assert decision.to_message().prefill == waiting.prefill
+    assert "after a wait of " in waiting.prefill.reason
+    for request_id in ("bb", "bbb"):
+        key = BookingKey(request_id=request_id, stage=Stage.STAGE_PREFILL)
+        scheduler.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key))
+    again = await select("ddddd", POOL, Stage.STAGE_DECODE)
+    assert again.prefill.remote
+    assert again.prefill.prefill_wait_ms == 0
 
 
 @pytest.mark.parametrize("mode", ["kv", "forecast"])

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.request.remote_prefill import (
+    MODELS,
+    PrefillDecision,
     PrefillFactors,
     RemotePrefillOptions,
-    decide_prefill,
     prefill_places,
 )
 
@@ -18,6 +19,14 @@ OPTIONS = RemotePrefillOptions(
     transfer=KvTransfer(1_000_000, gigabytes_per_second=200.0, latency_ms=2.0),
 )
 """10 us to compute a token, 5 us to transfer its blocks."""
+
+
+def decide_prefill(
+    uncached_tokens: int, options: RemotePrefillOptions, factors: PrefillFactors = MODELS, **conditions: float
+) -> PrefillDecision:
+    decision = prefill_places(np.array([uncached_tokens]), options, factors, **conditions).decision(0)
+    assert decision is not None
+    return decision
 
 
 @pytest.mark.parametrize(
@@ -53,6 +62,27 @@ def test_the_columns_agree_with_the_single_decision() -> None:
     uncached = np.array([0, 99, 100, 400, 401, 10_000])
     places = prefill_places(uncached, OPTIONS)
     assert places.is_remote.tolist() == [decide_prefill(int(tokens), OPTIONS).is_remote for tokens in uncached]
+
+
+def test_a_prompt_stays_where_it_need_not_wait() -> None:
+    # 52 ms to transfer, 100 ms to compute.
+    assert decide_prefill(10_000, OPTIONS, prefill_wait_ms=47.0).is_remote
+    queue_there = decide_prefill(10_000, OPTIONS, prefill_wait_ms=49.0)
+    assert not queue_there.is_remote
+    assert "takes 52.0 ms after a wait of 49.0 ms, no less than to compute them (100.0 ms)" in queue_there.reason
+    queue_at_both = decide_prefill(10_000, OPTIONS, prefill_wait_ms=49.0, wait_ms=2.0)
+    assert queue_at_both.is_remote
+    assert "to compute them 100.0 ms after a wait of 2.0 ms" in queue_at_both.reason
+    assert (queue_at_both.wait_ms, queue_at_both.prefill_wait_ms) == (2.0, 49.0)
+
+
+def test_a_slow_decode_worker_leaves_more_to_prefill_workers() -> None:
+    learned = RemotePrefillOptions(min_tokens=0)
+    wait = 0.8 * decide_prefill(2_000, learned).compute_ms
+    assert not decide_prefill(2_000, learned, prefill_wait_ms=wait).is_remote
+    slow = decide_prefill(2_000, learned, prefill_wait_ms=wait, relative_latency=2.0)
+    assert slow.is_remote
+    assert slow.compute_ms == pytest.approx(2 * decide_prefill(2_000, learned).compute_ms)
 
 
 def test_what_is_transferred_weighs_less_than_what_is_computed() -> None:

@@ -32,6 +32,9 @@ class Draining:
         assert rank != (1, 5)
         return 1
 
+    def prefill_decision(self, rank: Rank) -> None:
+        assert rank != (1, 5)
+
 
 def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decision:
     weighed = context(candidates, active_blocks=list(range(candidates)), overlap_blocks=[1] * candidates)

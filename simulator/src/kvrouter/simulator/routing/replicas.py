@@ -97,6 +97,7 @@ class Schedulers:
         calibration_error: float,
         stage: Stage = Stage.STAGE_WHOLE,
         first_id: int = 1,
+        prefill: Schedulers | None = None,
     ) -> None:
         """Starts without bookings.
 
@@ -112,6 +113,7 @@ class Schedulers:
             calibration_error: Error of the policy's time model.
             stage: The stage that is booked.
             first_id: Worker id of the first engine.
+            prefill: What the same replicas know of the prefill engines; None without such engines.
         """
         self._clock = clock
         self._hearing_at: float | None = None
@@ -119,7 +121,7 @@ class Schedulers:
         self._loss = sync.loss if sync is not None else 0.0
         self._split = PrefixSplit() if sharded else None
         self._home: dict[int, int] = {}
-        self._routers = [
+        self._routers: list[Router] = [
             Router(
                 pool_of(engines, self._now, first_id),
                 events,
@@ -127,6 +129,7 @@ class Schedulers:
                 seed=seed + 7919 * place,
                 calibration_error=calibration_error,
                 stage=stage,
+                prefill_pools=() if prefill is None else (prefill._routers[place].pool,),
             )
             for place in range(count)
         ]

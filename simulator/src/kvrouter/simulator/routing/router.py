@@ -77,6 +77,7 @@ class Router:
         seed: int,
         calibration_error: float = 1.0,
         stage: Stage = _WHOLE,
+        prefill_pools: tuple[Pool, ...] = (),
     ) -> None:
         """Starts without bookings.
 
@@ -87,6 +88,7 @@ class Router:
             seed: Seed of the policy's draws.
             calibration_error: At 3 the policy expects 3 times the real durations.
             stage: The stage to book. In stage decode, the policy decides who computes each prompt.
+            prefill_pools: Engines that may compute prompts, in stage decode.
         """
         self.pool = pool
         self.announce: Callable[[Announcement], None] = _announce_to_nobody
@@ -96,6 +98,7 @@ class Router:
         self._options = options
         self._stage = stage
         self._constraints = WorkerConstraints(stage)
+        self._prefill_pools = prefill_pools
         self._transfers: dict[int, int] = {}
         self._rng = Random(seed)
         self._queued: RequestQueue[int] = RequestQueue()
@@ -118,7 +121,14 @@ class Router:
 
     def _route(self, number: int, prompt: Prompt, constraints: WorkerConstraints, now: float) -> Rank | None:
         is_decode = constraints.stage == _DECODE
-        request = RequestContext(self.pool, prompt, constraints, self._options, may_prefill_locally=is_decode)
+        request = RequestContext(
+            self.pool,
+            prompt,
+            constraints,
+            self._options,
+            may_prefill_locally=is_decode,
+            prefill_pools=self._prefill_pools,
+        )
         decision = self._decide(request, now)
         if isinstance(decision.verdict, Wait) and self._queued.add(number, decision.verdict, now):
             self._requests[number] = request

@@ -13,7 +13,6 @@ from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits
 from kvrouter.scheduler.load.prediction_check import PredictionCheck
-from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
@@ -143,17 +142,16 @@ class Pools:
             raise UnknownModel(request.model, self.models())
         return self._current(max(serving, key=lambda view: (len(view.workers), str(view.name))))
 
-    def prefill_measured_by(self, decode: Pool) -> PrefillTimes | None:
-        """Returns the measured prefills of a prefill pool of the model, if the decode pool has none of its own."""
-        if decode.booked_load.prefill_times.measured_prompts:
-            return None
-        measured = [
-            pool.booked_load.prefill_times
-            for pool in self._pools.values()
-            if pool.role == Role.ROLE_PREFILL and pool.model == decode.model
-        ]
-        most = max(measured, key=lambda times: times.measured_prompts, default=None)
-        return most if most is not None and most.measured_prompts else None
+    def prefill_pools_of(self, decode: Pool) -> tuple[Pool, ...]:
+        """Returns the components whose workers can compute prompts for a decode pool."""
+        return tuple(
+            self._current(view)
+            for view in self._views()
+            if view.descriptor.role == Role.ROLE_PREFILL
+            and view.descriptor.model == decode.model
+            and view.descriptor.block_size == decode.booked_load.block_size
+            and view.name.namespace == decode.name.namespace
+        )
 
     def _views(self) -> list[ComponentView]:
         # Nothing can be booked in a component without a block size.

@@ -3,11 +3,17 @@
     uncached = prompt tokens that the decode worker does not hold                                       [tokens]
     compute  = a * prefill time of mode forecast for them, or uncached * prefill_us_per_token if given   [ms]
     transfer = b * (latency + uncached * bytes per token / bandwidth)                                   [ms]
+    wait     = time until a worker has computed the prompts that are booked there, by the same model    [ms]
 
-    a, b     = measured time over that of the model, learned by ``kvrouter.scheduler.load.prefill_times``  [1]
+    a, b     = measured time over that of the model, learned by ``kvrouter.scheduler.load.prefill_times``;
+               a also contains the relative latency of the worker, where mode forecast has learned one  [1]
 
-A prefill worker computes the prompt if uncached >= min_tokens and transfer < compute: then the decode worker is spared
-more time than the transfer takes. A short rest does not delay decoding much, and is not worth the detour.
+A prefill worker computes the prompt if
+
+    uncached >= min_tokens  and  wait of the prefill worker that is free first + transfer < wait + compute
+
+Both sides compute the prompt, so that time is left out of the first; in the second it is what the decode worker is
+spared. A short rest does not delay decoding much, and is not worth the detour.
 
 To compare decode workers, a prompt that is computed elsewhere counts as the tokens that could be computed during its
 transfer, so that a worker that holds a part of the prompt is preferred to one that must receive all of it.
@@ -47,6 +53,8 @@ class PrefillFactors(NamedTuple):
 
 MODELS = PrefillFactors()
 """The factors before anything is measured."""
+_SHOWN_MS = 0.05
+"""Shorter waits are not shown."""
 
 
 class PrefillDecision(NamedTuple):
@@ -57,10 +65,28 @@ class PrefillDecision(NamedTuple):
     uncached_tokens: int
     compute_ms: float
     transfer_ms: float
+    wait_ms: float
+    """Until the decode worker has computed the prompts that are booked there."""
+    prefill_wait_ms: float
+    """The same at the prefill worker that is free first."""
     factors: PrefillFactors
     """The measured factors in these times."""
     reason: str
     """Why, for people."""
+
+
+class PrefillComparison(NamedTuple):
+    """What the decision rests on, for each decode worker. Arrays of shape (candidates,)."""
+
+    uncached_tokens: NDArray[np.int64]
+    compute_ms: NDArray[np.float64]
+    transfer_ms: NDArray[np.float64]
+    wait_ms: NDArray[np.float64]
+    """Until the decode worker has computed the prompts that are booked there."""
+    prefill_wait_ms: float
+    """The same at the prefill worker that is free first."""
+    factors: PrefillFactors
+    least_tokens: int
 
 
 class PrefillPlaces(NamedTuple):
@@ -70,7 +96,56 @@ class PrefillPlaces(NamedTuple):
     """Whether a prefill worker would."""
     weighed_tokens: NDArray[np.int64]
     """Tokens to compute there, or the equivalent of their transfer in tokens."""
-    factors: PrefillFactors = MODELS
+    comparison: PrefillComparison | None = None
+    """Why; None if a prefill worker computes it in any case."""
+
+    def decision(self, place: int) -> PrefillDecision | None:
+        """Returns the decision for the decode worker at an index; None if there was nothing to decide."""
+        if self.comparison is None:
+            return None
+        tokens, compute, transfer, wait = (column[place].item() for column in self.comparison[:4])
+        remote_wait, factors, least = self.comparison[4:]
+        is_remote = bool(self.is_remote[place])
+        there = f"to transfer {tokens} tokens takes {transfer:.1f} ms{_after(remote_wait)}"
+        if tokens < least:
+            reason = f"the decode worker lacks only {tokens} tokens, fewer than {least}"
+        elif is_remote:
+            reason = f"{there}, to compute them {compute:.1f} ms{_after(wait)}"
+        else:
+            reason = f"{there}, no less than to compute them ({compute:.1f} ms{_after(wait)})"
+        return PrefillDecision(is_remote, tokens, compute, transfer, wait, remote_wait, factors, reason)
+
+
+def prefill_places(
+    uncached_tokens: NDArray[np.int64],
+    options: RemotePrefillOptions,
+    factors: PrefillFactors = MODELS,
+    *,
+    relative_latency: NDArray[np.float64] | float = 1.0,
+    wait_ms: NDArray[np.float64] | float = 0.0,
+    prefill_wait_ms: float = 0.0,
+) -> PrefillPlaces:
+    """Decides for each decode worker.
+
+    Args:
+        uncached_tokens: Prompt tokens that it does not hold, 0 or more.
+        options: When a prefill worker is worth its detour.
+        factors: What was measured of both times in the component.
+        relative_latency: Prefill times of the decode worker over those of its component.
+        wait_ms: Time until it has computed the prompts that are booked there.
+        prefill_wait_ms: The same at the prefill worker that is free first.
+    """
+    compute = compute_ms(uncached_tokens, options, factors.compute * relative_latency)
+    link = options.transfer
+    transfer = factors.transfer * (link.latency_ms * (uncached_tokens > 0) + uncached_tokens * link.ms_per_token)
+    wait = np.zeros(len(compute)) + wait_ms
+    least = max(1, options.min_tokens)
+    is_remote = (uncached_tokens >= least) & (prefill_wait_ms + transfer < wait + compute)
+    shares = np.divide(transfer, compute, out=np.ones(len(compute)), where=is_remote & (transfer < compute))
+    equivalent = (uncached_tokens * shares).astype(np.int64)
+    used = factors if options.prefill_us_per_token is None else factors._replace(compute=1.0)
+    comparison = PrefillComparison(uncached_tokens, compute, transfer, wait, prefill_wait_ms, used, least)
+    return PrefillPlaces(is_remote, np.where(is_remote, equivalent, uncached_tokens), comparison)
 
 
 def modelled_ms(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -79,51 +154,13 @@ def modelled_ms(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     return prefill_ms(tokens, budget, np.zeros(len(tokens)))
 
 
-def prefill_places(
-    uncached_tokens: NDArray[np.int64], options: RemotePrefillOptions, factors: PrefillFactors = MODELS
-) -> PrefillPlaces:
-    """Decides for each decode worker, given the prompt tokens that it does not hold."""
-    compute, transfer = _times_ms(uncached_tokens, options, factors)
-    is_remote = (uncached_tokens >= max(1, options.min_tokens)) & (transfer < compute)
-    # Where it is remote, the transfer takes less time than the computation, so that takes more than none.
-    shares = np.divide(transfer, compute, out=np.ones(len(compute)), where=is_remote)
-    equivalent = (uncached_tokens * shares).astype(np.int64)
-    return PrefillPlaces(is_remote, np.where(is_remote, equivalent, uncached_tokens), factors)
-
-
-def decide_prefill(
-    uncached_tokens: int, options: RemotePrefillOptions, factors: PrefillFactors = MODELS
-) -> PrefillDecision:
-    """Decides for one decode worker.
-
-    Args:
-        uncached_tokens: Prompt tokens that it does not hold, 0 or more.
-        options: When a prefill worker is worth its detour.
-        factors: What was measured of both times.
-    """
-    column = np.array([uncached_tokens])
-    is_remote = bool(prefill_places(column, options, factors).is_remote[0])
-    compute_ms, transfer_ms = (float(times[0]) for times in _times_ms(column, options, factors))
-    least = max(1, options.min_tokens)
-    if uncached_tokens < least:
-        reason = f"the decode worker lacks only {uncached_tokens} tokens, fewer than {least}"
-    elif is_remote:
-        reason = f"to transfer {uncached_tokens} tokens takes {transfer_ms:.1f} ms, to compute them {compute_ms:.1f} ms"
-    else:
-        reason = (
-            f"to transfer {uncached_tokens} tokens takes {transfer_ms:.1f} ms, no less than to compute them"
-            f" ({compute_ms:.1f} ms)"
-        )
-    used = factors if options.prefill_us_per_token is None else factors._replace(compute=1.0)
-    return PrefillDecision(is_remote, uncached_tokens, compute_ms, transfer_ms, used, reason)
-
-
-def _times_ms(
-    tokens: NDArray[np.int64], options: RemotePrefillOptions, factors: PrefillFactors
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the times to compute and to transfer prompt tokens; none for no token."""
+def compute_ms(
+    tokens: NDArray[np.int64], options: RemotePrefillOptions, factor: NDArray[np.float64] | float
+) -> NDArray[np.float64]:
+    """Returns the time to compute prompt tokens, ms; ``factor`` is the measured time over the modelled one."""
     us = options.prefill_us_per_token
-    compute = factors.compute * modelled_ms(tokens) if us is None else tokens.astype(np.float64) * (us / 1e3)
-    link = options.transfer
-    transfer = factors.transfer * (link.latency_ms * (tokens > 0) + tokens * link.ms_per_token)
-    return compute, transfer
+    return factor * modelled_ms(tokens) if us is None else tokens.astype(np.float64) * (us / 1e3)
+
+
+def _after(wait_ms: float) -> str:
+    return f" after a wait of {wait_ms:.1f} ms" if wait_ms >= _SHOWN_MS else ""

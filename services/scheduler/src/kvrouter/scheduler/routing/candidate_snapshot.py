@@ -10,10 +10,11 @@ from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
 from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
 from kvrouter.scheduler.load.busy import Load
+from kvrouter.scheduler.load.prefill_waits import shortest_wait_ms, waits_ms
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Column, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
-from kvrouter.scheduler.request.remote_prefill import PrefillPlaces, prefill_places
+from kvrouter.scheduler.request.remote_prefill import PrefillDecision, PrefillPlaces, prefill_places
 from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
@@ -53,6 +54,10 @@ class CandidateSnapshot(NamedTuple):
     def prefills_remotely(self, rank: Rank) -> bool:
         """Returns whether a prefill worker would compute the prompt for a candidate."""
         return self.prefill is not None and bool(self.prefill.is_remote[self._place(rank)])
+
+    def prefill_decision(self, rank: Rank) -> PrefillDecision | None:
+        """Returns who would compute the prompt for a candidate; None if there was nothing to decide."""
+        return None if self.prefill is None else self.prefill.decision(self._place(rank))
 
     def _place(self, rank: Rank) -> int:
         place = self.worker_set.place(rank)
@@ -115,10 +120,23 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
         prefill = PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
         if request.may_prefill_locally:
             uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)
-            prefill = prefill_places(uncached, request.options.remote_prefill, request.prefill_factors())
+            prefill = _prefill_places(request, loads, uncached)
             new_tokens = np.where(prefill.is_remote, 0, uncached)
     return CandidateSnapshot(
         worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free, prefill
+    )
+
+
+def _prefill_places(request: RequestContext, loads: Loads, uncached_tokens: Column) -> PrefillPlaces:
+    """Decides who would compute the prompt, from the prompts that all workers have yet to compute."""
+    pool, options, factors = request.pool, request.options.remote_prefill, request.prefill_factors()
+    return prefill_places(
+        uncached_tokens,
+        options,
+        factors,
+        relative_latency=pool.booked_load.relative_latency(),
+        wait_ms=waits_ms(pool, loads, options, factors.compute),
+        prefill_wait_ms=shortest_wait_ms(request.prefill_pools, request.constraints, options, factors.compute),
     )
 
 

@@ -11,7 +11,7 @@ from kvrouter.scheduler.identifiers import component_message, rank_message, rank
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait
-from kvrouter.scheduler.request.remote_prefill import PrefillDecision, RemotePrefillOptions, decide_prefill
+from kvrouter.scheduler.request.remote_prefill import PrefillDecision
 from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, context_of, snapshot
 from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate
@@ -51,8 +51,6 @@ class Decision(NamedTuple):
     """Whether the rank computes the prompt for a decode worker."""
     queued_seconds: float = 0.0
     """Time that the request spent in the queue."""
-    remote_prefill: RemotePrefillOptions | None = None
-    """When a prefill worker is worth its detour; None if there is no such decision."""
 
     @property
     def rank(self) -> Rank:
@@ -102,11 +100,7 @@ class Decision(NamedTuple):
     @property
     def prefill(self) -> PrefillDecision | None:
         """Who computes the prompt; None if that is not decided here, or if no rank was chosen."""
-        if self.remote_prefill is None or self.context is None or self.snapshot.prefill is None:
-            return None
-        held = self.overlap_blocks * self.context.block_size
-        uncached = max(0, self.context.prompt_tokens - held)
-        return decide_prefill(uncached, self.remote_prefill, self.snapshot.prefill.factors)
+        return None if self.context is None else self.snapshot.prefill_decision(self.rank)
 
     def to_message(self) -> DecisionMessage:
         """Returns the decision as a message, with candidates in order of rank."""
@@ -167,6 +161,8 @@ def prefill_message(decision: PrefillDecision | None) -> PrefillDecisionMessage 
         uncached_tokens=decision.uncached_tokens,
         compute_ms=decision.compute_ms,
         transfer_ms=decision.transfer_ms,
+        wait_ms=decision.wait_ms,
+        prefill_wait_ms=decision.prefill_wait_ms,
         reason=decision.reason,
         compute_factor=decision.factors.compute,
         transfer_factor=decision.factors.transfer,
@@ -220,7 +216,6 @@ def decide(
         explanation=_NONE_LEFT if verdict is None else verdict.explanation,
         chosen=None if context is None or verdict is None else context.ranks[verdict.index],
         is_of_prefill=request.constraints.stage == _PREFILL,
-        remote_prefill=request.options.remote_prefill if request.may_prefill_locally else None,
     )
 
 

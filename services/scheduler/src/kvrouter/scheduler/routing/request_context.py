@@ -8,7 +8,6 @@ from typing import NamedTuple
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pool, Pools
-from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.direct.policy import Rule as Direct
@@ -63,13 +62,20 @@ class RequestContext(NamedTuple):
     """Names of the request's overrides that have no effect in its mode."""
     may_prefill_locally: bool = False
     """In stage decode, whether the rank may compute the prompt itself; otherwise a prefill worker always does."""
-    measured_by: PrefillTimes | None = None
-    """A component whose measured prefills stand in for those of the decode workers; None for their own."""
+    prefill_pools: tuple[Pool, ...] = ()
+    """Components that this Scheduler knows whose workers may compute the prompt instead."""
 
     def prefill_factors(self) -> PrefillFactors:
-        """Returns what is known of the times to compute and to transfer a prompt."""
-        factors = self.pool.booked_load.prefill_times.factors
-        return factors if self.measured_by is None else factors._replace(compute=self.measured_by.factors.compute)
+        """Returns what is known of the times to compute and to transfer a prompt.
+
+        While the decode workers have computed no prompt, the prefill workers that have measured most stand in.
+        """
+        own = self.pool.booked_load.prefill_times
+        if own.measured_prompts:
+            return own.factors
+        times = [pool.booked_load.prefill_times for pool in self.prefill_pools]
+        most = max(times, key=lambda each: each.measured_prompts, default=own)
+        return own.factors._replace(compute=most.factors.compute)
 
 
 class RequestReader:
@@ -140,7 +146,7 @@ class RequestReader:
             request.priority,
             ignored_overrides(request.overrides, options.mode),
             may_prefill_locally,
-            self._pools.prefill_measured_by(pool) if may_prefill_locally else None,
+            self._pools.prefill_pools_of(pool) if may_prefill_locally else (),
         )
 
 
