@@ -71,6 +71,22 @@ async def test_a_small_body_that_decompresses_to_a_large_one_is_refused(served: 
     assert (status, message.split(".")[0]) == (400, f"the body exceeds {64 << 20} bytes")
 
 
+@pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions", "v1/nothing"])
+async def test_an_unknown_expectation_is_an_error_as_all_others(served: System, path: str) -> None:
+    url = f"http://{served.http}/{path}"
+    async with aiohttp.ClientSession() as session:
+        async with session.post(url, data=BODY, headers={"Expect": "a miracle"}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["type"]) == (417, "invalid_request_error")
+            assert "100-continue" in error["message"]
+        async with session.post(url, data=BODY, expect100=True) as response:
+            error = (await response.json()).get("error")
+            assert response.status == {"v1/completions": 200, "v1/chat/completions": 400, "v1/nothing": 404}[path], (
+                error
+            )
+            assert error is None or error["type"] == "invalid_request_error"
+
+
 async def test_a_body_that_stops_coming_is_answered_with_a_time_out(served: System) -> None:
     host, port = served.http.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

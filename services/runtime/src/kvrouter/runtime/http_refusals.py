@@ -39,6 +39,15 @@ class JsonRequestHandler(RequestHandler):
         answer.force_close()
         return answer
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Sends a response. The refusal of an expectation, which no middleware sees, is an error as all others."""
+        if isinstance(resp, web.HTTPExpectationFailed):
+            cause = "the header Expect may only be 100-continue"
+            resp = self.handle_error(request, HTTPStatus.EXPECTATION_FAILED, message=cause)
+        return await super().finish_response(request, resp, start_time)
+
 
 def error(status: int, cause: str = "") -> bytes:
     """Returns the body of an error. The cause of an internal error is not shown."""
