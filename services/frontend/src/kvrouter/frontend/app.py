@@ -188,7 +188,7 @@ async def _serving_endpoint_picker(
         return
     # Imported only here, since its messages are an extra.
     try:
-        from kvrouter.frontend.endpoint_picker.exchange import ExchangeOptions
+        from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions
         from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
         from kvrouter.frontend.endpoint_picker.picker import Picker
         from kvrouter.frontend.endpoint_picker.server import serving_picker

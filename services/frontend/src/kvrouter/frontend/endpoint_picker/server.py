@@ -16,7 +16,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
-from kvrouter.frontend.endpoint_picker.exchange import Context, Exchange, ExchangeOptions
+from kvrouter.frontend.endpoint_picker.exchange import Context, Exchange
+from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.net.grpc_options import SERVER_OPTIONS

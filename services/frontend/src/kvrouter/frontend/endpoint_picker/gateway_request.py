@@ -1,0 +1,173 @@
+"""A request of the gateway: what is known of it, the endpoint chosen for it, and what it counts until it ends."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import Caller, acting_for
+from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
+from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
+from kvrouter.frontend.api.openai.reported_usage import Usage
+from kvrouter.frontend.api.openai.routed_body import RoutedBody
+from kvrouter.frontend.api.openai.stream_usage import with_usage
+from kvrouter.frontend.api.request_fields import RANK_HEADER, requested_rank
+from kvrouter.frontend.endpoint_picker.header_map import header_list
+from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints
+from kvrouter.frontend.endpoint_picker.pick import Pick
+from kvrouter.frontend.endpoint_picker.picker import Picker
+from kvrouter.frontend.lifecycle.span_attributes import describe_attempt, of_request
+from kvrouter.net import trace_context
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import TooLarge
+from kvrouter.runtime.tracing import request_span
+
+_MAX_BODY_BYTES = 64 << 20
+_FOLLOW_SECONDS = 2.0
+"""Deadline for booking the load of a request that a fallback served."""
+_ENCODING = "accept-encoding"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """How requests are treated."""
+
+    timeout_seconds: float
+    """Maximum time for a choice."""
+    admission: RequestAdmission
+    """Admits requests within limits."""
+    access: Access | None = None
+    """Authentication of the gateway's clients; None for none."""
+    requests_usage: bool = False
+    """Whether to request the usage of streams for the Frontend's own purpose, and remove it again."""
+
+
+class GatewayRequest:
+    """One request. ``end`` must follow."""
+
+    def __init__(self, picker: Picker, options: ExchangeOptions) -> None:
+        self.id = ""
+        """Id of the request, for logs and the engine."""
+        self.body = bytearray()
+        """The body; after the choice the one for the engine."""
+        self.pick: Pick | None = None
+        """The chosen endpoint and its booking; None before the choice and after the end."""
+        self.removes_usage = False
+        """Whether the usage is removed from the response, since the client has not requested it."""
+        self._picker = picker
+        self._options = options
+        self._caller: Caller | None = None
+        self._admitted: AdmittedRequest | None = None
+        self._traceparent = ""
+        self._allowed: frozenset[str] | None = None
+        self._routed = RoutedBody("")
+        self._dp_rank: int | None = None
+
+    def begin(self, message: ProcessingRequest) -> None:
+        """Reads the request's headers.
+
+        Raises:
+            Unauthenticated, PermissionDenied: the caller may not call the path.
+            BadRequest: a header is invalid.
+        """
+        listed = header_list(message.request_headers.headers)
+        headers = dict(listed)
+        self.id = headers.get("x-request-id") or uuid.uuid4().hex
+        self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
+        if self._options.access is not None:
+            self._caller = self._options.access.admit_to_engine(headers.get(":path", ""), listed)
+        self._dp_rank = requested_rank(headers)
+        self._allowed = allowed_endpoints(message.metadata_context)
+
+    def add(self, piece: bytes) -> None:
+        """Adds a piece of the body.
+
+        Raises:
+            TooLarge: the body is too long.
+        """
+        self.body += piece
+        if len(self.body) > _MAX_BODY_BYTES:
+            raise TooLarge(f"the body is longer than {_MAX_BODY_BYTES} bytes")
+
+    async def choose(self, *, may_remove_usage: bool) -> Pick:
+        """Chooses and books an endpoint for the complete request. ``may_remove_usage``: whether it can be removed.
+
+        Raises:
+            KvRouterError: the request is refused.
+        """
+        with trace_context.entered(self._traceparent), request_span("pick endpoint") as pick_span:
+            # The engine continues the trace from here, also if the client has begun none.
+            self._traceparent = trace_context.current()
+            with acting_for(self._caller) if self._caller is not None else nullcontext():
+                pick = await self._choose(may_remove_usage=may_remove_usage)
+            if pick_span.recording:
+                pick_span.set(of_request(self._routed.model, self.id, self._routed.prompt_tokens))
+                describe_attempt(pick_span, pick.booking, pick.endpoints[0])
+            return pick
+
+    async def _choose(self, *, may_remove_usage: bool) -> Pick:
+        routed, self.body = await self._picker.read(self.body)
+        self._routed = routed = replace(routed, dp_rank=self._dp_rank)
+        self._admitted = self._options.admission.admit(
+            self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
+        )
+        if self._options.requests_usage and may_remove_usage:
+            with_requested_usage = with_usage(bytes(self.body))
+            self.removes_usage = with_requested_usage is not None
+            self.body = bytearray(with_requested_usage or self.body)
+        # Stored here, so that it ends with the request even if that is cancelled in this moment.
+        self.pick = await self._picker.pick(
+            routed,
+            request_id=self.id,
+            allowed=self._allowed,
+            deadline=Deadline.after(self._options.timeout_seconds),
+        )
+        return self.pick
+
+    def any_endpoints(self) -> list[str]:
+        """Returns endpoints for a request without a body, such as GET /v1/models; books nothing.
+
+        Raises:
+            NoWorkers: there are none among those allowed.
+        """
+        return self._picker.any_endpoints(self._allowed)
+
+    async def follow(self, pick: Pick, served: str) -> Pick:
+        """Books the request at the endpoint that served it instead of the chosen one, and returns that booking."""
+        deadline = Deadline.after(_FOLLOW_SECONDS)
+        self.pick = await self._picker.follow(pick, served, self._routed, request_id=self.id, deadline=deadline)
+        return self.pick
+
+    def added_headers(self) -> dict[str, str]:
+        """Returns headers that every engine gets."""
+        trace = {trace_context.HEADER: self._traceparent} if self._traceparent else {}
+        return {"x-request-id": self.id, **trace}
+
+    def removed_headers(self) -> set[str]:
+        """Returns headers of the client that no engine gets."""
+        removed = set(() if self._options.access is None else CREDENTIAL_HEADERS)
+        if self._dp_rank is not None:
+            removed.add(RANK_HEADER)
+        if self.removes_usage:
+            removed.add(_ENCODING)  # A compressed stream could not be read.
+        return removed
+
+    def end(self, usage: Usage | None, *, is_stream: bool) -> None:
+        """Frees the booking, and ends the request for its limits, once.
+
+        Args:
+            usage: What the engine reported; None for nothing.
+            is_stream: Whether the response was a stream.
+        """
+        pick, self.pick = self.pick, None
+        admitted, self._admitted = self._admitted, None
+        output_tokens = None if usage is None else usage.completion_tokens
+        if pick is not None:
+            pick.end(None if usage is None else usage.cached_tokens)
+            if output_tokens is None and (is_stream or not pick.output_tokens):
+                output_tokens = pick.output_tokens
+        if admitted is not None:
+            admitted.end(output_tokens if pick is not None else 0)
