@@ -222,9 +222,10 @@ async def test_a_request_without_a_body_goes_to_any_endpoint(gateway: Gateway) -
     await gateway.until_booked(0)
 
 
-async def test_the_error_of_another_body_mode_names_the_correct_one(gateway: Gateway) -> None:
+@pytest.mark.parametrize("mode", [ProcessingMode.STREAMED, ProcessingMode.NONE])
+async def test_the_error_of_another_body_mode_names_the_correct_one(gateway: Gateway, mode: Any) -> None:
     stream = gateway.stream()
-    modes = ProtocolConfiguration(request_body_mode=ProcessingMode.STREAMED)
+    modes = ProtocolConfiguration(request_body_mode=mode)
     await stream.send(request_headers=HttpHeaders(headers=headers()), protocol_config=modes)
     with pytest.raises(grpc.aio.AioRpcError, match="expected request_body_mode FULL_DUPLEX_STREAMED, received"):
         await stream.receive()

@@ -92,7 +92,9 @@ class Exchange:
 
     def _check_modes(self, message: ProcessingRequest) -> None:
         modes = message.protocol_config
-        if modes.request_body_mode not in (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.NONE):
+        # A body that is not sent would be waited for until the gateway's time is over.
+        sends_body = not message.request_headers.end_of_stream
+        if sends_body and modes.request_body_mode != ProcessingMode.FULL_DUPLEX_STREAMED:
             received = ProcessingMode.BodySendMode.Name(modes.request_body_mode)
             raise BadRequest(
                 f"expected request_body_mode FULL_DUPLEX_STREAMED, received {received}",
