@@ -40,6 +40,7 @@ FAILURES: dict[str, Behaviour] = {
     "ends with an error": writes(piece(finish=FinishReason.FINISH_REASON_ERROR)),
     "sends no transfer parameters": writes(piece(1, finish=FinishReason.FINISH_REASON_LENGTH)),
     "sends a megabyte of them": writes(computed(TransferParams(format="mock-json", payload=bytes(1 << 20)))),
+    "sends ten megabytes": writes(computed(TransferParams(format="mock-json", payload=bytes(10 << 20)))),
 }
 
 

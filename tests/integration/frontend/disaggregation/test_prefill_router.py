@@ -13,7 +13,7 @@ from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RankStatus, RoutingRequest
 
 from ..gateway import MODEL
-from .fleet import PREFILL, Fleet
+from .fleet import DECODE, PREFILL, Fleet
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "prefill_router.py"
 
@@ -38,13 +38,24 @@ async def test_prefills_count_as_tokens_to_compute_until_they_are_complete(fleet
     await fleet.until_idle()
 
 
-async def test_the_example_books_and_releases_a_prefill(fleet: Fleet) -> None:
-    await fleet.start(2, PREFILL)
+async def run_example(fleet: Fleet, *stages: str) -> list[str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(EXAMPLE), fleet.system.target, stdout=asyncio.subprocess.PIPE
+        sys.executable, str(EXAMPLE), fleet.system.target, *stages, stdout=asyncio.subprocess.PIPE
     )
     output = (await process.communicate())[0].decode()
     assert process.returncode == 0
-    assert output.startswith("prefill worker 2 at 127.0.0.1:")
-    assert "booking known: True" in output
+    return output.splitlines()
+
+
+async def test_the_example_books_and_releases_both_stages_or_the_prefill_alone(fleet: Fleet) -> None:
+    await fleet.start(2, PREFILL)
+    prefill, known = await run_example(fleet, "prefill")
+    assert prefill.startswith("prefill worker 2 at 127.0.0.1:")
+    assert known == "STAGE_PREFILL: first token, booking known: True"
+    await fleet.start(1, DECODE)
+    decode, prefill, *both_known = await run_example(fleet)
+    assert decode.startswith("decode worker 1 at 127.0.0.1:")
+    assert prefill.startswith("prefill worker 2 at 127.0.0.1:")
+    assert all(line.endswith("booking known: True") for line in both_known)
+    assert len(both_known) == 2
     await fleet.until_idle()
