@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.runtime.config.sources import load
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.sidecar.settings import SidecarSettings
 
 jsonschema = pytest.importorskip("jsonschema", reason="kubernetes-validate is not installed")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -181,6 +183,43 @@ def test_files_that_the_configuration_names_are_mounted(render: Callable[..., Do
         tls = secrets[mounted["/etc/kvrouter/tls"]]
         assert (tls["secretName"], tls["defaultMode"]) == (f"kvrouter-{service}-tls", 0o440)
         assert ("/etc/kvrouter/keys" in mounted) == (service == "frontend")
+
+
+def engine_pod(render: Callable[..., Documents]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """An engine's pod, its sidecar and its engine."""
+    templates = pods(render("-f", str(CHART / "ci/all.yaml")))
+    template = next(pod for name, pod in templates.items() if "-engine-" in name)
+    pod = template["spec"]
+    (sidecar,), (engine,) = pod["initContainers"], pod["containers"]
+    return pod, sidecar, engine
+
+
+def test_a_sidecar_has_known_options_and_may_read_its_secrets(render: Callable[..., Documents]) -> None:
+    pod, sidecar, _ = engine_pod(render)
+    options = {f"KVROUTER_{name}".upper() for name in SidecarSettings.model_fields}
+    assert {each["name"] for each in sidecar["env"] if each["name"].startswith("KVROUTER_")} <= options
+    secrets = [each["secret"] for each in pod["volumes"] if "secret" in each]
+    assert secrets
+    assert {each["defaultMode"] for each in secrets} == {0o440}
+    assert pod["securityContext"]["fsGroup"] == 10001
+
+
+def test_an_engine_serves_until_its_sidecar_has_drained(render: Callable[..., Documents]) -> None:
+    pod, sidecar, engine = engine_pod(render)
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["lifecycle"]["preStop"]["exec"]["command"] == ["sh", "-c", "kill -TERM 1"]
+    python, flag, program = engine["lifecycle"]["preStop"]["exec"]["command"]
+    (drain,) = (int(each["value"]) for each in sidecar["env"] if each["name"] == "KVROUTER_DRAIN_SECONDS")
+    assert f"time.monotonic() + {drain + 5}" in program
+    assert pod["terminationGracePeriodSeconds"] > drain + 5
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = str(listening.getsockname()[1])
+        waiting = subprocess.Popen([python, flag, program.replace("9090", port)])
+        listening.settimeout(30)
+        for _ in range(3):  # It asks again and again, and does not end while the sidecar listens.
+            listening.accept()[0].close()
+        assert waiting.poll() is None
+    assert waiting.wait(30) == 0
 
 
 def test_missing_stores_are_named(helm: str) -> None:
