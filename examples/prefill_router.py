@@ -3,8 +3,8 @@
     python examples/prefill_router.py [TARGET] [STAGE...]
 
 It asks a running Frontend (`kvrouter up --prefill 2 --decode 2`) for a decode worker and a prefill worker of one
-prompt, books the prompt at both, and reports the first token of each. With `prefill` as the only stage, the decode worker
-is chosen elsewhere, and a fleet of prefill workers is enough.
+prompt, books the prompt at both, and reports the first token of each. With `prefill` as the only stage, the decode
+worker is chosen elsewhere, and a fleet of prefill workers is enough.
 """
 
 import sys
