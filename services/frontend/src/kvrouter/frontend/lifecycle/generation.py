@@ -16,16 +16,15 @@ import structlog
 from kvrouter.frontend.disaggregation.prefill_attempt import PrefillLost
 from kvrouter.frontend.disaggregation.prefill_stage import PrefillStage
 from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
-from kvrouter.frontend.lifecycle.continuation import is_inexact, remaining
+from kvrouter.frontend.lifecycle.attempt_input import AttemptInput
+from kvrouter.frontend.lifecycle.continuation import is_inexact
 from kvrouter.frontend.lifecycle.kept_output import KeptOutput
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.lifecycle.progress import Progress
-from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.lifecycle.request_pools import RequestPools
-from kvrouter.frontend.lifecycle.routing_request import routing_request
+from kvrouter.frontend.lifecycle.routing_info import routing_info
 from kvrouter.frontend.lifecycle.span_attributes import GENERATE, describe_attempt, describe_outcome, of_request
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.file import Outline
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
@@ -35,18 +34,12 @@ from kvrouter.frontend.worker_client.failures import FAULTS, Fault, WorkerFailur
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
-from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
-from kvrouter.v1.frontend_pb2 import (
-    FrontendServiceGenerateRequest,
-    RoutingInfo,
-)
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
-from kvrouter.v1.worker_pb2 import (
-    WorkerServiceGenerateRequest,
-)
+from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
 
@@ -92,9 +85,7 @@ class Generation:
             pools: Every component that serves the model; None if there is only one.
         """
         self._request = request
-        self._prompt = prompt
-        self._block_size = view.descriptor.block_size
-        self._component = view.name
+        self._input = AttemptInput(request, prompt, view)
         self._workers = workers
         self._metrics = metrics
         self._model_metrics = metrics.models.of(view.descriptor.model)
@@ -110,8 +101,6 @@ class Generation:
         self._since_ns = self._arrived_ns
         """Arrival of the request, or after a migration, the failure of the worker before."""
         self._arrived_unix_ns = time.time_ns()
-        self._prompt_tokens = len(prompt) // TOKEN_BYTES
-        """Prompt tokens that the client sent."""
         self._output_tokens = 0
         """Output tokens of all attempts that have ended."""
         self._kept = None if budget.migration_refusal() else KeptOutput()
@@ -123,16 +112,7 @@ class Generation:
         """Ranks of all attempts."""
         self._request_id = request.request_id or os.urandom(16).hex()
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{os.urandom(4).hex()}"
-        self._local_hashes = hash_prompt(prompt, request, self._block_size)
-        """Hashes of the prompt that the client sent, which ``Outline`` describes."""
-        self._hashes = self._local_hashes
-        """Hashes of the prompt of the next attempt."""
-        self._link = links.link(view.name, self._local_hashes, request.conversation_id)
-        self._routing = routing_request(request, view, self._hashes, self._prompt_tokens)
-        self._excluded = list(self._routing.constraints.excluded_worker_ids)
-        """Workers of the pool that no attempt may use."""
-        self._stop = request.stop_conditions
-        """Stop conditions of the next attempt."""
+        self._link = links.link(view.name, self._input.client_hashes, request.conversation_id)
 
     @property
     def output_tokens(self) -> int:
@@ -146,9 +126,9 @@ class Generation:
         return Outline(
             arrived_unix_ns=self._arrived_unix_ns,
             model=self._request.model,
-            block_size=self._block_size,
-            prompt_tokens=self._prompt_tokens,
-            local_hashes=self._local_hashes,
+            block_size=self._input.block_size,
+            prompt_tokens=self._input.client_prompt_tokens,
+            local_hashes=self._input.client_hashes,
             output_tokens=self._output_tokens,
         )
 
@@ -165,7 +145,7 @@ class Generation:
         """
         with span("generate") as request_span:
             if request_span.recording:
-                request_span.set(of_request(self._request.model, self._request_id, self._prompt_tokens))
+                request_span.set(of_request(self._request.model, self._request_id, self._input.client_prompt_tokens))
             await self._run_attempts(receiver, deadline)
 
     async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
@@ -186,10 +166,8 @@ class Generation:
                 raise self._final(failure, attempt)
             if failure.outcome_unknown:
                 await self._workers.abort(self._endpoint, self._booked_id)
-            excluded = self._routing.constraints.excluded_worker_ids
             if with_output:
                 self._continue(failure, attempt)
-                excluded[:] = self._excluded
             else:
                 self._metrics.retries.inc()
                 log.warning(
@@ -203,28 +181,22 @@ class Generation:
                 self._prefill.failed(failure.message)
                 self._unserved_worker_ids.append(failure.worker_id)
             elif not failure.is_silent:
-                excluded.append(failure.worker_id)
+                self._input.exclude(failure.worker_id)
             self._budget.failed(failure, with_output=with_output)
 
     async def _choose_pool(self, pools: RequestPools, deadline: Deadline) -> None:
         """Turns to the pool in which the next attempt costs least."""
-        view = await pools.cheapest(self._prompt, deadline, refused=self._refused, current=self._routing)
-        if view.name == self._component:
+        view = await pools.cheapest(self._input.prompt, deadline, refused=self._refused, current=self._input.routing)
+        if view.name == self._input.component:
             return
         log.info(
             "request.changes_pool",
             request_id=self._request_id,
-            left=str(self._component),
+            left=str(self._input.component),
             component_name=str(view.name),
         )
-        self._component, self._block_size = view.name, view.descriptor.block_size
-        own_prompt = self._prompt[: self._prompt_tokens * TOKEN_BYTES]
-        self._local_hashes = hash_prompt(own_prompt, self._request, self._block_size)
-        self._hashes = hash_prompt(self._prompt, self._request, self._block_size, known=self._local_hashes)
-        self._link = self._links.link(view.name, self._local_hashes, self._request.conversation_id)
-        self._routing = routing_request(self._request, view, self._hashes, len(self._prompt) // TOKEN_BYTES)
-        self._routing.max_output_tokens = self._stop.max_tokens
-        self._excluded = list(self._routing.constraints.excluded_worker_ids)
+        self._input.move_to(view)
+        self._link = self._links.link(view.name, self._input.client_hashes, self._request.conversation_id)
         self._prefill = pools.prefill_stage(view)
         self._unserved_worker_ids.clear()
 
@@ -245,12 +217,7 @@ class Generation:
         if self._kept is None:
             raise AssertionError("a request without kept output does not migrate")
         self._since_ns = time.perf_counter_ns()
-        self._prompt = self._prompt[: self._prompt_tokens * TOKEN_BYTES] + self._kept.packed()
-        self._hashes = hash_prompt(self._prompt, self._request, self._block_size, known=self._hashes)
-        self._stop = remaining(self._request.stop_conditions, self._output_tokens)
-        self._routing.local_hashes.CopyFrom(local_hashes_message(self._hashes))
-        self._routing.prompt_tokens = len(self._prompt) // TOKEN_BYTES
-        self._routing.max_output_tokens = self._stop.max_tokens
+        self._input.append_output(self._kept.packed())
         self._metrics.migrations.labels(failure.cause).inc()
         log.warning(
             "request.migrated",
@@ -265,15 +232,13 @@ class Generation:
         self, attempt: int, receiver: OutputReceiver, deadline: Deadline, failure: WorkerFailure | None
     ) -> WorkerFailure | None:
         """Runs one attempt, after an earlier one that failed with ``failure``; returns how this one failed."""
-        unhealthy = self._workers.health.why_avoided(self._component)
-        avoided = [*unhealthy, *self._request.constraints.avoided_worker_ids, *self._unserved_worker_ids]
-        if avoided or failure is not None:
-            self._routing.constraints.avoided_worker_ids[:] = avoided
-            self._routing.constraints.avoided_reasons[:] = unhealthy.values()
+        unhealthy = self._workers.health.why_avoided(self._input.component)
+        if unhealthy or attempt:
+            self._input.avoid(unhealthy, self._unserved_worker_ids)
         try:
             selection, booking = await self._place(attempt, deadline)
         except (NoWorkers, AllBusy, UnknownComponent) as error:
-            self._refused.add(self._component)
+            self._refused.add(self._input.component)
             if self._pools is not None and self._pools.others(self._refused):
                 raise _PoolRefuses from None
             if not isinstance(error, NoWorkers):
@@ -333,9 +298,13 @@ class Generation:
             return selection, booking
         served = False
         try:
-            for_worker = self._worker_request(booking)
             served = await prefill.run(
-                for_worker, self._prompt, self._routing, self._hashes, reason=decision.reason, deadline=deadline
+                self._worker_request(booking),
+                self._input.prompt,
+                self._input.routing,
+                self._input.hashes,
+                reason=decision.reason,
+                deadline=deadline,
             )
         finally:
             if not served:
@@ -344,13 +313,12 @@ class Generation:
 
     async def _book(self, attempt: int, stage: Stage, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
-        self._routing.may_prefill_locally = stage == _DECODE
+        self._input.routing.may_prefill_locally = stage == _DECODE
         selection = await self._link.select(
-            SelectWorkerRequest(request=self._routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
+            SelectWorkerRequest(request=self._input.routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
             deadline=deadline,
         )
-        prompt_tokens = len(self._prompt) // TOKEN_BYTES
-        booking = LiveBooking.of(key, selection, self._hashes, prompt_tokens, self._block_size)
+        booking = self._input.live_booking(key, selection)
         self._link.keep(booking)
         return selection, booking
 
@@ -369,30 +337,16 @@ class Generation:
         prefill_us = 0 if self._prefill is None else self._prefill.spent_ns // 1000
         if not self._output_tokens:
             self._metrics.added_seconds.observe((added_us - prefill_us) / 1e6)
-        routing = RoutingInfo(
-            request_id=self._request_id,
-            rank=selection.rank,
-            component=selection.component,
-            attempt=booking.key.attempt,
-            predicted_overlap_blocks=selection.overlap_blocks,
-            prompt_blocks=selection.prompt_blocks,
-            decision_id=selection.decision_id,
-            load_only=selection.load_only,
-            router_us=added_us,
-            queued_us=selection.queued_us,
-            mode=selection.mode,
+        routing = routing_info(
+            self._request_id,
+            booking,
+            selection,
+            added_us=added_us,
+            earlier_ranks=self._earlier_ranks,
+            migrations=self._budget.migrations,
+            inexact=is_inexact(self._request.sampling_options),
+            prefill=self._prefill,
         )
-        if selection.ignored_overrides:
-            routing.ignored_overrides.extend(selection.ignored_overrides)
-        if self._earlier_ranks:
-            routing.earlier_ranks.extend(self._earlier_ranks)
-            routing.migrations = self._budget.migrations
-            routing.inexact_continuation = routing.migrations > 0 and is_inexact(self._request.sampling_options)
-        if self._prefill is not None:
-            routing.prefill_reason = self._prefill.reason
-            routing.prefill_us = prefill_us
-            if self._prefill.rank is not None:
-                routing.prefill_rank.CopyFrom(self._prefill.rank)
         self._earlier_ranks.append(selection.rank)
         return routing
 
@@ -404,7 +358,7 @@ class Generation:
             worker_id,
             self._endpoint,
             self._worker_request(booking),
-            self._prompt,
+            self._input.prompt,
             progress.pass_on,
             deadline=deadline,
             has_alternative=lambda: self._has_alternative(worker_id),
@@ -431,26 +385,10 @@ class Generation:
         if not self._budget.allows(with_output=self._attempt_has_output):
             return False
         return any(
-            worker.worker_id != worker_id and can_take(worker, self._routing.constraints, self._request.scope.lora_name)
-            for worker in self._workers.health.healthy(self._component)
-        ) or (self._pools is not None and self._pools.has_healthy_worker(besides=self._component))
+            worker.worker_id != worker_id
+            and can_take(worker, self._input.routing.constraints, self._request.scope.lora_name)
+            for worker in self._workers.health.healthy(self._input.component)
+        ) or (self._pools is not None and self._pools.has_healthy_worker(besides=self._input.component))
 
     def _worker_request(self, booking: LiveBooking) -> WorkerServiceGenerateRequest:
-        request = self._request
-        for_worker = WorkerServiceGenerateRequest(
-            request_id=self._booked_id,
-            stop_conditions=self._stop,
-            sampling_options=request.sampling_options,
-            dp_rank=booking.rank.dp_rank,
-            scope=request.scope,
-            stage=_WHOLE,
-            attempt=booking.key.attempt,
-            priority=request.priority,
-            conversation_id=request.conversation_id,
-        )
-        if self._prefill is not None and self._prefill.params is not None:
-            for_worker.stage = _DECODE
-            for_worker.transfer_params.CopyFrom(self._prefill.params)
-        if request.multimodal_hashes:
-            for_worker.multimodal_hashes.extend(request.multimodal_hashes)
-        return for_worker
+        return self._input.for_worker(booking, None if self._prefill is None else self._prefill.params)
