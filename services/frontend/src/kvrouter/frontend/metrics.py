@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.frontend.model_metrics import MetricsByModel
+from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _ADDED_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5)
@@ -16,6 +17,7 @@ class FrontendMetrics:
         self.requests = Counter(
             "kvrouter_frontend_requests", "Requests by outcome, a gRPC code.", ["model", "code"], registry=registry
         )
+        self._ended: dict[tuple[str, str], Counter] = {}
         self.in_flight = Gauge("kvrouter_frontend_requests_in_flight", "Running requests.", registry=registry)
         self.retries = Counter(
             "kvrouter_frontend_retries", "Attempts without output that failed and were retried.", registry=registry
@@ -50,12 +52,12 @@ class FrontendMetrics:
             "Workers that get no requests, or one at a time, because their requests fail.",
             registry=registry,
         )
-        self.added_seconds = Histogram(
+        self.added_seconds = LoopHistogram(
             "kvrouter_frontend_added_seconds",
             "Time from the arrival of a request to its dispatch to a worker.",
             buckets=_ADDED_BUCKETS,
             registry=registry,
-        )
+        ).of()
         self.models = MetricsByModel(registry)
         self.live_bookings = Gauge("kvrouter_frontend_live_bookings", "Bookings not yet freed.", registry=registry)
         self.sharded_components = Gauge(
@@ -84,3 +86,14 @@ class FrontendMetrics:
         self.worker_channels = Gauge(
             "kvrouter_frontend_worker_channels", "Open gRPC channels to workers.", registry=registry
         )
+
+    def ended(self, model: str, code: str) -> Counter:
+        """Returns the counter of requests for a model that is served, with an outcome.
+
+        To look it up by its labels takes longer.
+        """
+        key = self.models.label(model), code
+        counter = self._ended.get(key)
+        if counter is None:
+            counter = self._ended[key] = self.requests.labels(*key)
+        return counter

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import accumulate
-
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
+from kvrouter.runtime.telemetry.histogram import LoopHistogram
+from prometheus_client import CollectorRegistry, Counter
 
 MAX_MODELS = 256
 """Models with series of their own. Whoever can register models could otherwise add series without end."""
@@ -20,57 +15,13 @@ _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
-class TokenLatency:
-    """Inter-token latency of one model.
-
-    It is observed for every piece of output. A histogram of the client library takes ten times as long.
-    """
-
-    __slots__ = ("counts", "seconds")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(_TOKEN_BUCKETS) + 1)
-        """Tokens by bucket; the last one has no upper bound."""
-        self.seconds = 0.0
-        """Sum of all latencies."""
-
-    def observe(self, seconds: float, tokens: int) -> None:
-        """Adds tokens that arrived together, ``seconds`` after the tokens before them: each took an equal share."""
-        self.seconds += seconds
-        self.counts[bisect_left(_TOKEN_BUCKETS, seconds / tokens)] += tokens
-
-
-class TokenLatencyMetrics(Collector):
-    """Inter-token latency by model, read when it is scraped."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._models: dict[str, TokenLatency] = {}
-        registry.register(self)
-
-    def of(self, model: str) -> TokenLatency:
-        """Returns the latency of a model."""
-        return self._models.setdefault(model, TokenLatency())
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yields the histogram."""
-        family = HistogramMetricFamily(
-            "kvrouter_frontend_inter_token_seconds",
-            "Time between two tokens of a response; tokens that arrive together share it equally.",
-            labels=["model"],
-        )
-        bounds = [*map(str, map(float, _TOKEN_BUCKETS)), "+Inf"]
-        for model, latency in self._models.items():
-            family.add_metric([model], list(zip(bounds, accumulate(latency.counts), strict=True)), latency.seconds)
-        yield family
-
-
 class ModelMetrics:
     """The metrics of one model, looked up once for each request."""
 
     def __init__(self, metrics: MetricsByModel, model: str) -> None:
-        self.ttft_seconds = metrics.ttft_seconds.labels(model)
-        self.migration_seconds = metrics.migration_seconds.labels(model)
-        self.request_seconds = metrics.request_seconds.labels(model)
+        self.ttft_seconds = metrics.ttft_seconds.of(model)
+        self.migration_seconds = metrics.migration_seconds.of(model)
+        self.request_seconds = metrics.request_seconds.of(model)
         self.token_latency = metrics.token_latency.of(model)
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.predicted_cached_tokens = metrics.predicted_cached_tokens.labels(model)
@@ -82,28 +33,34 @@ class MetricsByModel:
     """Histograms and counters with a label ``model``, of at most ``MAX_MODELS`` models."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.ttft_seconds = Histogram(
+        self.ttft_seconds = LoopHistogram(
             "kvrouter_frontend_ttft_seconds",
             "Time from the arrival of a request to its first token.",
             ["model"],
             buckets=_TTFT_BUCKETS,
             registry=registry,
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = LoopHistogram(
             "kvrouter_frontend_request_seconds",
             "Time from the arrival of a request to the end of its output, of requests that succeeded.",
             ["model"],
             buckets=_REQUEST_BUCKETS,
             registry=registry,
         )
-        self.migration_seconds = Histogram(
+        self.migration_seconds = LoopHistogram(
             "kvrouter_frontend_migration_seconds",
             "Time from the failure of a worker to the next token of a request that continues on another one.",
             ["model"],
             buckets=_TTFT_BUCKETS,
             registry=registry,
         )
-        self.token_latency = TokenLatencyMetrics(registry)
+        self.token_latency = LoopHistogram(
+            "kvrouter_frontend_inter_token_seconds",
+            "Time between two tokens of a response; tokens that arrive together share it equally.",
+            ["model"],
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
         self.prompt_tokens = Counter(
             "kvrouter_frontend_prompt_tokens",
             "Prompt tokens of requests whose worker reported its cached tokens.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -26,12 +27,12 @@ class SchedulerMetrics:
             "Repeated selections, answered with the first outcome.",
             registry=registry,
         )
-        self.select_seconds = Histogram(
+        self.select_seconds = LoopHistogram(
             "kvrouter_scheduler_select_seconds",
             "Duration of a selection, the Indexer's query included, the time in the queue excluded.",
             buckets=_SECONDS,
             registry=registry,
-        )
+        ).of()
         self.queued = Counter(
             "kvrouter_scheduler_queued_requests",
             "Queued requests by outcome: room, patience (sent without room), late, full, cancelled, refused.",

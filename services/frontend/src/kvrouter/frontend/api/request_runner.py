@@ -143,7 +143,7 @@ class RequestRunner:
             self._in_flight -= 1
             if admitted is not None:
                 admitted.end(0 if generation is None else generation.output_tokens)
-            self._metrics.requests.labels(self._metrics.models.label(known_model), code).inc()
+            self._metrics.ended(known_model, code).inc()
             if generation is not None:
                 self._note(generation)
 

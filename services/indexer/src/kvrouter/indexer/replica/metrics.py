@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from kvrouter.core.interface import MemoryBudget
 from kvrouter.indexer.index.evidence import age
 from kvrouter.indexer.replica.component import ComponentIndex
+from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.v1.names import ComponentName
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -37,12 +38,12 @@ class IndexerMetrics(Collector):
     ) -> None:
         self._components = components
         self._budget = budget
-        self.find_matches_seconds = Histogram(
+        self.find_matches_seconds = LoopHistogram(
             "kvrouter_indexer_find_matches_seconds",
             "Duration of FindMatches in the service.",
             buckets=_FIND_MATCHES_BUCKETS,
             registry=registry,
-        )
+        ).of()
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:

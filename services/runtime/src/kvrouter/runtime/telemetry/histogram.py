@@ -1,0 +1,86 @@
+"""Histograms that are observed for every request or token, on one thread.
+
+A histogram of the client library locks two values and searches its buckets in a loop, which takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+
+class Observations:
+    """The observations with one set of labels."""
+
+    __slots__ = ("_bounds", "counts", "created", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.created = time.time()
+        """Unix time at which it began, seconds."""
+        self.counts = [0] * (len(bounds) + 1)
+        """Observations by bucket; the last one has no upper bound."""
+        self.sum = 0.0
+        """Sum of all observations."""
+
+    def observe(self, total: float, count: int = 1) -> None:
+        """Adds so many equal observations, given their sum."""
+        self.sum += total
+        self.counts[bisect_left(self._bounds, total / count)] += count
+
+
+class LoopHistogram(Collector):
+    """A histogram whose series are observed on the event loop, and read when it is scraped."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str] = (),
+        *,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        """Registers it.
+
+        Args:
+            name: Name of the metric.
+            documentation: What it measures.
+            labels: Names of its labels.
+            buckets: Upper bounds of the buckets in ascending order, at least 0; one without a bound is added.
+            registry: Registry to add it to.
+        """
+        self._name = name
+        self._documentation = documentation
+        self._labels = labels
+        self._bounds = tuple(map(float, buckets))
+        self._series: dict[tuple[str, ...], Observations] = {}
+        registry.register(self)
+
+    def of(self, *values: str) -> Observations:
+        """Returns the observations with these values of the labels, to be kept by the caller."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = Observations(self._bounds)
+        return series
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        """Yields the histogram without series."""
+        yield HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yields the histogram."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for values, series in list(self._series.items()):
+            family.add_metric(values, list(zip(bounds, accumulate(series.counts), strict=True)), series.sum)
+            labels = dict(zip(self._labels, values, strict=True))
+            family.add_sample(f"{self._name}_created", labels, series.created)
+        yield family
