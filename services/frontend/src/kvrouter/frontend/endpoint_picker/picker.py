@@ -6,9 +6,7 @@ import random
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import structlog
 from kvrouter.core import Scope, local_hashes
@@ -17,6 +15,7 @@ from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.tenant_body import permitted
 from kvrouter.frontend.api.request_fields import RANK_HEADER
 from kvrouter.frontend.api.validation import Limits, resolve_model
+from kvrouter.frontend.endpoint_picker.engine_addresses import EngineAddresses
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.model_metrics import MetricsByModel
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
@@ -30,7 +29,6 @@ from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, Stage
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
 
 log = structlog.get_logger(component="endpoint-picker")
@@ -57,13 +55,14 @@ class _Offer(NamedTuple):
         body: RoutedBody,
         lora_name: str,
         allowed: Collection[str] | None,
+        addresses: EngineAddresses,
         health: WorkerHealth,
     ) -> _Offer:
         """Returns what a pool offers to a request; ``allowed`` as in ``Picker.pick``."""
         endpoints = {
             worker.worker_id: endpoint
             for worker in view.workers.values()
-            if (endpoint := endpoint_of(worker)) and (allowed is None or endpoint in allowed)
+            if (endpoint := addresses.of(worker)) and (allowed is None or endpoint in allowed)
         }
         block_size = view.descriptor.block_size
         hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt, body.tenant), [])
@@ -117,6 +116,8 @@ class Picker:
         metrics: MetricsByModel,
         access: Access | None = None,
     ) -> None:
+        self.addresses = EngineAddresses(directory)
+        """Addresses of the engines."""
         self._access = access
         self._metrics = metrics
         self._max_prompt_tokens = limits.max_prompt_tokens
@@ -165,7 +166,7 @@ class Picker:
                 answers.
         """
         views, lora_name = resolve_model(body.model, self._directory.components)
-        offers = [_Offer.of(view, body, lora_name, allowed, self._health) for view in views]
+        offers = [_Offer.of(view, body, lora_name, allowed, self.addresses, self._health) for view in views]
         able = [offer for offer in offers if offer.endpoints] or [offers[0]]
         able = [offer for offer in able if offer.takes(body)] or [able[0]]
         if len(able) > 1:
@@ -212,7 +213,7 @@ class Picker:
             endpoint
             for name in self._directory.components
             for worker in self._health.healthy(name)
-            if (endpoint := endpoint_of(worker)) and (allowed is None or endpoint in allowed)
+            if (endpoint := self.addresses.of(worker)) and (allowed is None or endpoint in allowed)
         ]
         if not endpoints:
             raise NoWorkers("no healthy worker has an OpenAI endpoint that the gateway allows")
@@ -243,17 +244,3 @@ class Picker:
         healthy = [worker.worker_id for worker in self._health.healthy(name)]
         others = [endpoints[number] for number in healthy if number in endpoints and number != chosen]
         return random.sample(others, min(_FALLBACKS, len(others)))
-
-
-def endpoint_of(worker: WorkerRegistration) -> str:
-    """Returns the address of a worker's OpenAI API, host:port; empty if it has none."""
-    return _address(worker.openai_endpoint)
-
-
-@lru_cache(4096)
-def _address(url: str) -> str:
-    parts = urlsplit(url)
-    if not parts.hostname:
-        return ""
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"

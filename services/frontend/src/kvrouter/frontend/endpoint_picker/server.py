@@ -106,12 +106,16 @@ async def serving_picker(
     await server.start()
     address = f"{bind.rpartition(':')[0]}:{port}"
     log.info("grpc.listening", address=address, services=[SERVICE], encrypted=tls is not None)
-    following = asyncio.create_task(_follow_readiness(health, picker), name="endpoint-picker-health")
+    following = [
+        asyncio.create_task(_follow_readiness(health, picker), name="endpoint-picker-health"),
+        asyncio.create_task(picker.addresses.run(), name="endpoint-picker-addresses"),
+    ]
     try:
         yield address
     finally:
-        following.cancel()
-        await asyncio.wait([following])
+        for task in following:
+            task.cancel()
+        await asyncio.wait(following)
         await _publish(health, ready=False)
         try:
             async with asyncio.timeout(drain_seconds):
