@@ -42,6 +42,19 @@ def test_work_is_bounded_by_the_cache_of_the_models_workers() -> None:
     assert len(admitted(bounds, view(50, 50), 90, 10)) == 20
 
 
+def test_the_fill_level_of_admitted_work_is_that_of_the_fullest_model() -> None:
+    registry = new_registry()
+    bounds = OverloadBounds(OverloadLimits(0, 0, 2.0), registry)
+    labels = {"bound": "admitted_work_share", "when_full": "refuses"}
+    assert registry.get_sample_value("kvrouter_bound_used", labels) == 0
+    running = [bounds.admit([view(50, 50)], "", 1.0, 90, 10) for _ in range(5)]
+    assert registry.get_sample_value("kvrouter_bound_used", labels) == 0.25
+    assert registry.get_sample_value("kvrouter_bound_limit", labels) == 1
+    for each in running:
+        each.end(0)
+    assert registry.get_sample_value("kvrouter_bound_used", labels) == 0
+
+
 def test_work_is_bounded_by_the_caches_of_all_pools_of_a_model() -> None:
     bounds = OverloadBounds(OverloadLimits(0, 0, 2.0), new_registry())
     pools = [view(50), view(30, 20)]

@@ -81,6 +81,7 @@ class OverloadBounds:
         bounds = bounds_of(registry)
         bounds.add("requests_in_flight", lambda: self._requests.used, limits.requests)
         bounds.add("prompt_bytes_in_flight", lambda: self._prompt_bytes.used, limits.prompt_bytes)
+        bounds.add("admitted_work_share", self._highest_work_share, 1.0 if limits.work else 0.0)
 
     def admit(
         self, views: Sequence[ComponentView], tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
@@ -118,6 +119,12 @@ class OverloadBounds:
         """Ends a request of a tenant whose prompt has that size in bytes."""
         self._requests.remove(tenant, 1)
         self._prompt_bytes.remove(tenant, size)
+
+    def _highest_work_share(self) -> float:
+        """Returns the part of its bound that the model with most work has in use, 0 to about 1."""
+        return max(
+            (model.work.used / model.work.most for model in self._models.values() if model.work.most), default=0.0
+        )
 
     def _refusal(self, bound: str, message: str) -> Overloaded:
         self._refused.labels(bound=bound).inc()
