@@ -25,6 +25,7 @@ from kvrouter.v1.scheduler_pb2 import (
     Decision,
     GetStatusResponse,
     HitCounts,
+    PrefillDecision,
     QueuedRequest,
     QueueStatus,
     RankStatus,
@@ -170,6 +171,7 @@ def test_a_decision_shows_the_next_cheapest_and_why() -> None:
         prompt_blocks=40,
         reason="lowest cost",
         load_only=True,
+        prefill=PrefillDecision(remote=True),
         candidates=[
             CandidateTerms(rank=Rank(worker_id=1), cost=125.5, overlap_blocks=12),
             CandidateTerms(rank=Rank(worker_id=3), cost=2130, overlap_blocks=1),
@@ -179,7 +181,10 @@ def test_a_decision_shows_the_next_cheapest_and_why() -> None:
     found = lines(system([scheduler(pool(rank(1)), decisions=[refused, decision])]))
     first, second = found[-2:]
     assert "a-conver…-a-long-name-17  1:0   12 / 40" in first
-    assert "kv: lowest cost 125.5; next 3:0 2,130.0 (1 cached); on load alone" in first
+    assert (
+        "kv: lowest cost 125.5; next 3:0 2,130.0 (1 cached); a prefill worker computes the prompt; on load alone"
+        in first
+    )
     assert "(not booked)" in second
     assert second.rstrip().endswith("kv: all workers are busy")
 

@@ -125,7 +125,7 @@ async def test_prefill_workers_alone_serve_no_model(fleet: Fleet) -> None:
 async def test_a_request_pinned_to_a_prefill_worker_is_refused(fleet: Fleet) -> None:
     await fleet.start(1, DECODE)
     await fleet.start(2, PREFILL)
-    with pytest.raises(UnknownWorker):
+    with pytest.raises(UnknownWorker, match=r"worker 2 is not registered in .*/decode"):
         await fleet.serve(constraints=RoutingConstraints(worker_id=2))
     assert (await fleet.serve(constraints=RoutingConstraints(worker_id=1))).prefill == 2
     await fleet.until_idle()

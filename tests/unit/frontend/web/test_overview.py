@@ -3,6 +3,7 @@
 import json
 from datetime import UTC, datetime, timedelta
 
+import pytest
 from kvrouter.frontend.web.history import History
 from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.problems import problems
@@ -18,6 +19,7 @@ from kvrouter.v1.scheduler_pb2 import (
     Decision,
     GetStatusResponse,
     HitCounts,
+    PrefillDecision,
     QueueStatus,
     RankStatus,
 )
@@ -131,6 +133,14 @@ def test_the_overview_is_json() -> None:
         50,
         [{"severity": "warning", "what": "draining"}],
     )
+
+
+@pytest.mark.parametrize(("remote", "who"), [(True, "a prefill worker"), (False, "this rank")])
+def test_a_decision_says_who_computes_the_prompt(remote: bool, who: str) -> None:
+    prefill = PrefillDecision(remote=remote, reason="to transfer takes 5.0 ms")
+    message = Decision(component=COMPONENT, chosen=Rank(worker_id=1), prefill=prefill)
+    assert decision(message, "s:1")["prefill"] == f"prefill by {who}: to transfer takes 5.0 ms"
+    assert decision(Decision(component=COMPONENT), "s:1")["prefill"] == ""
 
 
 def test_a_decision_has_every_candidate_and_no_infinity() -> None:

@@ -53,6 +53,8 @@ def why(decision: Decision) -> str:
         words += f" {_number(decision.candidates[0].cost)}"
         others = [each for each in decision.candidates[1:] if math.isfinite(each.cost)]
         words += "".join(f"; next {_rank(each.rank)} {_number(each.cost)} ({_queued(each)})" for each in others)
+    if decision.prefill.remote:
+        words += "; a prefill worker computes the prompt"
     if decision.load_only:
         words += "; on load alone, no Indexer answered in time"
     if decision.queued_us:

@@ -144,11 +144,16 @@ class UnknownWorker(KvRouterError):
     status = grpc.StatusCode.NOT_FOUND
     reason = ErrorReason.ERROR_REASON_UNKNOWN_WORKER
 
-    def __init__(self, worker_id: int, known: Iterable[int] = (), *, dp_rank: int | None = None) -> None:
-        workers = sorted(known)
+    def __init__(
+        self, worker_id: int, known: Iterable[int] = (), *, dp_rank: int | None = None, component: object = None
+    ) -> None:
+        """``known`` are the workers of the component, which may be named: others may have that worker."""
+        workers, where = sorted(known), "" if component is None else f" in {component}"
         named = f"worker {worker_id}" if dp_rank is None else f"rank {dp_rank} of worker {worker_id}"
         advice = f"Use one of: {', '.join(map(str, workers[:_MAX_KNOWN_VALUES]))}." if workers else "Start a worker."
-        super().__init__(f"{named} is not registered", field="constraints.worker_id", advice=advice, known=workers)
+        super().__init__(
+            f"{named} is not registered{where}", field="constraints.worker_id", advice=advice, known=workers
+        )
 
 
 class NotFound(KvRouterError):

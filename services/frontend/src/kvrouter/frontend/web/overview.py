@@ -92,10 +92,18 @@ def decision(message: Decision, scheduler: str) -> Json:
         "reason": message.reason,
         "attempt": message.attempt,
         "prompt_blocks": message.prompt_blocks,
+        "prefill": _prefill(message),
         "load_only": message.load_only,
         "queued_ms": message.queued_us / 1e3,
         "candidates": [_candidate(each) for each in message.candidates],
     }
+
+
+def _prefill(message: Decision) -> str:
+    """Returns who computes the prompt, and why; empty if that was not decided."""
+    if not message.HasField("prefill"):
+        return ""
+    return f"prefill by {'a prefill worker' if message.prefill.remote else 'this rank'}: {message.prefill.reason}"
 
 
 def _candidate(message: CandidateTerms) -> Json:

@@ -287,7 +287,7 @@ class Selector:
             self._booking_leases.check_bookable(booking.key, booking.session_id, booking.opening_number)
         if not context.pool.candidates:
             raise NoWorkers(f"{context.pool.name} has no live worker")
-        check_pinned(context.pool.candidates, context.constraints)
+        check_pinned(context.pool.candidates, context.constraints, context.pool.name)
 
     def _warn_of_ignored(self, context: RequestContext) -> None:
         """Logs overrides without effect, once for each kind."""

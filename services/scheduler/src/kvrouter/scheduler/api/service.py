@@ -158,7 +158,7 @@ class SchedulerService:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker.
         """
         context = self._selector.reader.read(request.request, None, needs_worker=False)
-        check_pinned(context.pool.candidates, context.constraints)
+        check_pinned(context.pool.candidates, context.constraints, context.pool.name)
         needed = context.options.overlap_score_weight > 0
         overlaps = await self._selector.overlaps(context, deadline, needed=needed)
         found = self._selector.snapshot(context, overlaps)

@@ -121,8 +121,8 @@ def _unconstrained(stage: Stage) -> WorkerConstraints:
     return WorkerConstraints(stage)
 
 
-def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints) -> None:
-    """Checks that the worker and rank that a request names, if any, are registered.
+def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints, component: object = None) -> None:
+    """Checks that the worker and rank that a request names, if any, are registered, in ``component`` for the error.
 
     Raises:
         BadRequest: no worker has the rank.
@@ -144,9 +144,10 @@ def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints
         return
     pinned = [dp_rank for worker_id, dp_rank in ranks if worker_id == constraints.worker_id]
     if not pinned:
-        raise UnknownWorker(constraints.worker_id, {worker_id for worker_id, _ in ranks})
+        raise UnknownWorker(constraints.worker_id, {worker_id for worker_id, _ in ranks}, component=component)
     if constraints.dp_rank is not None and constraints.dp_rank not in pinned:
-        raise UnknownWorker(constraints.worker_id, {worker_id for worker_id, _ in ranks}, dp_rank=constraints.dp_rank)
+        known_workers = {worker_id for worker_id, _ in ranks}
+        raise UnknownWorker(constraints.worker_id, known_workers, dp_rank=constraints.dp_rank, component=component)
 
 
 def why_unfit(candidate: Candidate, constraints: WorkerConstraints) -> str:

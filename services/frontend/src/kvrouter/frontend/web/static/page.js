@@ -195,6 +195,7 @@ function drawFleet(components) {
 }
 
 function drawDecisions(decisions) {
+  const severalComponents = new Set(decisions.map((each) => each.component)).size > 1;
   const latest = [...decisions].sort((a, b) => b.at - a.at).slice(0, DECISIONS);
   // An opened decision stays, though it is no longer among the latest.
   const kept = [...state.open.values()].filter((each) => !latest.some((other) => other.id === each.id && other.scheduler === each.scheduler));
@@ -203,13 +204,13 @@ function drawDecisions(decisions) {
     const cached = decision.candidates.length && decision.rank ? decision.candidates[0].overlap_blocks : null;
     const [best, next] = decision.rank ? decision.candidates : [];
     const costs = best && best.cost !== null ? ` ${term(best.cost)}${next && next.cost !== null ? `; next ${next.rank} ${term(next.cost)}` : ""}` : "";
-    const why = `${decision.mode}: ${decision.reason}${costs}${decision.load_only ? "; on load alone" : ""}${decision.queued_ms ? `; queued for ${duration(decision.queued_ms / 1000)}` : ""}`;
+    const why = `${decision.mode}: ${decision.reason}${costs}${decision.load_only ? "; on load alone" : ""}${decision.prefill ? `; ${decision.prefill}` : ""}${decision.queued_ms ? `; queued for ${duration(decision.queued_ms / 1000)}` : ""}`;
     const head = element(
       "summary",
       {},
       element("span", { text: clock(decision.at), className: "quiet" }),
       element("span", { text: decision.request || "(not booked)", title: decision.request }),
-      element("span", { text: decision.rank ?? "none", className: decision.rank ? "" : "error" }),
+      element("span", { text: (decision.rank ?? "none") + (severalComponents ? ` ${decision.component}` : ""), className: decision.rank ? "" : "error" }),
       element("span", { text: `${number(cached)} / ${number(decision.prompt_blocks)} cached`, className: "quiet" }),
       element("span", { text: why, title: why }),
     );
