@@ -60,7 +60,8 @@ def check_uint64(value: int | None, field: str) -> None:
 def _explained(text: str) -> tuple[str, str]:
     """Returns field path and message of a msgspec validation error, which has the path at the end of its text."""
     found = _AT.search(text)
-    path = re.sub(r"\[(\d+)\]", r".\1", found["path"]).strip(".") if found else ""
+    # A value of an object of any keys has no name: "metadata[...]".
+    path = re.sub(r"\[(\d+)\]", r".\1", found["path"].replace("[...]", "")).strip(".") if found else ""
     message = text[: found.start()] if found else text
     named = _MISSING.search(message) or _UNKNOWN.search(message)
     if named:
