@@ -99,6 +99,10 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # Hints to OpenAI's own servers, which change no output.
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
     # Accepted where it asks for nothing.
     logit_bias: dict[str, float] | None = None
     # Constraints of the output.
