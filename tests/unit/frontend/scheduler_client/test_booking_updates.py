@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvrouter.frontend.scheduler_client import booking_updates
+from kvrouter.frontend.scheduler_client import booking_updates, session_link
 from kvrouter.runtime.deadline import Deadline
 
 from .linked_scheduler import Answering, Refusing, booking, linked, selection, until, until_asserted
@@ -21,6 +21,24 @@ async def test_a_refused_booking_is_asserted_until_it_is_taken_as_it_is_by_then(
         link.prefill_complete(live)
         await until_asserted(scheduler, 3)
     assert [each.prefill_complete for each in scheduler.asserted] == [False, True, True]
+
+
+async def test_a_link_without_refusals_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def assert_refused(_: booking_updates.BookingUpdates) -> int:
+        nonlocal looks
+        looks += 1
+        return 0
+
+    monkeypatch.setattr(session_link, "_REASSERT_SECONDS", 0.0)
+    monkeypatch.setattr(booking_updates.BookingUpdates, "assert_refused", assert_refused)
+    scheduler = Answering()
+    async with linked(scheduler, heartbeat_timeout_seconds=0.02) as link:
+        await link.wait_ready()
+        link.keep(booking("a"))
+        await until(lambda: scheduler.heartbeats > 3)
+    assert not looks
 
 
 async def test_changes_while_a_session_opens_are_sent() -> None:

@@ -66,6 +66,11 @@ class BookingUpdates:
         return len(self._asserting)
 
     @property
+    def refused(self) -> int:
+        """Number of bookings that the current Scheduler refused, to be re-asserted."""
+        return len(self._refused)
+
+    @property
     def waiting(self) -> int:
         """Number of updates that are not acknowledged."""
         return len(self._sent) + len(self._unsent)

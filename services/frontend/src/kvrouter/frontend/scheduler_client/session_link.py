@@ -111,6 +111,8 @@ class SchedulerLink:
         self._sending: asyncio.Handle | None = None
         """Sends the updates of this step of the event loop."""
         self._open = asyncio.Event()
+        self._refusal = asyncio.Event()
+        """Set when the Scheduler has refused a re-assert."""
 
     @property
     def ready(self) -> bool:
@@ -265,9 +267,8 @@ class SchedulerLink:
         if not session.unanswered:
             if self._sending is None:
                 self._sending = asyncio.get_running_loop().call_soon(self._send_now, context=trace_context.background())
-        elif self._updates.overflowed:
-            # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
-            self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
+        else:
+            self._end_if_overflowed(session)
 
     def _send_now(self) -> None:
         if self._sending is None:
@@ -275,8 +276,15 @@ class SchedulerLink:
         self._sending.cancel()
         self._sending = None
         session = self._session
-        if session is not None and not session.unanswered:
-            self._send_updates(session)
+        if session is not None:
+            if not session.unanswered:
+                self._send_updates(session)
+            self._end_if_overflowed(session)
+
+    def _end_if_overflowed(self, session: Session) -> None:
+        if self._updates.overflowed:
+            # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
+            self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
 
     def _send_updates(self, session: Session) -> None:
         # A Scheduler in this process answers before the next call is made.
@@ -298,6 +306,8 @@ class SchedulerLink:
             return
         self._monitor.heard()
         self._updates.answered(answer, is_last=not session.unanswered)
+        if self._updates.refused:
+            self._refusal.set()
         self._send()
 
     def _end(self, session: Session, cause: str) -> None:
@@ -367,6 +377,9 @@ class SchedulerLink:
         backoff = Backoff(_REASSERT_SECONDS, _LONGEST_REASSERT_SECONDS)
         pause = _REASSERT_SECONDS
         while True:
+            if not backoff.failures:
+                await self._refusal.wait()
+            self._refusal.clear()
             await asyncio.sleep(pause)
             refused = self._updates.assert_refused()
             pause = _REASSERT_SECONDS
