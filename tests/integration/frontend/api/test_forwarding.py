@@ -184,6 +184,30 @@ async def test_a_request_that_an_engine_fails_is_retried_at_another(system: Syst
     await system.until_idle()
 
 
+async def test_a_whole_response_whose_engine_dies_in_the_middle_comes_from_another(
+    system: System, stack: AsyncExitStack
+) -> None:
+    broken = 0
+
+    async def break_off(request: web.Request, body: Any) -> web.StreamResponse:
+        nonlocal broken
+        broken += 1
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "x-engine": "broken"})
+        response.content_length = len(WHOLE)
+        await response.prepare(request)
+        await response.write(WHOLE[:-1])
+        assert request.transport is not None
+        request.transport.close()  # What was written still arrives.
+        return response
+
+    engines = [await start_engine(system, stack, number) for number in (1, 2)]
+    engines[0].respond = break_off
+    while not broken:
+        response, received = await post(system, chat())
+        assert (response.status, received, response.headers["x-engine"]) == (200, WHOLE, "yes")
+    await system.until_idle()
+
+
 async def test_a_busy_engine_gives_way_to_another_and_if_all_are_busy_the_client_gets_429(
     system: System, stack: AsyncExitStack
 ) -> None:

@@ -1,8 +1,9 @@
 """Forwards requests to workers that have an OpenAI API of their own, with the body unchanged and the response as it is.
 
 The request is booked, retried and accounted for as any other. What its worker sends goes to the client byte for byte.
-The events of a stream are only counted, since they stand for tokens. Such a request is retried only until the first
-byte. A stream whose events have token ids continues on another worker (``token_stream``).
+The events of a stream are only counted, since they stand for tokens. Such a request is retried until the client gets the
+first byte; a whole response of up to 1 MiB is sent when it is complete. A stream whose events have token ids continues on
+another worker (``token_stream``).
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ _LENGTH = frozenset({"content-length"})
 _STREAM_TYPE = "text/event-stream"
 _BUSY_STATUS = 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
+_MAX_WHOLE_BYTES = 1 << 20
+"""Size up to which a response that is no stream is kept until it is complete, so that another engine can give it."""
 _MAX_PREFILL_BYTES = 16 << 20
 """Maximum size of the response of a prefill engine."""
 
@@ -273,18 +276,18 @@ class ForwardedRequest:
         is_stream = answer.content_type == _STREAM_TYPE
         remover = UsageRemover() if is_stream and self._removes_usage else None
         reader = UsageReader(is_stream=is_stream)
+        whole = bytearray()
         async for chunk in answer.content.iter_any():
-            if self.response is None:
-                self.response = await self._begin(answer)
-            if passed := chunk if remover is None else remover.remove(chunk):
-                await self.response.write(passed)
             reader.take(chunk)
             if is_stream:
+                await self._write(answer, chunk if remover is None else remover.remove(chunk))
                 receiver.on_response(_piece(token_ids=bytes(chunk.count(b"data: ") or 1)))
-        if self.response is None:
-            self.response = await self._begin(answer)
-        if remover is not None and (rest := remover.rest()):
-            await self.response.write(rest)
+            else:
+                whole += chunk
+                if self.response is not None or len(whole) > _MAX_WHOLE_BYTES:
+                    await self._write(answer, bytes(whole))
+                    whole.clear()
+        await self._write(answer, bytes(whole) if remover is None else remover.rest())
         usage = reader.usage()
         receiver.on_response(_piece(token_ids=bytes(0 if is_stream else _tokens_of(usage)), usage=usage, ends=True))
         receiver.on_end()
@@ -321,6 +324,13 @@ class ForwardedRequest:
             await self.response.write(tokens.end_of_output())
         receiver.on_response(_piece(usage=reader.usage(), ends=True))
         receiver.on_end()
+
+    async def _write(self, answer: aiohttp.ClientResponse, passed: bytes) -> None:
+        """Passes bytes on, and before the first ones the status and the headers."""
+        if self.response is None:
+            self.response = await self._begin(answer)
+        if passed:
+            await self.response.write(passed)
 
     async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         changed = _LENGTH if self._removes_usage and answer.content_type == _STREAM_TYPE else frozenset()
