@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -82,7 +82,7 @@ class FaultyWorker:
     ports: range
     """Of the worker itself, and of its metrics."""
     processes: Processes
-    handover: str
+    options: Sequence[str]
 
     @property
     def name(self) -> str:
@@ -94,8 +94,9 @@ class FaultyWorker:
             self.name,
             *("--worker-id", str(self.worker_id), "--component", self.pool, "--role", self.pool),
             *("--bind", f"127.0.0.1:{self.ports[0]}", "--advertise", self.wire.address),
-            *("--http-bind", f"127.0.0.1:{self.ports[1]}", "--handover", self.handover),
+            *("--http-bind", f"127.0.0.1:{self.ports[1]}"),
             *_WORKER,
+            *self.options,
             module="tests.faults.throttled_worker",
         )
 
@@ -234,18 +235,25 @@ async def _metrics(address: str) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def running_pools(processes: Processes, mode: Mode, rng: random.Random) -> AsyncIterator[Pools]:
-    """Two workers in each pool, and services that are ready."""
+async def running_pools(
+    processes: Processes,
+    mode: Mode,
+    rng: random.Random,
+    *,
+    scheduler: Sequence[str] = (),
+    engine: Sequence[str] = (),
+) -> AsyncIterator[Pools]:
+    """Two workers in each pool, and services that are ready; with further options of Scheduler and workers."""
     pools = (Pool.BOTH,) if mode is Mode.AGGREGATED else (Pool.PREFILL, Pool.DECODE)
     handover = "concurrent" if mode is Mode.CONCURRENT else "sequential"
     workers = []
-    await processes.start("scheduler", SCHEDULER, *_SCHEDULER)
+    await processes.start("scheduler", SCHEDULER, *_SCHEDULER, *scheduler)
     await processes.start("frontend", FRONTEND, *_FRONTEND)
     for number, pool in enumerate(pool for pool in pools for _ in range(2)):
         ports = free_ports(2)
         wire = FaultyWire(ports[0], rng)
         await processes.stack.enter_async_context(wire.laid())
-        worker = FaultyWorker(pool, number + 1, wire, ports, processes, handover)
+        worker = FaultyWorker(pool, number + 1, wire, ports, processes, ("--handover", handover, *engine))
         await worker.start()
         workers.append(worker)
     for kind, name in (("scheduler", SCHEDULER), ("frontend", FRONTEND)):

@@ -18,7 +18,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, StopConditions
 
-from .pools import Fault, FaultyWorker, Mode, Pool, Pools, running_pools, until_nothing
+from .pools import SCHEDULER, Fault, FaultyWorker, Mode, Pool, Pools, running_pools, until_nothing
 from .processes import MODEL, PATIENCE_SECONDS, Processes
 from .traffic import expected_tokens
 
@@ -48,6 +48,8 @@ STAGES: dict[tuple[Mode, Pool], Sequence[Stage]] = {
 }
 REQUESTS = {Stage.QUEUED: 16}
 """More than the workers of a pool run at a time."""
+QUEUED_REQUESTS = 8
+"""Twice as many as have room in the KV caches of a system with few blocks."""
 MATRIX = [(mode, pool, fault) for mode, pool in STAGES for fault in Fault]
 
 
@@ -119,6 +121,39 @@ async def test_a_worker_that_fails_at_any_stage_costs_no_token(
             await pools.until_nothing_is_left()
             await serve_until_used(pools, struck, numbers)
         record_property("observed", f"{moved} streams continued on another worker")
+
+
+async def test_a_worker_that_fails_while_requests_are_queued_at_the_scheduler_costs_no_token(
+    processes: Processes, seed: int, record_property: Callable[[str, object], None]
+) -> None:
+    numbers = itertools.count()
+    rng = random.Random(seed)
+    options = {"scheduler": ("--router-mode", "forecast"), "engine": ("--num-blocks", "256", "--clock-factor", "1")}
+    async with running_pools(processes, Mode.AGGREGATED, rng, **options) as pools:
+        struck = pools.struck(Pool.BOTH)
+        queued = 0
+        for fault in Fault:
+            await serve_until_used(pools, struck, numbers)
+            streams = [Stream(next(numbers)) for _ in range(QUEUED_REQUESTS)]
+            async with asyncio.TaskGroup() as group:
+                for stream in streams:
+                    group.create_task(stream.run(pools.frontend))
+                queued += await until_queued(processes)
+                await struck.strike(fault)
+            failed = [str(stream) for stream in streams if not stream.is_whole]
+            assert not failed, f"{fault}: {len(failed)} of {len(streams)} streams are not whole: {failed}"
+            await struck.heal(fault)
+            await pools.until_all_serve()
+            await pools.until_nothing_is_left()
+        record_property("observed", f"{queued} requests were queued in {len(Fault)} rounds")
+
+
+async def until_queued(processes: Processes) -> int:
+    """Returns how many requests are queued at the Scheduler, once there are some."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not (found := (await processes.queued(SCHEDULER)).requests):
+            await asyncio.sleep(0.02)
+        return found
 
 
 async def serve_until_used(pools: Pools, worker: FaultyWorker, numbers: itertools.count[int]) -> None:
