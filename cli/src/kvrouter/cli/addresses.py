@@ -12,7 +12,7 @@ def parse_address(text: str) -> str:
         WrongUsage: it has another form.
     """
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not colon or not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise WrongUsage(f"expected host:port, received {text!r}")
     return text
 

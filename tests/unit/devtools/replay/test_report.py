@@ -46,6 +46,22 @@ def test_two_runs_are_compared_in_a_text() -> None:
     assert "Valid:" in text
 
 
+def test_the_throughput_counts_output_tokens() -> None:
+    measured = replace(run("kv", 500, 300)[0], output_tokens=10_000, completed=200, requests_per_engine_s=4.0)
+    assert line_with(shown(measured), "output tokens per second").split()[-1] == "200"
+    assert measured.as_json()["output_tokens_per_engine_s"] == 200.0
+    assert replace(measured, completed=0).as_json()["output_tokens_per_engine_s"] is None
+
+
+def test_times_of_real_engines_are_reported_once() -> None:
+    scaled = run("kv", 500, 300)[0]
+    assert "requests per second (wall)" in shown(scaled)
+    text = shown(replace(scaled, clock=1.0, workers=1))
+    assert "requests per second (wall)" not in text
+    assert "1 worker, 200 requests." in text
+    assert "unless marked" not in text
+
+
 def test_an_invalid_run_cannot_be_overlooked() -> None:
     good = run("kv", 500, 300)[0]
     text = shown(

@@ -22,6 +22,8 @@ class _Row:
     form: Callable[[float], str]
     lower_is_better: bool | None = None
     """None if a comparison has no meaning."""
+    same_at_clock_1: bool = False
+    """Whether another row has the same value while engine time is wall time."""
 
 
 def _milliseconds(value: float) -> str:
@@ -50,13 +52,14 @@ _ROWS: tuple[tuple[_Row, ...], ...] = (
         _Row("time between tokens, p50", lambda run: run.itl_ms.p50, _milliseconds, lower_is_better=True),
         _Row("time between tokens, p99", lambda run: run.itl_ms.p99, _milliseconds, lower_is_better=True),
         _Row("requests per second", lambda run: run.requests_per_engine_s, _plain, lower_is_better=False),
+        _Row("output tokens per second", lambda run: run.output_tokens_per_engine_s, _count, lower_is_better=False),
         _Row("prefill load, busiest rank / mean", lambda run: run.balance.peak, _plain, lower_is_better=True),
         _Row("prefill load, deviation / mean", lambda run: run.balance.variation, _plain, lower_is_better=True),
     ),
     (
         _Row("router's own added time, p50 (wall)", lambda run: run.router_ms.p50, _milliseconds),
         _Row("router's own added time, p99 (wall)", lambda run: run.router_ms.p99, _milliseconds),
-        _Row("requests per second (wall)", lambda run: run.requests_per_wall_s, _plain),
+        _Row("requests per second (wall)", lambda run: run.requests_per_wall_s, _plain, same_at_clock_1=True),
         _Row("overlap predicted exactly", lambda run: run.prediction_exact, _percent),
         _Row("cache events applied by the Indexer", lambda run: run.counts.events_applied, _count),
         _Row("faulty cache events", lambda run: run.counts.events_faulty, _count),
@@ -66,7 +69,12 @@ _ROWS: tuple[tuple[_Row, ...], ...] = (
         _Row("errors", lambda run: sum(run.errors.values()), _count),
         _Row("retried on another worker", lambda run: run.retried, _count),
         _Row("requests sent late by, p99 (engine)", lambda run: run.late_engine_ms.p99, _milliseconds),
-        _Row("requests sent late by, p99 (wall)", lambda run: run.late_wall_ms.p99, _milliseconds),
+        _Row(
+            "requests sent late by, p99 (wall)",
+            lambda run: run.late_wall_ms.p99,
+            _milliseconds,
+            same_at_clock_1=True,
+        ),
         _Row("engine steps late by, p99 (engine)", lambda run: run.counts.step_late_p99_ms, _milliseconds),
     ),
 )
@@ -75,12 +83,15 @@ _ROWS: tuple[tuple[_Row, ...], ...] = (
 def settings_line(run: RunStatistics) -> str:
     """Returns a sentence with the settings that a run's statistics depend on."""
     arrivals = "as" if run.load == 1 else f"{run.load:g} times as fast as"
+    workers = "1 worker" if run.workers == 1 else f"{run.workers} workers"
     time_scale = (
-        "engine time is wall time." if run.clock == 1 else f"{run.clock:g} engine seconds pass in one wall second."
+        "engine time is wall time."
+        if run.clock == 1
+        else f"{run.clock:g} engine seconds pass in one wall second. Times are engine time unless marked."
     )
     return (
-        f"{run.workers} workers, {run.requests:,} requests. Load factor {run.load:g}: requests arrive {arrivals} "
-        f"in the trace. Clock factor {run.clock:g}: {time_scale} Times are engine time unless marked."
+        f"{workers}, {run.requests:,} requests. Load factor {run.load:g}: requests arrive {arrivals} "
+        f"in the trace. Clock factor {run.clock:g}: {time_scale}"
     )
 
 
@@ -95,6 +106,8 @@ def report(runs: Sequence[RunStatistics]) -> RenderableType:
         table.add_column(f"{runs[1].mode} against\n{runs[0].mode}", justify="left")
     for group in _ROWS:
         for row in group:
+            if row.same_at_clock_1 and all(run.clock == 1 for run in runs):
+                continue
             values = [row.value(run) for run in runs]
             if all(value is None or math.isnan(value) for value in values):
                 continue

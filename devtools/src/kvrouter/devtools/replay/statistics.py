@@ -99,9 +99,15 @@ class RunStatistics:
         """Whether the statistics may be used."""
         return not self.invalid
 
+    @property
+    def output_tokens_per_engine_s(self) -> float:
+        """Output tokens of all requests divided by the duration; NaN if no request completed."""
+        return self.output_tokens / self.completed * self.requests_per_engine_s if self.completed else math.nan
+
     def as_json(self) -> dict[str, Any]:
         """Returns the statistics as JSON values; values that could not be measured are null."""
-        return {"valid": self.valid, **_without_nan(asdict(self))}
+        derived = {"valid": self.valid, "output_tokens_per_engine_s": self.output_tokens_per_engine_s}
+        return _without_nan(derived | asdict(self))
 
 
 def quantiles(samples: Iterable[float]) -> Quantiles:
