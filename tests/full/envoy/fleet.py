@@ -71,7 +71,9 @@ class Fleet:
         await self.until_ok(f"http://127.0.0.1:{port}/health")
 
     async def start_router(self, *options: str) -> None:
-        engines = [part for port in self.engines for part in ("--engine", f"http://127.0.0.1:{port}")]
+        first, second = self.engines
+        # Gateways need an IP address also where engines are registered by name.
+        engines = ("--engine", f"http://127.0.0.1:{first}", "--engine", f"http://localhost:{second}")
         kvrouter = str(BIN / "kvrouter")
         await self.start(
             "router",
