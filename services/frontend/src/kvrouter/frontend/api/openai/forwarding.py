@@ -1,9 +1,9 @@
 """Forwards requests to workers that have an OpenAI API of their own, with the body unchanged and the response as it is.
 
 The request is booked, retried and accounted for as any other. What its worker sends goes to the client byte for byte.
-The events of a stream are only counted, since they stand for tokens. Such a request is retried until the client gets the
-first byte; a whole response of up to 1 MiB is sent when it is complete. A stream whose events have token ids continues on
-another worker (``token_stream``).
+The events of a stream are only counted, since they stand for tokens. Such a request is retried until the client gets
+the first byte; a whole response of up to 1 MiB is sent when it is complete. A stream whose events have token ids
+continues on another worker (``token_stream``).
 """
 
 from __future__ import annotations
