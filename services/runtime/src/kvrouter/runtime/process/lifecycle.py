@@ -108,6 +108,7 @@ async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> in
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
+    loop.add_signal_handler(signal.SIGHUP, _note_hangup)
     try:
         await main(stopping)
     except asyncio.CancelledError:
@@ -121,6 +122,15 @@ async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> in
         return 1
     log.info("service.stopped")
     return 0
+
+
+def _note_hangup() -> None:
+    """Says that nothing has to be done: whoever sends SIGHUP expects files to be read again, and they are followed."""
+    log.info(
+        "service.hangup",
+        consequence="changed files of certificates, keys and tokens are in use within a second anyway;"
+        " other options need a restart",
+    )
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
