@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from kvrouter.devtools.system.servers import EtcdServer, NatsServer, die_with_parent
+from kvrouter.devtools.system.processes import with_parent
+from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
@@ -123,11 +124,10 @@ class Fleet:
         self.block_table_socket(name).unlink(missing_ok=True)
         with self.log(name).open("ab") as log:
             member.process = await asyncio.create_subprocess_exec(
-                *member.command,
+                *with_parent(*member.command),
                 stderr=log,
                 cwd=_TREE,
                 env={**os.environ, **member.environment},
-                preexec_fn=die_with_parent,
             )
         self.exits.push_async_callback(self._end, member.process)
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.devtools.system.servers import die_with_parent
+from kvrouter.devtools.system.processes import with_parent
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -76,10 +76,8 @@ class Process:
 async def started(here: Path, settings: ServiceSettings, *argv: str) -> AsyncIterator[Process]:
     flags = ["--etcd", settings.etcd, "--nats", settings.nats, "--namespace", settings.namespace, *argv]
     child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-c", SCRIPT, str(here), "--instance-id", "one", "--lease-seconds", "2", *flags),
+        *with_parent(sys.executable, "-c", SCRIPT, str(here), "--instance-id", "one", "--lease-seconds", "2", *flags),
         stderr=asyncio.subprocess.PIPE,
-        preexec_fn=die_with_parent,
     )
     try:
         async with asyncio.timeout(60):
@@ -116,6 +114,21 @@ async def until_refused(stub: Any) -> None:
 async def get(address: str, path: str) -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.get(f"http://{address}{path}") as response:
         return response.status, await response.text()
+
+
+async def test_a_hangup_does_not_end_the_process(tmp_path: Path, settings: ServiceSettings, watcher: Runtime) -> None:
+    (tmp_path / "ready").touch()
+    async with started(tmp_path, settings) as process:
+        found = await registered(watcher, ready=True)
+        process.child.send_signal(signal.SIGHUP)
+        assert (await get(found.http_endpoint, "/ready"))[0] == 200
+        process.child.send_signal(signal.SIGTERM)
+        status, lines = await process.ended()
+    assert status == 0
+    assert [line["event"] for line in lines if line["event"] in {"service.hangup", "service.stopping"}] == [
+        "service.hangup",
+        "service.stopping",
+    ]
 
 
 async def test_readiness_shows_everywhere(tmp_path: Path, settings: ServiceSettings, watcher: Runtime) -> None:

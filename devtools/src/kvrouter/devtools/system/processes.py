@@ -15,6 +15,15 @@ _EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
 _TAIL_BYTES = 16_384
 
 
+def with_parent(*command: str) -> tuple[str, ...]:
+    """Returns a command that runs another, which the kernel kills when this process dies (on Linux).
+
+    Not a ``preexec_fn``: it would run after a fork with the threads of gRPC, which aborts or hangs at times. The signal
+    comes when the *thread* that forked ends, so children must be started from the main thread.
+    """
+    return (sys.executable, "-ISs", str(_EXEC_WITH_PARENT), str(os.getpid()), *command)
+
+
 class ProcessDied(Exception):
     """A process ended by itself; the message has its last log lines."""
 
@@ -55,7 +64,7 @@ class ManagedProcess:
         log_file = log_directory / f"{command.name}.log"
         with log_file.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-ISs", str(_EXEC_WITH_PARENT), str(os.getpid()), *command.arguments),
+                *with_parent(*command.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

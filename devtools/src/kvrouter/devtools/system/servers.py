@@ -7,7 +7,6 @@ if it is killed. They have a session of their own, so that Ctrl-C reaches only t
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib.util
 import json
 import os
@@ -27,16 +26,13 @@ import aiohttp
 
 from .credentials import Credentials
 from .ports import free_port
+from .processes import with_parent
 
 START_SECONDS = 30.0
 """Maximum time for a server to answer after its start."""
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _PORT_ATTEMPTS = 3
-_PR_SET_PDEATHSIG = 1
-
-# Loaded before any fork, because a child may do almost nothing between fork and exec.
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class BinaryMissing(Exception):
@@ -45,15 +41,6 @@ class BinaryMissing(Exception):
 
 class StartFailed(Exception):
     """A server ended during its start, or did not answer in time. The message has the last lines of its log."""
-
-
-def die_with_parent() -> None:
-    """Makes this process end with its parent (on Linux). For ``preexec_fn``.
-
-    The signal comes when the *thread* that forked ends, so children must be started from the main thread.
-    """
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ServerProcess(ABC):
@@ -158,12 +145,11 @@ class ServerProcess(ABC):
     def _spawn(self) -> None:
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(  # noqa: S603 - a binary of our own choosing, no shell
-                [self.binary, *self._command()],
+                with_parent(self.binary, *self._command()),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
 
     async def _end(self, how: signal.Signals) -> None:
