@@ -46,6 +46,17 @@ AMBIGUOUS = {
     "a chunk that is longer than its size": post(
         b"Transfer-Encoding: chunked", body=b"2\r\n" + BODY + b"\r\n0\r\n\r\n"
     ),
+    "a chunk size without digits": post(b"Transfer-Encoding: chunked", body=b";ext=1\r\n" + CHUNKED),
+    "a chunk size in C's notation": post(b"Transfer-Encoding: chunked", body=b"0x" + CHUNKED),
+    "a chunk extension with a line feed": post(
+        b"Transfer-Encoding: chunked", body=CHUNKED.replace(b"\r\n", b";a\nb\r\n", 1)
+    ),
+    "a chunk that ends without a line break": post(
+        b"Transfer-Encoding: chunked", body=b"%x\r\n%s0\r\n\r\n" % (len(BODY), BODY)
+    ),
+    "a null after the encoding": post(b"Transfer-Encoding: chunked\0", LENGTH),
+    "a name without a colon": post(b"Transfer-Encoding chunked", LENGTH),
+    "a name with a tab": post(b"Transfer-Encoding\t: chunked", LENGTH),
     "two hosts": post(b"Host: y", LENGTH),
     "a header of 64 KiB": post(b"X-Long: " + b"a" * (64 << 10), LENGTH),
     "a path of 64 KiB": post(LENGTH, start=b"POST /" + b"a" * (64 << 10) + b" HTTP/1.1"),
@@ -92,3 +103,24 @@ async def test_a_flood_of_headers_ends_the_connection_or_is_refused(system: Syst
     answer = await answered(system, post(*many, LENGTH, b"Connection: close"))
     assert re.findall(rb"HTTP/1\.1 (\d{3})", answer) in ([b"400"], [b"431"], [])
     assert not answer or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+async def statuses(system: System, sent: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", await answered(system, sent))]
+
+
+async def test_unusual_requests_that_are_clear_end_where_a_proxy_sees_their_end(system: System) -> None:
+    await system.start_worker(1)
+    last = SMUGGLED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    clear = {
+        "a chunk extension": post(b"Transfer-Encoding: chunked", body=CHUNKED.replace(b"\r\n", b";a=b\r\n", 1)),
+        "capital letters": post(b"TRANSFER-ENCODING: Chunked", body=CHUNKED),
+        "an absolute target": post(LENGTH, start=b"POST http://other/v1/completions HTTP/1.1"),
+        "an answer that is an error": post(b"Content-Length: 2", body=b"{}"),
+        "a body for a path that takes none": post(LENGTH, start=b"POST /absent HTTP/1.1"),
+    }
+    found = {name: await statuses(system, sent + last) for name, sent in clear.items()}
+    # Each is answered once, and then the request behind it; or it is refused, and the connection with it.
+    assert {name: codes for name, codes in found.items() if codes[1:] not in ([200], []) or not codes} == {}
+    assert found["a chunk extension"] == found["capital letters"] == [200, 200]
+    assert found["an answer that is an error"] == [400, 200]
