@@ -1,5 +1,7 @@
 //! Applies batches of events: cursors, incarnations, gaps, and the change of each event.
 
+use std::collections::BTreeMap;
+
 use crate::index::Index;
 use crate::index::store::Refused;
 use crate::index::tree::nodes::RankTier;
@@ -33,6 +35,8 @@ pub struct Summary {
     pub digest_differs: bool,
     /// Number of entries dropped because the rank was evicted.
     pub evicted_blocks: Option<u64>,
+    /// Other ranks that were evicted to make room, with the number of their dropped entries.
+    pub evicted_others: Vec<(Name, u64)>,
 }
 
 /// Why an event was not applied as usual.
@@ -174,8 +178,12 @@ impl Index {
                 self.scratch.locals = local_hashes;
                 match stored {
                     Ok(()) if evicted => {}
-                    Ok(()) if self.over_bounds(slot) => summary.evicted_blocks = Some(self.evict(slot)),
-                    Ok(()) => summary.stored_blocks += engines.len() as u64,
+                    Ok(()) => {
+                        self.make_room(slot, summary);
+                        if summary.evicted_blocks.is_none() {
+                            summary.stored_blocks += engines.len() as u64;
+                        }
+                    }
                     Err(Refused::UnknownParent) => return Err(Odd::UnknownParent),
                     Err(Refused::Malformed(why)) => return Err(Odd::Rejected(why)),
                     Err(Refused::Exhausted) => {
@@ -215,6 +223,44 @@ impl Index {
                 Ok(())
             }
         }
+    }
+
+    /// Evicts ranks until the index keeps its bounds: the largest rank of the worker with the most entries, so that a
+    /// worker that floods the index loses its own first; if that is not enough, the rank that has just grown.
+    pub(crate) fn make_room(&mut self, grown: u32, summary: &mut Summary) {
+        if !self.over_bounds(grown) {
+            return;
+        }
+        let largest = self.largest_rank(grown);
+        if largest != grown {
+            let name = self.ranks.get(largest).map_or((0, 0), |rank| rank.name);
+            summary.evicted_others.push((name, self.evict(largest)));
+            if !self.over_bounds(largest) {
+                return;
+            }
+        }
+        summary.evicted_blocks = Some(self.evict(grown));
+    }
+
+    /// Returns the largest rank of the worker with the most entries. Among equals, ``grown`` and its worker.
+    fn largest_rank(&self, grown: u32) -> u32 {
+        let entries = |slot: u32| self.ranks.get(slot).map_or(0, |rank| rank.entries);
+        let mut workers: BTreeMap<u64, u64> = BTreeMap::new();
+        for ((worker, _), slot) in self.ranks.in_order() {
+            *workers.entry(worker).or_default() += entries(slot);
+        }
+        let Some(own) = self.ranks.get(grown).map(|rank| rank.name.0) else { return grown };
+        let most = |of: &BTreeMap<u64, u64>, worker: u64| of.get(&worker).copied().unwrap_or(0);
+        let chosen = workers
+            .keys()
+            .fold(own, |best, &worker| if most(&workers, worker) > most(&workers, best) { worker } else { best });
+        let ranks = self.ranks.in_order().filter(|((worker, _), _)| *worker == chosen).map(|(_, slot)| slot);
+        let first = if chosen == own { Some(grown) } else { None };
+        first
+            .into_iter()
+            .chain(ranks)
+            .reduce(|best, slot| if entries(slot) > entries(best) { slot } else { best })
+            .unwrap_or(grown)
     }
 
     /// Empties a rank with which the index exceeds a bound. Returns the number of entries dropped.

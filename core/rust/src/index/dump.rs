@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use crate::hash::{digest_term, sequence_hash};
 use crate::index::Index;
+use crate::index::apply::Summary;
 use crate::index::orphans::OrphanBlock;
 use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting, Name, Rank};
@@ -207,9 +208,7 @@ impl Index {
             };
         }
         self.load_blocks(slot, dump);
-        if self.over_bounds(slot) {
-            self.evict(slot);
-        }
+        self.make_room(slot, &mut Summary::default());
         self.ranks.weigh(slot);
         self.scratch.trim();
         self.give_back(true);

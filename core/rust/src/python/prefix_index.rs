@@ -294,7 +294,7 @@ impl PrefixIndex {
 #[pyclass(frozen, module = "kvrouter.core._native", name = "ApplySummary")]
 pub struct ApplySummary(Summary);
 
-const FIELDS: [&str; 17] = [
+const FIELDS: [&str; 18] = [
     "worker_id",
     "dp_rank",
     "applied",
@@ -312,6 +312,7 @@ const FIELDS: [&str; 17] = [
     "new_incarnation",
     "digest_differs",
     "evicted_blocks",
+    "evicted_others",
 ];
 
 #[pymethods]
@@ -383,6 +384,10 @@ impl ApplySummary {
     #[getter]
     fn evicted_blocks(&self) -> Option<u64> {
         self.0.evicted_blocks
+    }
+    #[getter]
+    fn evicted_others<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.0.evicted_others.iter().map(|((worker, rank), blocks)| (*worker, *rank, *blocks)))
     }
 
     fn __eq__(slf: &Bound<'_, Self>, other: &Bound<'_, PyAny>) -> PyResult<bool> {

@@ -298,3 +298,50 @@ class TestBounds:
         index.apply(batch(0, stored(range(50_000), range(50_000))))
         assert entries(dumped(index)).keys() == set(range(50_000))
         assert not index.ranks()[0].partial
+
+
+class TestFairness:
+    """Who is emptied when the index is full: whoever holds most, not who happens to store a block then."""
+
+    def test_the_flooding_rank_is_evicted_and_the_honest_one_stays(self, index_class: type) -> None:
+        index = index_class(max_blocks=10)
+        flood = range(1, 8)
+        index.apply(batch(0, stored(flood, flood), rank=(1, 0)))
+        index.apply(batch(0, stored([101, 102, 103], [1, 2, 3]), rank=(2, 0)))
+        summary = index.apply(batch(1, stored([104], [9]), rank=(2, 0)))
+        assert (summary.evicted_blocks, summary.evicted_others) == (None, ((1, 0, 7),))
+        assert summary.stored_blocks == 1
+        assert [info.evicted for info in index.ranks()] == [True, False]
+        assert index.stats().blocks == 4
+
+    def test_a_worker_with_many_small_ranks_loses_one_of_them(self, index_class: type) -> None:
+        index = index_class(max_blocks=10)
+        for dp_rank, blocks in enumerate((2, 3, 2)):
+            index.apply(batch(0, stored(range(1, 1 + blocks), range(blocks)), rank=(1, dp_rank)))
+        index.apply(batch(0, stored([101, 102, 103], [1, 2, 3]), rank=(2, 0)))
+        summary = index.apply(batch(1, stored([104], [9]), rank=(2, 0)))
+        assert (summary.evicted_blocks, summary.evicted_others) == (None, ((1, 1, 3),))
+
+    def test_a_rank_that_grows_beyond_what_is_left_is_evicted_too(self, index_class: type) -> None:
+        index = index_class(max_blocks=4)
+        for dp_rank in range(3):
+            index.apply(batch(0, stored([1], [1]), rank=(1, dp_rank)))
+        summary = index.apply(batch(0, stored([5, 6], [5, 6]), rank=(2, 0)))
+        assert (summary.evicted_blocks, summary.evicted_others) == (None, ((1, 0, 1),))
+        summary = index.apply(batch(1, stored([7, 8, 9], [7, 8, 9]), rank=(2, 0)))
+        assert (summary.evicted_blocks, summary.evicted_others) == (5, ())
+
+    def test_a_load_evicts_whoever_holds_most(self, index_class: type) -> None:
+        source = index_class()
+        source.apply(batch(0, stored([101, 102, 103], [1, 2, 3]), rank=(2, 0)))
+        index = index_class(max_blocks=10)
+        index.apply(batch(0, stored(range(1, 10), range(9)), rank=(1, 0)))
+        assert index.load_rank(source.dump_rank((2, 0))) == 3
+        assert [info.evicted for info in index.ranks()] == [True, False]
+
+    def test_of_equals_the_one_that_grows_is_evicted(self, index_class: type) -> None:
+        index = index_class(max_blocks=5)
+        index.apply(batch(0, stored([1, 2, 3], [1, 2, 3]), rank=(1, 0)))
+        index.apply(batch(0, stored([1, 2], [1, 2]), rank=(2, 0)))
+        summary = index.apply(batch(1, stored([4], [4]), rank=(2, 0)))
+        assert (summary.evicted_blocks, summary.evicted_others) == (3, ())

@@ -111,3 +111,5 @@ class ApplySummary:
     (False) after a gap, for partial ranks, and for batches with events unless the index has ``check_digests`` set."""
     evicted_blocks: int | None = None
     """Entries dropped because the rank was evicted; None if it was not."""
+    evicted_others: tuple[tuple[int, int, int], ...] = ()
+    """Other ranks that were evicted to make room: worker_id, dp_rank and the number of their dropped entries."""

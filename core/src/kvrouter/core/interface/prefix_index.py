@@ -68,8 +68,9 @@ class PrefixIndex(Protocol):
 
     Constructor: ``PrefixIndex(max_blocks=0, budget=None, check_digests=False)``. ``max_blocks`` bounds ``blocks`` of
     ``stats()``; 0 is no bound. ``budget`` is a MemoryBudget that bounds ``memory_bytes`` over all indexes that share
-    it; None is no bound. A rank whose ``stored`` event or load exceeds a bound is evicted: it is emptied and partial,
-    and its events only move the cursor, until it is replaced, starts a new incarnation, or an event clears all tiers.
+    it; None is no bound. If a ``stored`` event or a load exceeds a bound, the largest rank of the worker with the most
+    blocks is evicted, and if that is not enough the rank that has grown. An evicted rank is emptied and partial, and
+    its events only move the cursor, until it is replaced, starts a new incarnation, or an event clears all tiers.
 
     Any number of threads may call any method. Dumps, digests (also those of heartbeats) and statistics run concurrently
     with queries. Only changes of the index make a query wait, for at most one change.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from threading import RLock
@@ -55,6 +56,15 @@ class _Counts:
     unknown_removals: int = 0
     rejected: list[str] = field(default_factory=list)
     evicted_blocks: int | None = None
+    evicted_others: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def _evict(state: _Rank) -> int:
+    """Empties a rank. Returns the number of entries dropped."""
+    dropped = state.blocks.entries
+    state.blocks = RankBlocks()
+    state.over_bound = True
+    return dropped
 
 
 _P = ParamSpec("_P")
@@ -141,6 +151,7 @@ class PrefixIndex:
             new_incarnation=new_incarnation,
             digest_differs=gap is None and self._digest_differs(state, message),
             evicted_blocks=counts.evicted_blocks,
+            evicted_others=tuple(counts.evicted_others),
         )
 
     @_locked
@@ -259,7 +270,7 @@ class PrefixIndex:
         state = _Rank(dump.incarnation, dump.next_event_id, dump.partial, counted=dump.counted)
         state.blocks = rank_dump.restore(dump)
         self._replace(dump.rank, state)
-        self._enforce_bounds(state)
+        self._make_room(state, _Counts())
         self._charge()
         return state.blocks.entries
 
@@ -336,30 +347,47 @@ class PrefixIndex:
                 return
         state.blocks.store(parent, stored.engine_hashes, stored.local_hashes, tier_of(event), state.counted)
         counts.applied += 1
-        dropped = self._enforce_bounds(state)
-        if dropped is None:
+        self._make_room(state, counts)
+        if counts.evicted_blocks is None:
             counts.stored_blocks += len(stored.engine_hashes)
-        else:
-            counts.evicted_blocks = dropped
 
     def _reject(self, state: _Rank, event: KvEvent, reason: str, counts: _Counts) -> None:
         state.missing = True
         if len(counts.rejected) < _MAX_REASONS:
             counts.rejected.append(f"event {event.event_id}: {reason}")
 
-    def _enforce_bounds(self, state: _Rank) -> int | None:
-        """Empties the rank if the index exceeds a bound. Returns the number of entries dropped; None if it does not."""
+    def _make_room(self, grown: _Rank, counts: _Counts) -> None:
+        """Evicts the largest rank of the worker with the most blocks, and if that is not enough the one that grew."""
+        if not self._exceeds_bounds():
+            return
+        largest = self._largest_rank(grown)
+        if self._ranks[largest] is not grown:
+            counts.evicted_others.append((*largest, _evict(self._ranks[largest])))
+            if not self._exceeds_bounds():
+                return
+        counts.evicted_blocks = _evict(grown)
+
+    def _largest_rank(self, grown: _Rank) -> Rank:
+        """Returns the largest rank of the worker with the most blocks. Among equals, ``grown`` and its worker."""
+        workers: Counter[int] = Counter()
+        for rank, state in self._ranks.items():
+            workers[rank[0]] += state.blocks.entries
+        own = next(rank for rank, state in self._ranks.items() if state is grown)
+        most = max(workers.values())
+        worker = own[0] if workers[own[0]] == most else min(each for each in workers if workers[each] == most)
+        ranks = sorted(rank for rank in self._ranks if rank[0] == worker)
+        entries = max(self._ranks[rank].blocks.entries for rank in ranks)
+        if own in ranks and grown.blocks.entries == entries:
+            return own
+        return next(rank for rank in ranks if self._ranks[rank].blocks.entries == entries)
+
+    def _exceeds_bounds(self) -> bool:
         blocks = sum(one.blocks.entries for one in self._ranks.values())
         self._charge()
         max_bytes = self._budget.max_bytes
-        if not (
-            (self._max_blocks and blocks > self._max_blocks) or (max_bytes and self._budget.used_bytes > max_bytes)
-        ):
-            return None
-        dropped = state.blocks.entries
-        state.blocks = RankBlocks()
-        state.over_bound = True
-        return dropped
+        return bool(self._max_blocks and blocks > self._max_blocks) or bool(
+            max_bytes and self._budget.used_bytes > max_bytes
+        )
 
     def _charge(self) -> None:
         self.charged_bytes = sum(one.memory_bytes for one in self._ranks.values())

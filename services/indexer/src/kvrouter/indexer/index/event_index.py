@@ -154,6 +154,11 @@ class EventIndex(SharedIndex):
             self._known.set_partial(rank, False)
         if summary.rejected:
             self._log.warning("rank.events_refused", worker_id=rank[0], dp_rank=rank[1], reasons=summary.rejected)
+        self._note_evictions(rank, summary)
+
+    def _note_evictions(self, rank: Rank, summary: ApplySummary) -> None:
+        for worker_id, dp_rank, dropped in summary.evicted_others:
+            self._note_eviction((worker_id, dp_rank), dropped)
         if summary.evicted_blocks is not None:
             self._note_eviction(rank, summary.evicted_blocks)
 

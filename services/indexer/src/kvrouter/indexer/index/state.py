@@ -81,8 +81,7 @@ class IndexState(EventIndex):
             for batch in batches:
                 summary = index.apply(batch)
                 self.tally.add(summary, again=True)
-                if summary.evicted_blocks is not None:
-                    self._note_eviction(rank, summary.evicted_blocks)
+                self._note_evictions(rank, summary)
                 repair = repair_after(summary, was_partial=self._known.is_partial(rank))
                 if repair is not None and repair.reason != "gap":
                     self._repair(rank, repair)
@@ -199,10 +198,12 @@ class IndexState(EventIndex):
             await self.change(drop)
 
     def _load(self, dump: RankDump) -> int:
+        before = {info[:2] for info in self._index.ranks() if info.evicted} - {dump.rank}
         blocks = self._index.load_rank(dump.chunks)
         self._known.set_partial(dump.rank, dump.partial)
-        if self._index.is_evicted(dump.rank):
-            self._note_eviction(dump.rank, 0)
+        for info in self._index.ranks():
+            if info.evicted and info[:2] not in before:
+                self._note_eviction(info[:2], 0)
         return blocks
 
     def _confirm(self, rank: Rank, incarnation: int, claims: Sequence[int]) -> int:
