@@ -29,6 +29,7 @@ HELM = "helm.sh/helm/v3/cmd/helm@v3.19.2"
 VERSIONS = ("1.30", "1.37")
 SERVICES = {"frontend": FrontendSettings, "scheduler": SchedulerSettings, "indexer": IndexerSettings}
 STORES = ("--set", "nats.url=nats://nats:4222", "--set", "etcd.endpoints=etcd:2379")
+POOLS = (*STORES, "-f", str(CHART / "ci/pools.yaml"))
 
 Documents = list[dict[str, Any]]
 
@@ -87,7 +88,9 @@ def validate(document: dict[str, Any], version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("values", [STORES, ("-f", str(CHART / "ci/all.yaml"))], ids=["defaults", "everything"])
+@pytest.mark.parametrize(
+    "values", [STORES, ("-f", str(CHART / "ci/all.yaml")), POOLS], ids=["defaults", "everything", "pools"]
+)
 def test_what_it_renders_is_valid(render: Callable[..., Documents], values: tuple[str, ...], version: str) -> None:
     documents = render(*values)
     assert {"Deployment", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget"} <= {
@@ -220,6 +223,29 @@ def test_an_engine_serves_until_its_sidecar_has_drained(render: Callable[..., Do
             listening.accept()[0].close()
         assert waiting.poll() is None
     assert waiting.wait(30) == 0
+
+
+def test_engines_of_pools_can_fetch_blocks_from_each_other(render: Callable[..., Documents]) -> None:
+    templates = pods(render(*POOLS))
+    roles = {}
+    for name in ("router-kvrouter-engine-prefill", "router-kvrouter-engine-decode"):
+        (engine,) = templates[name]["spec"]["containers"]
+        assert [arg for arg in engine["args"] if arg.startswith("--kv-transfer-config")]
+        address = {"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        assert address in engine["env"]
+        (sidecar,) = templates[name]["spec"]["initContainers"]
+        known = {each["name"]: each.get("value") for each in sidecar["env"]}
+        roles[known["KVROUTER_ROLE"]] = known["KVROUTER_COMPONENT"]
+    assert roles == {"prefill": "prefill", "decode": "decode"}
+
+
+def test_a_connector_of_the_values_is_the_only_one(render: Callable[..., Documents]) -> None:
+    own = '--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}'
+    engines = [{"name": "prefill", "image": "an/engine:1", "role": "prefill", "args": [own]}]
+    (engine,) = pods(render(*STORES, "--set-json", f"engines={json.dumps(engines)}"))["router-kvrouter-engine-prefill"][
+        "spec"
+    ]["containers"]
+    assert [arg for arg in engine["args"] if arg.startswith("--kv-transfer-config")] == [own]
 
 
 def test_missing_stores_are_named(helm: str) -> None:
