@@ -307,7 +307,9 @@ def _refusing(refuse: Callable[[], CallRefused]) -> UnaryHandler:
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
+    # After the task's first step: one that is cancelled before it leaves the handler's coroutine unawaited, and Python
+    # says so in the log.
+    task.get_loop().call_soon(task.cancel)
 
 
 def _time_out(call: ServerCall) -> None:
