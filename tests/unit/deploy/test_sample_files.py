@@ -5,6 +5,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from kvrouter.devtools.system.accounts import Namespace
+from kvrouter.devtools.system.credentials import Credentials
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
@@ -89,3 +91,23 @@ def test_a_stopping_service_may_drain() -> None:
     (compose,) = re.findall(r"stop_grace_period: (\d+)s", (DEPLOY / "compose.yaml").read_text())
     assert int(unit) > drain
     assert int(compose) > drain
+
+
+def test_the_secure_units_give_each_service_its_own_files_as_the_command_writes_them(tmp_path: Path) -> None:
+    drop_in = (DEPLOY / "security/kvrouter@.service.d/secure.conf").read_text()
+    loaded = dict(re.findall(r"^LoadCredential=([^:]+):/etc/kvrouter/certs/(.+)$", drop_in, re.MULTILINE))
+    given = re.findall(r"^Environment=KVROUTER_([A-Z_]+)=(.+)$", drop_in, re.MULTILINE)
+    assert {value.removeprefix("%d/") for _, value in given if value.startswith("%d/")} == set(loaded)
+    credentials = Credentials(tmp_path / "certs", Namespace("kvrouter", ("workers",)))
+    for name in TABLES:
+        files = {key: credentials.folder / path.replace("%i", name) for key, path in loaded.items()}
+        options = {
+            option.lower(): str(files[value.removeprefix("%d/")]) if value.startswith("%d/") else value
+            for option, value in ((option, value.replace("%i", name)) for option, value in given)
+        }
+        flags = credentials.identities[name].options()
+        expected = {
+            flag.removeprefix("--").replace("-", "_"): value
+            for flag, value in zip(flags[::2], flags[1::2], strict=True)
+        }
+        assert options == {option: value for option, value in expected.items() if option != "tls_client_auth"}
