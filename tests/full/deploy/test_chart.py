@@ -228,7 +228,7 @@ def test_an_engine_serves_until_its_sidecar_has_drained(render: Callable[..., Do
 def test_engines_of_pools_can_fetch_blocks_from_each_other(render: Callable[..., Documents]) -> None:
     templates = pods(render(*POOLS))
     roles = {}
-    for name in ("router-kvrouter-engine-prefill", "router-kvrouter-engine-decode"):
+    for name in ("router-engine-prefill", "router-engine-decode"):
         (engine,) = templates[name]["spec"]["containers"]
         assert [arg for arg in engine["args"] if arg.startswith("--kv-transfer-config")]
         address = {"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
@@ -242,9 +242,9 @@ def test_engines_of_pools_can_fetch_blocks_from_each_other(render: Callable[...,
 def test_a_connector_of_the_values_is_the_only_one(render: Callable[..., Documents]) -> None:
     own = '--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}'
     engines = [{"name": "prefill", "image": "an/engine:1", "role": "prefill", "args": [own]}]
-    (engine,) = pods(render(*STORES, "--set-json", f"engines={json.dumps(engines)}"))["router-kvrouter-engine-prefill"][
-        "spec"
-    ]["containers"]
+    (engine,) = pods(render(*STORES, "--set-json", f"engines={json.dumps(engines)}"))["router-engine-prefill"]["spec"][
+        "containers"
+    ]
     assert [arg for arg in engine["args"] if arg.startswith("--kv-transfer-config")] == [own]
 
 
