@@ -22,6 +22,7 @@ def test_every_option_reaches_the_message() -> None:
         router_config_override={"overlap_score_weight": 0.0, "router_temperature": 0.5, "mode": "kv"},
         worker_id=0,
         dp_rank=0,
+        migration_limit=0,
         constraints={"excluded_worker_ids": [4], "required_labels": {"zone": "a"}},
         conversation_id="c",
         priority=-1,
@@ -33,6 +34,7 @@ def test_every_option_reaches_the_message() -> None:
     request = generate_request([1, 2, 3], "m", options)
     assert (request.request_id, request.model, list(request.token_ids)) == ("r", "m", [1, 2, 3])
     assert request.return_text
+    assert (request.HasField("migration_limit"), request.migration_limit) == (True, 0)
     assert request.stop_conditions.max_tokens == 7
     assert list(request.stop_conditions.stop) == ["end"]
     assert request.sampling_options.HasField("temperature")

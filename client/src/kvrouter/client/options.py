@@ -110,6 +110,8 @@ class OutputOptions(RequestOptions, total=False):
     """When generation ends; by default after 16 tokens."""
     sampling_options: SamplingOptions | None
     """How tokens are sampled."""
+    migration_limit: int | None
+    """How often the request may continue on another worker; the Frontend's default if it is not given, 0 for never."""
 
 
 class GenerateOptions(RoutingOptions, OutputOptions, total=False):
@@ -149,6 +151,7 @@ def generate_request(token_ids: Prompt | None, model: str, options: GenerateOpti
         sampling_options=_nested(SamplingMessage, "sampling_options", options.get("sampling_options")),
         prompt_text=text,
         return_text=options.get("return_text", False),
+        migration_limit=options.get("migration_limit"),
         **_routing_fields(options),
     )
 
