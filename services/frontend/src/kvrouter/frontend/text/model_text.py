@@ -45,7 +45,8 @@ class ModelText:
         if TOKENIZER not in files:
             raise InvalidTokenizer(f"expected {TOKENIZER}, found {', '.join(sorted(files)) or 'no file'}")
         config = _json_object(files, "tokenizer_config.json")
-        special = _special_tokens(_json_object(files, "special_tokens_map.json")) | _special_tokens(config)
+        self.special_tokens = _special_tokens(_json_object(files, "special_tokens_map.json")) | _special_tokens(config)
+        """Special tokens by name, such as bos_token, which the chat template may use."""
         self.tokenizer = ModelTokenizer(files[TOKENIZER], cache_bytes=cache_bytes)
         self.no_template = ""
         """Why there is no chat template; empty if there is one."""
@@ -53,7 +54,7 @@ class ModelText:
         source = ""
         try:
             source = _template_source(files, config)
-            self.template = ChatTemplate(source, special) if source else None
+            self.template = ChatTemplate(source, self.special_tokens) if source else None
             self.no_template = "" if source else "its tokenizer has no chat template"
         except InvalidTemplate as error:
             self.no_template = str(error)
