@@ -120,6 +120,10 @@ class PermissionDenied(KvRouterError):
     """The caller may not do this: another role, model, tenant or priority is needed."""
 
 
+class ServiceRefused(KvRouterError):
+    """A service behind the Frontend does not admit the Frontend. The operator must correct the deployment."""
+
+
 class RateLimited(KvRouterError):
     """The caller exceeded a limit of its key or tenant. Retry after ``retry_after`` seconds."""
 
@@ -169,6 +173,7 @@ _BY_REASON: dict[int, type[KvRouterError]] = {
     ErrorReason.ERROR_REASON_UNAUTHENTICATED: Unauthenticated,
     ErrorReason.ERROR_REASON_PERMISSION_DENIED: PermissionDenied,
     ErrorReason.ERROR_REASON_RATE_LIMITED: RateLimited,
+    ErrorReason.ERROR_REASON_SERVICE_REFUSED: ServiceRefused,
     ErrorReason.ERROR_REASON_OVERLOADED: Overloaded,
 }
 _BY_CODE: dict[grpc.StatusCode, type[KvRouterError]] = {
