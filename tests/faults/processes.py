@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -54,15 +55,26 @@ class Processes:
     running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     _stubs: dict[tuple[str, str], Any] = field(default_factory=dict)
 
-    async def start(self, kind: str, name: str, *options: str, clock: Path | None = None, module: str = "") -> None:
+    async def start(
+        self,
+        kind: str,
+        name: str,
+        *options: str,
+        clock: Path | None = None,
+        module: str = "",
+        python: Path | None = None,
+        log: Path | None = None,
+    ) -> None:
         """Starts a service; of several in one process, ``kind`` is their roles with commas between them.
 
-        ``clock`` shifts its clock. ``module`` runs in place of the service's own.
+        ``clock`` shifts its clock. ``module`` runs in place of the service's own. ``python`` is the interpreter of
+        another release. ``log`` is the file that its log is appended to.
         """
         service = ("kvrouter.cli.main", "serve", "--roles", kind) if "," in kind else (module or f"kvrouter.{kind}",)
         launcher = ["-m", "tests.faults.shifted_clock", str(clock)] if clock else ["-m"]
-        command = [sys.executable, *launcher, *service, *self.where, "--instance-id", name, *options]
-        self.running[name] = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL, cwd=TREE)
+        command = [str(python or sys.executable), *launcher, *service, *self.where, "--instance-id", name, *options]
+        with (log or Path(os.devnull)).open("ab") as stderr:
+            self.running[name] = await asyncio.create_subprocess_exec(*command, stderr=stderr, cwd=TREE)
         self.stack.push_async_callback(self.kill, name)
 
     async def ready(self, kind: str, name: str) -> None:
