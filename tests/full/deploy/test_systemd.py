@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 UNIT = Path(__file__).parents[3] / "deploy/kvrouter@.service"
+DROP_IN = UNIT.parent / "security/kvrouter@.service.d"
 SERVICES = ("frontend", "scheduler", "indexer")
 HIGHEST_EXPOSURE = 3.0
 
@@ -23,9 +24,12 @@ def test_the_exposure_is_low(service: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout.splitlines()[-1:] or done.stderr
 
 
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "secure"])
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_unit_has_no_mistakes(service: str, tmp_path: Path) -> None:
+def test_the_unit_has_no_mistakes(service: str, secure: bool, tmp_path: Path) -> None:
     unit = tmp_path / f"kvrouter@{service}.service"
+    if secure:
+        shutil.copytree(DROP_IN, tmp_path / f"{unit.name}.d")
     unit.write_text(UNIT.read_text().replace("/opt/kvrouter/bin/kvrouter-%i", "/bin/true"))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], check=False, capture_output=True, text=True
