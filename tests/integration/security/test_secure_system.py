@@ -215,10 +215,8 @@ STREAM = "a call stream"
 ACCOUNTS = ("admin", "frontend", "scheduler", "indexer", "worker-0000000000000001")
 
 
-async def admitted_calls(port: Port, stack: Stack, account: str) -> set[str]:
+async def admitted_calls(port: Port, authority: DevelopmentAuthority, account: str) -> set[str]:
     """Methods of a port's service, and call streams, that the certificate of an account opens."""
-    assert stack.credentials is not None
-    authority = stack.credentials.authority
     files = authority.paths(account)
     credentials = grpc.ssl_channel_credentials(
         authority.certificate_path.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
@@ -245,6 +243,7 @@ async def admitted_calls(port: Port, stack: Stack, account: str) -> set[str]:
 async def test_each_certificate_opens_the_calls_of_its_role_only(
     stack: Stack, ports: tuple[list[Port], list[Port]]
 ) -> None:
+    assert stack.credentials is not None
     for port in ports[0]:
         if port.role == SERVER_CERTIFICATES_ONLY:
             continue
@@ -255,13 +254,14 @@ async def test_each_certificate_opens_the_calls_of_its_role_only(
             on_streams = {"scheduler": {"frontend"}, "indexer": {"frontend", "scheduler"}, "worker": {"frontend"}}
             if role in on_streams[port.role] | {"admin"}:
                 expected.add(STREAM)
-            assert await admitted_calls(port, stack, account) == expected, (port, account)
+            assert await admitted_calls(port, stack.credentials.authority, account) == expected, (port, account)
 
 
 async def test_refused_callers_are_counted_at_every_service(stack: Stack, ports: tuple[list[Port], list[Port]]) -> None:
+    assert stack.credentials is not None
     for port in ports[0]:
         if port.role != SERVER_CERTIFICATES_ONLY:
-            await admitted_calls(port, stack, "worker-0000000000000001")
+            await admitted_calls(port, stack.credentials.authority, "worker-0000000000000001")
     for port in ports[1]:
         if port.role != SERVER_CERTIFICATES_ONLY:
             assert await count_of(stack, port, 'kvrouter_refused_callers_total{reason="role"}') > 0, port

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 from kvrouter.net.logs import get_logger
 from kvrouter.net.secret_files import UnreadableSecret, read_secret
@@ -23,7 +22,9 @@ _LEAST_CHARACTERS = 32
 _CHECK_SECONDS = 1.0
 """Interval at which the file is checked for changes."""
 
-_SHOWN: ContextVar[ServiceToken | None] = ContextVar("service_token", default=None)
+_SHOWN: list[ServiceToken] = []
+"""Tokens that this process shows; the last one counts. Not a context variable, since servers start the tasks of their
+calls in contexts of their own."""
 
 
 def digest_line(token: str) -> str:
@@ -89,17 +90,20 @@ class ServiceToken:
 
 @contextmanager
 def showing(token: ServiceToken | None) -> Iterator[None]:
-    """Shows the token on the connections that this task, and those it starts, open to services meanwhile."""
-    before = _SHOWN.set(token)
+    """Shows the token on the connections that this process opens to services meanwhile."""
+    if token is None:
+        yield
+        return
+    _SHOWN.append(token)
     try:
         yield
     finally:
-        _SHOWN.reset(before)
+        _SHOWN.remove(token)
 
 
 def shown_token() -> ServiceToken | None:
-    """Returns the token that this task shows to services; None for none."""
-    return _SHOWN.get()
+    """Returns the token that this process shows to services; None for none."""
+    return _SHOWN[-1] if _SHOWN else None
 
 
 def _read(path: str) -> tuple[str, tuple[bytes, ...]]:

@@ -120,13 +120,21 @@ async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | 
     """
     registry = registry if registry is not None else new_registry()
     token = ServiceToken.of(settings.service_token_file)
+    with showing(token):
+        async with _running(settings, registry, token) as runtime:
+            yield runtime
+
+
+@asynccontextmanager
+async def _running(
+    settings: ServiceSettings, registry: CollectorRegistry, token: ServiceToken | None
+) -> AsyncIterator[Runtime]:
     async with tracing(settings, registry), asyncio.TaskGroup() as tasks:
         runtime = Runtime(settings, registry, tasks, token)
         runtime.spawn(runtime.directory.run(), "directory")
         if runtime.listed is None:
             runtime.spawn(runtime.keys.run(), "keys")
         try:
-            with showing(token):
-                yield runtime
+            yield runtime
         finally:
             await runtime.close()

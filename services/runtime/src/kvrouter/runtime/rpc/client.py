@@ -45,7 +45,7 @@ def open_channel(
         max_message_bytes: Maximum size of a response; a larger one raises ``TooLarge``.
         api_key: API key or token that every call shows; empty for none.
 
-    Calls to a scheduler, an indexer or a worker also show the service token of this task, if it has one.
+    Calls to a scheduler, an indexer or a worker also show the service token of this process, if it has one.
     """
     options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
     channel = transport_security.open_channel(target, tuple(options.items()), tls, role)
