@@ -137,7 +137,7 @@ function used(rank) {
   const text = ` ${short(rank.active_blocks)}${rank.total_blocks ? ` / ${short(rank.total_blocks)}` : ""}`;
   if (!rank.total_blocks) return [text];
   const value = Math.min(1, rank.active_blocks / rank.total_blocks);
-  return [element("meter", { min: 0, max: 1, low: 0.7, high: 0.9, optimum: 0, value, "aria-label": "KV blocks in use" }), text];
+  return [element("meter", { min: 0, max: 1, low: 0.7, high: 0.9, optimum: 0, value, "aria-label": "KV blocks in use" }), element("span", { className: "amount", text })];
 }
 
 function notes(rank) {
