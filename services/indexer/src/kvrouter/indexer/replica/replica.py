@@ -86,7 +86,14 @@ class Replica:
                 log.info("component.found", component_name=str(name), block_size=view.descriptor.block_size)
                 consumer = DurableConsumer(connection, name, self.id)
                 self.components[name] = ComponentIndex(
-                    name, view.descriptor, consumer, self._limits, self._slots, self._home, self._quarantine
+                    name,
+                    view.descriptor,
+                    consumer,
+                    self._limits,
+                    self._slots,
+                    self._home,
+                    self._quarantine,
+                    self._directory.tls,
                 )
                 self._tasks[name] = group.create_task(self.components[name].run(), name=f"component {name}")
             if name in self.components:
