@@ -107,7 +107,8 @@ class RunStatistics:
     def as_json(self) -> dict[str, Any]:
         """Returns the statistics as JSON values; values that could not be measured are null."""
         derived = {"valid": self.valid, "output_tokens_per_engine_s": self.output_tokens_per_engine_s}
-        return _without_nan(derived | asdict(self))
+        values: dict[str, Any] = _without_nan(derived | asdict(self))
+        return values
 
 
 def quantiles(samples: Iterable[float]) -> Quantiles:
