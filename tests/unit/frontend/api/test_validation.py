@@ -4,7 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvrouter.frontend.api.validation import Limits, check_request, describe_models, pools_of_model
+from kvrouter.frontend.api.validation import (
+    Limits,
+    check_request,
+    context_length,
+    describe_models,
+    longest_prompt,
+    pools_of_model,
+)
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel
 from kvrouter.v1.common_pb2 import Component, Role, RoutingOverrides, Stage
@@ -115,3 +122,17 @@ def test_the_prefill_stage_of_a_model_has_a_component_of_its_own() -> None:
     components = by_name(view("decode", "m", role=Role.ROLE_DECODE), view("prefill", "m", role=Role.ROLE_PREFILL))
     assert pools_of_model("m", components, Stage.STAGE_PREFILL)[0].name.name == "prefill"
     assert pools_of_model("m", components, Stage.STAGE_DECODE)[0].name.name == "decode"
+
+
+def test_a_text_may_be_as_long_as_the_longest_context_of_a_pool_with_workers() -> None:
+    large, long = view("large", "m", workers=3, longest=20), view("long", "m", longest=50)
+    without_workers = view("gone", "m", workers=0, longest=90)
+    assert longest_prompt([large, long, without_workers], LIMITS) == 49
+    assert longest_prompt([without_workers], LIMITS) == 89
+    assert longest_prompt([large, view("any", "m")], LIMITS) == LIMITS.max_prompt_tokens
+
+
+def test_the_context_length_is_that_of_the_first_pool_that_the_prompt_fits() -> None:
+    pools = [view("large", "m", workers=3, longest=20), view("long", "m", longest=50)]
+    assert [context_length(tokens, pools) for tokens in (19, 20, 49)] == [20, 50, 50]
+    assert context_length(20, [pools[0], view("any", "m")]) == 0

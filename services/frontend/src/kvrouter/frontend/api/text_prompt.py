@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.text_output import TextOutput
-from kvrouter.frontend.api.validation import Limits
+from kvrouter.frontend.api.validation import Limits, longest_prompt
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -25,11 +25,9 @@ async def with_text(
     field = "prompt_text" if request.prompt_text else "return_text"
     if request.prompt_text and prompt:
         raise BadRequest("prompt_text: there are token_ids too", field=field, advice="Send one of them.")
-    view, _ = models.resolve(request.model)
     text = models.text_of(request.model, field)
     if request.prompt_text:
-        longest = view.descriptor.max_model_len or limits.max_prompt_tokens + 1
-        limit = min(limits.max_prompt_tokens, longest - 1)
+        limit = longest_prompt(models.pools(request.model, forwarding=False), limits)
         content = request.prompt_text
         prompt = await models.texts.timed(
             lambda: text.tokenizer.encode(content, special_tokens=True, limit=limit, field="prompt_text"),

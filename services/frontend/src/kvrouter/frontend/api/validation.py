@@ -107,6 +107,25 @@ def fitting_pools(
     ] or views
 
 
+def longest_prompt(views: Sequence[ComponentView], limits: Limits) -> int:
+    """Returns how many tokens a prompt may have so that a pool of the model can run it.
+
+    Args:
+        views: The pools, at least one. Those without live workers count only if none has any.
+        limits: Limits of a request.
+    """
+    lengths = [view.descriptor.max_model_len for view in views if view.workers] or [
+        view.descriptor.max_model_len for view in views
+    ]
+    return min(limits.max_prompt_tokens, max(lengths) - 1) if all(lengths) else limits.max_prompt_tokens
+
+
+def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
+    """Returns the context length of the first pool that a prompt of that many tokens fits; 0 if it is not known."""
+    lengths = [view.descriptor.max_model_len for view in views if view.workers]
+    return next((length for length in lengths if not length or tokens < length), views[0].descriptor.max_model_len)
+
+
 def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
     """Returns every model that has live workers, not only for prefill, in order of name.
 

@@ -11,10 +11,12 @@ from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.openai.text_request import PromptSource, TextRequest
 from kvrouter.frontend.api.request_runner import RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
-from kvrouter.frontend.api.validation import Limits, structured_workers
+from kvrouter.frontend.api.validation import Limits, context_length, longest_prompt, structured_workers
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest
 
 UNKNOWN_LENGTH_TOKENS = 4096
@@ -26,8 +28,8 @@ class PreparedText:
     """A request whose prompts are tokenized."""
 
     frame: TextFrame
-    longest: int
-    """Maximum number of prompt and output tokens together; 0 for no limit."""
+    pools: Sequence[ComponentView]
+    """The pools of the model, at least one, that with the most live workers first."""
 
 
 async def prepare(models: ServedModels, limits: Limits, request: TextRequest) -> PreparedText:
@@ -38,13 +40,16 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     """
     view, _ = models.resolve(request.fields.model)
     model = view.descriptor.model
+    pools = models.pools(request.fields.model, forwarding=False)
     constraint = request.fields.structured_output()
     if constraint is not None:
-        structured_workers(view, constraint[0])
+        able = [pool for pool in pools if any(worker.serves_structured_output for worker in pool.workers.values())]
+        if not able:
+            structured_workers(view, constraint[0])
+        pools = able or pools
     needed = request.needs_text()
     text = models.text_of(request.fields.model, needed) if needed else models.texts.find(model)
-    longest = view.descriptor.max_model_len
-    limit = min(limits.max_prompt_tokens, longest - 1) if longest else limits.max_prompt_tokens
+    limit = longest_prompt(pools, limits)
     prompts: Sequence[bytes]
     if text is None:
         prompts = _tokenized(request.prompts, None, limit)
@@ -55,7 +60,7 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     for prompt, source in zip(prompts, request.prompts, strict=True):
         if not prompt:
             raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
-    return PreparedText(TextFrame(request, text, prompts), longest)
+    return PreparedText(TextFrame(request, text, prompts), pools)
 
 
 async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:
@@ -117,5 +122,7 @@ def _max_tokens(limits: Limits, prepared: PreparedText, prompt: bytes) -> int:
     given = prepared.frame.request.max_tokens
     if given is not None:
         return given
-    rest = prepared.longest - len(prompt) // 4 if prepared.longest else UNKNOWN_LENGTH_TOKENS
+    tokens = len(prompt) // TOKEN_BYTES
+    length = context_length(tokens, prepared.pools)
+    rest = length - tokens if length else UNKNOWN_LENGTH_TOKENS
     return max(1, min(rest, limits.max_output_tokens))
