@@ -22,7 +22,10 @@ from kvrouter.net.authorization import may_call
 from kvrouter.net.calls import SERVICE as CALL_STREAMS
 from kvrouter.net.etcd import connect
 from kvrouter.net.tls import warn_if_exposed
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2, scheduler_pb2, worker_pb2
+from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ServiceRegistration, WorkerRegistration
 from structlog.testing import capture_logs
@@ -255,6 +258,17 @@ async def test_each_certificate_opens_the_calls_of_its_role_only(
             if role in on_streams[port.role] | {"admin"}:
                 expected.add(STREAM)
             assert await admitted_calls(port, stack.credentials.authority, account) == expected, (port, account)
+
+
+async def test_the_indexer_reads_ranks_over_tls(stack: Stack, ports: tuple[list[Port], list[Port]]) -> None:
+    assert stack.tls is not None
+    indexer = next(port for port in ports[0] if port.role == "indexer")
+    component = Component(namespace="kvrouter", name=stack.options.component)
+    async with open_channel(indexer.address, tls=stack.tls, role="indexer") as channel:
+        replaced = await remote(SERVICES["indexer"], channel).resync(
+            indexer_pb2.ResyncRequest(component=component), deadline=Deadline.after(60)
+        )
+    assert (replaced.ranks, replaced.unreachable) == (stack.options.workers, 0)
 
 
 async def test_refused_callers_are_counted_at_every_service(stack: Stack, ports: tuple[list[Port], list[Port]]) -> None:
