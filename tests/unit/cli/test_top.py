@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.formatting import count
 from kvrouter.cli.top.frame import frame
 from kvrouter.runtime.overview.durations import duration
@@ -31,7 +32,6 @@ from kvrouter.v1.scheduler_pb2 import (
     RankStatus,
     ReplicaStatus,
 )
-from rich.console import Console
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 NOW_NS = int(NOW.timestamp() * 1e9)
@@ -70,7 +70,7 @@ def lines(view: System, *, width: int = 160, height: int | None = None) -> list[
     hit_rates = HitWindow(60)
     hit_rates.take(view, 0.0)
     out = io.StringIO()
-    Console(file=out, width=width).print(frame(view, hit_rates, width=width, height=height))
+    PlainConsole(width, file=out).print(frame(view, hit_rates, width=width, height=height))
     return out.getvalue().splitlines()
 
 

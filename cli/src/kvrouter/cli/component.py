@@ -10,10 +10,10 @@ from kvrouter.cli.component_names import component_name
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.etcd import command_etcd
 from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.cli.terminal import PlainConsole
 from kvrouter.net.etcd import AWAY, InvalidEndpoint, connect
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
-from rich.console import Console
 
 component_app = typer.Typer(help="Remove components that are not needed any more.", no_args_is_help=True)
 
@@ -38,7 +38,7 @@ def forget(
         raise WrongUsage(f"--etcd: {error}") from None
     except AWAY as error:
         raise CommandFailed(f"etcd at {etcd} does not answer: {error!r}") from None
-    Console().print(f"{name} forgotten: {descriptor}", markup=False, highlight=False)
+    PlainConsole().print(f"{name} forgotten: {descriptor}")
 
 
 async def _forget(name: ComponentName, etcd: str) -> str:

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 from kvrouter.cli.component_names import named_component
 from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.services import open_service
+from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -18,7 +19,6 @@ from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, GetStatusRequest, UndrainWorkerRequest
-from rich.console import Console
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _CALL_SECONDS = 10.0
@@ -47,7 +47,7 @@ async def drain(
     request = DrainWorkerRequest(component=named_component(component), worker_id=worker_id)
     if migrate_after_seconds is not None:
         request.migrate_after_ms = round(migrate_after_seconds * 1000)
-    console = Console(highlight=False)
+    console = PlainConsole()
     async with _schedulers(where) as schedulers:
         answer = await _first(schedulers, lambda each: each.drain_worker(request, deadline=_soon()))
         console.print(f"worker {worker_id} gets no new requests{' (as before)' if answer.was_draining else ''}")
@@ -79,7 +79,7 @@ async def undrain(where: Where, component: str, worker_id: int) -> None:
     async with _schedulers(where) as schedulers:
         answer = await _first(schedulers, lambda each: each.undrain_worker(request, deadline=_soon()))
     outcome = "gets requests again" if answer.was_draining else "was not drained"
-    Console(highlight=False).print(f"worker {worker_id} {outcome}")
+    PlainConsole().print(f"worker {worker_id} {outcome}")
 
 
 def _soon() -> Deadline:

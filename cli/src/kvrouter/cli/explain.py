@@ -8,6 +8,7 @@ from typing import cast
 
 from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.services import open_service
+from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -16,7 +17,6 @@ from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest
-from rich.console import Console
 from rich.table import Table
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -65,7 +65,7 @@ async def explain(where: Where, which: str, seconds: float) -> None:
 
 def _show(decision: Decision) -> None:
     # In a pipe, no columns should be cut off.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+    console = PlainConsole(None if sys.stdout.isatty() else 240)
     console.print(summary(decision), soft_wrap=True)
     console.print(candidates_table(decision))
 

@@ -15,6 +15,7 @@ from kvrouter.cli.component_names import named_component
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.cli.services import open_service
+from kvrouter.cli.terminal import PlainConsole
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -34,7 +35,6 @@ from kvrouter.v1.indexer_pb2 import (
     VerifyRequest,
     VerifyResponse,
 )
-from rich.console import Console
 from rich.table import Table
 
 T = TypeVar("T")
@@ -203,9 +203,9 @@ def reset(
     _ask(indexer, seconds, drop)
 
 
-def _console() -> Console:
+def _console() -> PlainConsole:
     """Returns the console for results. In a pipe or a file, no line is wrapped at a terminal's width."""
-    return Console(width=None if sys.stdout.isatty() else 200)
+    return PlainConsole(None if sys.stdout.isatty() else 200)
 
 
 def _ask(address: str, seconds: float, question: Callable[[Indexer, Deadline], Awaitable[T]]) -> T:
@@ -251,7 +251,7 @@ def _verdict(answer: VerifyResponse) -> tuple[str, bool]:
     return "same", True
 
 
-def _show_component(console: Console, stats: ComponentStats) -> None:
+def _show_component(console: PlainConsole, stats: ComponentStats) -> None:
     name = f"{stats.component.namespace}/{stats.component.name}"
     lag = stats.last_stream_sequence - min(stats.applied_stream_sequence, stats.last_stream_sequence)
     taken = (
@@ -266,7 +266,7 @@ def _show_component(console: Console, stats: ComponentStats) -> None:
         f"{stats.lag_seconds:.3f} s of the newest batch; {stats.events.repairs} ranks dropped so far"
     )
     if stats.stream_error:
-        console.print(f"  the stream takes no messages: {stats.stream_error}", style="red", markup=False)
+        console.print(f"  the stream takes no messages: {stats.stream_error}", style="red")
     if stats.events.evictions:
         console.print(f"  {stats.events.evictions} times a rank was emptied because the index exceeded its bound")
     if stats.events.unconfirmed:

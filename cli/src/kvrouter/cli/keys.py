@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 from kvrouter.cli.errors import CommandFailed, WrongUsage
+from kvrouter.cli.terminal import PlainConsole
 from kvrouter.frontend.access.caller import Role
 from kvrouter.frontend.access.key_file import (
     KeyEntry,
@@ -21,7 +22,6 @@ from kvrouter.frontend.access.key_file import (
     read_key_file,
     write_key_file,
 )
-from rich.console import Console
 from rich.table import Table
 
 keys_app = typer.Typer(help="Create, list and revoke the API keys of Frontends.", no_args_is_help=True)
@@ -91,7 +91,7 @@ def list_keys(file: File = Path("keys.json")) -> None:
     for key in content.keys:
         models = "all" if key.models is None else ", ".join(key.models)
         table.add_row(key.id, key.tenant, key.role.value, models, _date(key.created), _state(key))
-    Console().print(table)
+    PlainConsole().print(table)
 
 
 @keys_app.command("revoke")
@@ -109,7 +109,7 @@ def revoke(key_id: KeyId, file: File = Path("keys.json")) -> None:
             write_key_file(file, msgspec.structs.replace(content, keys=keys))
     except KeyFileError as error:
         raise CommandFailed(str(error)) from None
-    Console().print(f"{key_id} revoked", markup=False, highlight=False)
+    PlainConsole().print(f"{key_id} revoked")
 
 
 def _state(key: KeyEntry) -> str:

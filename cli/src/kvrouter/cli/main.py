@@ -18,6 +18,7 @@ from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.keys import keys_app
 from kvrouter.cli.services import service_token, use_api_key
+from kvrouter.cli.terminal import visible
 from kvrouter.cli.tls import use_tls
 from kvrouter.cli.top.command import top, top_once
 from kvrouter.cli.top.sources import Where
@@ -222,7 +223,7 @@ def main() -> None:
 
 
 def _fail(words: str, status: int) -> int:
-    print(f"kvrouter: {words}", file=sys.stderr)  # noqa: T201
+    print(f"kvrouter: {visible(words)}", file=sys.stderr)  # noqa: T201
     return status
 
 

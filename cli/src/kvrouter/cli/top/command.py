@@ -8,6 +8,7 @@ import sys
 import time
 
 from kvrouter.cli.errors import CommandFailed
+from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.frame import frame
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.overview.hit_rates import HitWindow
@@ -38,7 +39,7 @@ async def top(where: Where, interval_seconds: float) -> None:
     hit_rates = HitWindow(_WINDOW_SECONDS)
     resized = asyncio.Event()
     loop = asyncio.get_running_loop()
-    console = Console(highlight=False)
+    console = PlainConsole()
     loop.add_signal_handler(signal.SIGWINCH, resized.set)
     try:
         async with open_sources(where) as sources:
@@ -65,7 +66,7 @@ async def top_once(where: Where) -> None:
     hit_rates = HitWindow(_WINDOW_SECONDS)
     hit_rates.take(system, time.monotonic())
     # In a pipe, no columns should be cut off.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = PlainConsole(None if sys.stdout.isatty() else _PIPE_WIDTH)
     console.print(_Picture(system, hit_rates, whole=True))
     if not system.statuses:
         raise CommandFailed("no Scheduler answers")
