@@ -46,6 +46,17 @@ def test_an_entry_is_counted_each_time_and_logged_once_until_it_heals() -> None:
     assert quarantine.size == 1
 
 
+def test_keys_and_causes_from_outside_are_logged_briefly_and_printably() -> None:
+    quarantine = Quarantine()
+    with capture_logs() as logs:
+        quarantine.reject("etcd", "/a\n\x1b[2J" + "x" * 1_000_000, Undecodable("invalid", "\u202e" + "y" * 1_000_000))
+        quarantine.release("etcd", "/a\n\x1b[2J" + "x" * 1_000_000)
+    assert [entry["event"] for entry in logs] == ["entry.quarantined", "entry.released"]
+    for value in (logs[0]["name"], logs[0]["detail"], logs[1]["name"]):
+        assert value.isprintable()
+        assert len(value) < 1_100
+
+
 def test_entries_that_are_gone_from_a_listing_are_released() -> None:
     quarantine = Quarantine()
     for name in ("/a/1", "/a/2", "/b/1"):

@@ -80,6 +80,13 @@ def test_a_registration_says_where_the_engine_itself_is_reached() -> None:
     assert registration.tokenizer == "org/model"
 
 
+@pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "\u202egnp", "m" * 1025])
+def test_names_that_readers_refuse_are_refused_at_the_start(name: str) -> None:
+    for change in ({"model": name}, {"lora_names": (name,)}, {"labels": {name: ""}}, {"labels": {"zone": name}}):
+        with pytest.raises(InvalidConfig, match="expected"):
+            config(**change)
+
+
 def test_drawn_ids_differ_and_fit_in_json() -> None:
     drawn = {config().worker_id for _ in range(100)}
     assert len(drawn) == 100

@@ -17,6 +17,7 @@ log = get_logger(__name__)
 _MAX_ENTRIES = 4096
 """Maximum number of quarantined entries to store; further ones are counted but not logged."""
 _SHOWN_CHARACTERS = 200
+_DETAIL_CHARACTERS = 1000
 
 _M = TypeVar("_M", bound=Message)
 
@@ -25,8 +26,11 @@ class Undecodable(ValueError):
     """Bytes from outside cannot be decoded, or violate what readers rely on."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        """``reason`` is a short label for metrics; ``detail`` says what was expected and what was received."""
-        super().__init__(detail)
+        """``reason`` is a short label for metrics; ``detail`` says what was expected and what was received.
+
+        The detail may contain anything that was received: it is shortened and escaped here.
+        """
+        super().__init__(escaped(detail, _DETAIL_CHARACTERS))
         self.reason = reason
 
 
@@ -58,8 +62,18 @@ def decode_message(kind: type[_M], raw: bytes) -> _M:
 
 def printable(raw: bytes) -> str:
     """Returns bytes as text for a log: shortened, with escapes for bytes that are not UTF-8 or not printable."""
-    text = raw[:_SHOWN_CHARACTERS].decode(errors="backslashreplace")
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return escaped(raw[:_SHOWN_CHARACTERS].decode(errors="backslashreplace"))
+
+
+def escaped(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
+    """Returns at most ``limit`` characters of a text, with escapes for those that are not printable.
+
+    Not printable are control characters, marks of direction, invisible ones, and spaces other than the usual one.
+    """
+    shown = text if len(text) <= limit else f"{text[:limit]}..."
+    if shown.isprintable():
+        return shown
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
 
 
 class Quarantine:
@@ -84,7 +98,7 @@ class Quarantine:
 
         Args:
             source: Where the entry comes from: ``etcd`` or ``nats``.
-            name: Its key or subject, printable.
+            name: Its key or subject. The log has its beginning, with escapes.
             error: Why it cannot be used.
         """
         self._count(source, error.reason)
@@ -93,14 +107,14 @@ class Quarantine:
             return
         self._entries[source, name] = error.reason
         if known is None:
-            log.warning("entry.quarantined", source=source, name=name, reason=error.reason, detail=str(error))
+            log.warning("entry.quarantined", source=source, name=escaped(name), reason=error.reason, detail=str(error))
             if len(self._entries) == _MAX_ENTRIES:
                 log.warning("quarantine.full", entries=_MAX_ENTRIES)
 
     def release(self, source: str, name: str) -> None:
         """Releases an entry that can be decoded again or was deleted."""
         if self._entries.pop((source, name), None) is not None:
-            log.info("entry.released", source=source, name=name)
+            log.info("entry.released", source=source, name=escaped(name))
 
     def release_missing(self, source: str, prefix: str, present: Container[str]) -> None:
         """Releases the entries below a prefix that are not in ``present``."""

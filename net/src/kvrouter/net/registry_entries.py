@@ -6,6 +6,7 @@ What all readers rely on is checked here, so that no reader checks it again.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from kvrouter.net.decoding import Undecodable, decode_message
@@ -16,6 +17,17 @@ from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceRegistration, W
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]\x00-\x1f]+):[0-9]{1,5}")
 _URL = re.compile(r"https?://[^\s/]")
 _MAX_BLOCKS = (1 << 63) - 1
+MAX_NAME_CHARACTERS = 1024
+"""Longest name of a model, an adapter or a label. Names become labels of metrics and lines of logs."""
+
+
+def name_fault(name: str) -> str:
+    """Returns what is wrong with the name of a model, an adapter or a label; empty if nothing is."""
+    if len(name) > MAX_NAME_CHARACTERS:
+        return f"expected at most {MAX_NAME_CHARACTERS} characters, received {len(name)}"
+    if not name.isprintable():
+        return f"expected printable characters, received {name[:100]!a}"
+    return ""
 
 
 def read_descriptor(name: ComponentName, raw: bytes) -> ComponentDescriptor:
@@ -30,6 +42,7 @@ def read_descriptor(name: ComponentName, raw: bytes) -> ComponentDescriptor:
         raise Undecodable("invalid", "expected a block_size of 1 or more, received 0")
     if not descriptor.model:
         raise Undecodable("invalid", "expected a model, received an empty name")
+    _check_names("model", [descriptor.model])
     _check_enum(descriptor.role, Role, "role")
     _check_enum(descriptor.default_transport, Transport, "default_transport")
     descriptor.component.CopyFrom(Component(namespace=name.namespace, name=name.name))
@@ -51,6 +64,9 @@ def read_worker(name: ComponentName, worker_id: int, raw: bytes) -> WorkerRegist
         _check_address(worker.endpoint)
     _check_enum(worker.role, Role, "role")
     _check_enum(worker.transport, Transport, "transport")
+    _check_names("model", [worker.model])
+    _check_names("lora_names", worker.lora_names)
+    _check_names("labels", [*worker.labels, *worker.labels.values()])
     dp_ranks = [rank.dp_rank for rank in worker.ranks]
     if len(set(dp_ranks)) != len(dp_ranks):
         raise Undecodable("invalid", "expected each dp_rank once, received one twice")
@@ -78,6 +94,12 @@ def read_service(instance_id: str, raw: bytes) -> ServiceRegistration:
 def _check_component(component: Component, name: ComponentName) -> None:
     if component.ByteSize() and (component.namespace, component.name) != (name.namespace, name.name):
         raise Undecodable("invalid", f"expected component {name}, received {component.namespace}/{component.name}")
+
+
+def _check_names(field: str, names: Iterable[str]) -> None:
+    for name in names:
+        if fault := name_fault(name):
+            raise Undecodable("invalid", f"{field}: {fault}")
 
 
 def _check_address(address: str) -> None:

@@ -26,7 +26,7 @@ def check_name(name: str) -> str:
         InvalidName: it is empty, longer than 64 characters, or has others than letters, digits, ``-`` and ``_``.
     """
     if not _NAME.fullmatch(name):
-        raise InvalidName(f"expected a name of 1 to 64 letters, digits, '-' or '_', received {name!r}")
+        raise InvalidName(f"expected a name of 1 to 64 letters, digits, '-' or '_', received {name[:100]!a}")
     return name
 
 
@@ -80,7 +80,7 @@ class ComponentName:
         """
         namespace, slash, name = text.partition("/")
         if not slash:
-            raise InvalidName(f"expected namespace/component, received {text!r}")
+            raise InvalidName(f"expected namespace/component, received {text[:100]!a}")
         return cls(namespace, name)
 
     def __str__(self) -> str:

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import logging, structlog
 from kvrouter.runtime.telemetry import logs
@@ -41,3 +43,25 @@ def test_each_event_is_one_line_of_json_without_local_variables() -> None:
     assert lines[2]["logger"] == "library"
     assert "ValueError: failed" in lines[3]["exception"]
     assert all("time" in line for line in lines)
+
+
+HOSTILE_SCRIPT = """
+import logging, sys, structlog
+from kvrouter.runtime.telemetry import logs
+logs.configure("info", sys.argv[1], "tester")
+hostile = "a\\x1b[31m\\u202eb\\nforged line\\r"
+structlog.get_logger().info("named", name=hostile, names={hostile: [hostile]})
+logging.getLogger("library").warning(hostile)
+try:
+    raise ValueError(hostile)
+except ValueError:
+    structlog.get_logger().exception("oops")
+"""
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_names_with_escape_sequences_and_line_ends_stay_text(format: str) -> None:  # noqa: A002
+    command = [sys.executable, "-c", HOSTILE_SCRIPT, format]
+    lines = subprocess.run(command, capture_output=True, check=True).stderr.decode().removesuffix("\n").split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert sum(line.startswith("forged") for line in lines) == (format == "console"), "in the traceback only"

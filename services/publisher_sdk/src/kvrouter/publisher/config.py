@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvrouter.net.etcd import EtcdAccess, InvalidEndpoint
 from kvrouter.net.nats_access import InvalidNats, NatsAccess
+from kvrouter.net.registry_entries import name_fault
 from kvrouter.net.tls import TlsOptions
 from kvrouter.publisher.errors import InvalidConfig
 from kvrouter.v1.common_pb2 import Component, CopyCounting, Role, Transport
@@ -176,6 +177,13 @@ class WorkerConfig:
             )
         if not self.model:
             raise InvalidConfig("model is empty: set the name of the model that clients send")
+        for which, names in (
+            ("model", (self.model,)),
+            ("lora_names", self.lora_names),
+            ("labels", (*self.labels, *self.labels.values())),
+        ):
+            if fault := next(filter(None, map(name_fault, names)), ""):
+                raise InvalidConfig(f"{which}: {fault}")
         if not self.ranks:
             raise InvalidConfig("ranks is empty: expected at least one rank, such as {0: total_blocks}")
         for rank, total_blocks in self.ranks.items():

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import structlog
 from kvrouter.net import trace_context
+from kvrouter.net.decoding import escaped
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -38,9 +39,10 @@ def configure(level: str = "info", format: Literal["json", "console"] = "json", 
     if format == "json":
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
-        plain = structlog.dev.plain_traceback
         last = [
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain, timestamp_key="time")
+            structlog.processors.format_exc_info,
+            _escape,
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), timestamp_key="time"),
         ]
     structlog.configure(
         processors=[*shared, *last],
@@ -55,6 +57,15 @@ def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
     """Adds the ids of the trace and the span that the line belongs to."""
     if traceparent := trace_context.current():
         event["trace_id"], event["span_id"] = traceparent[3:35], traceparent[36:52]
+    return event
+
+
+def _escape(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Escapes what a terminal would obey or hide, and line ends outside of tracebacks, which would forge lines."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            lines = value.split("\n") if key == "exception" else [value]
+            event[key] = "\n".join(escaped(line, len(line)) for line in lines)
     return event
 
 
