@@ -61,7 +61,7 @@ async def test_a_component_that_comes_back_is_logged_again(monkeypatch: pytest.M
     async def connect() -> Any:
         return None
 
-    directory: Any = SimpleNamespace(changes=changes, ignored={})
+    directory: Any = SimpleNamespace(changes=changes, ignored={}, tls=None)
     running = asyncio.create_task(Replica("one", directory, connect, keys, Limits()).run())
     there = {COMPONENT: ComponentView(COMPONENT, ComponentDescriptor(block_size=4))}
     async with asyncio.timeout(10):
