@@ -3,7 +3,9 @@
 While there is work, steps follow each other without a pause on the engine's clock, however long Python takes in
 between: a step begins at the end of the previous one and includes the requests that had arrived by then. Time stamps
 are therefore those of an engine that never waits for Python. The lateness of the process against the engine's clock is
-measured: while it is small compared with a step, callers receive tokens on time.
+measured: while it is small compared with a step, callers receive tokens on time. An engine that is later than
+``MAX_LATE_SECONDS`` goes on from the present instead. If it caught up, requests would wait for steps of the past, their
+batches would be smaller, and more messages would make a process without enough CPU later still.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from dataclasses import dataclass, field
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.engine.implementation import EngineModel
 from kvrouter.mocker.engine.types import CacheEvent, DuplicateRequest, EngineRequest, FinishReason, Output
+
+MAX_LATE_SECONDS = 0.02
+"""Lateness that an engine catches up with, wall seconds: more than a pause of the garbage collector."""
 
 
 @dataclass(slots=True)
@@ -128,8 +133,11 @@ class EngineDriver:
             self._publish(step.events)
             await self.clock.sleep_until(step.ends_at)
             at = step.ends_at
-            self._observe_lateness(max(0.0, self.clock.now() - at))
+            now = self.clock.now()
+            self._observe_lateness(max(0.0, now - at))
             emitted = self._collect(self.engine.end_step(at), at)
+            if now - at > MAX_LATE_SECONDS * self.clock.factor:
+                at = now
             if emitted:
                 self._emit(emitted)
 
