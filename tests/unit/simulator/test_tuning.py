@@ -7,8 +7,10 @@ import tomllib
 
 import pytest
 from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
+from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.simulator.tuning.candidates import Candidate, candidates
 from kvrouter.simulator.tuning.configuration import toml_of
 from kvrouter.simulator.tuning.search import TooShort, search
@@ -94,3 +96,11 @@ def test_the_file_has_the_options_of_the_pools() -> None:
     written = toml_of(Candidate(RoutingOptions("kv", remote_prefill=remote), prefill=4), 16, "because")
     assert tomllib.loads(written)["fleet"] == {"prefill": 4, "decode": 12}
     assert tomllib.loads(written)["scheduler"]["remote_prefill_min_tokens"] == 2048
+
+
+@pytest.mark.parametrize("mode", sorted(POLICIES))
+def test_the_file_has_no_option_that_its_mode_ignores(mode: str) -> None:
+    for found in (Candidate(RoutingOptions(mode)), Candidate(RoutingOptions(mode), prefill=4)):
+        written = tomllib.loads(toml_of(found, 16, "because"))["scheduler"]
+        assert SchedulerSettings(**written).ignored_options() == []
+        assert ("overlap_score_weight" in written) == (mode == "kv")

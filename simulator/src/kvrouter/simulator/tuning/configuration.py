@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.simulator.tuning.candidates import Candidate
 
 
 def toml_of(candidate: Candidate, workers: int, why: str) -> str:
     """Returns the file: options of the Scheduler, and the number of workers of each role, which ``kvrouter up`` starts.
+
+    Weight and temperature are written if the mode uses them: a Scheduler warns of options that have no effect.
 
     Args:
         candidate: The settings.
@@ -14,6 +17,7 @@ def toml_of(candidate: Candidate, workers: int, why: str) -> str:
         why: The reason for them, one line.
     """
     options, remote = candidate.options, candidate.options.remote_prefill
+    used = POLICIES[options.mode].options
     fleet = [f"workers = {workers}"]
     if candidate.prefill:
         fleet = [f"prefill = {candidate.prefill}", f"decode = {workers - candidate.prefill}"]
@@ -25,9 +29,11 @@ def toml_of(candidate: Candidate, workers: int, why: str) -> str:
         "",
         "[scheduler]",
         f'router_mode = "{options.mode}"',
-        f"overlap_score_weight = {float(options.overlap_score_weight)}",
-        f"router_temperature = {float(options.temperature)}",
     ]
+    if "overlap_score_weight" in used:
+        lines.append(f"overlap_score_weight = {float(options.overlap_score_weight)}")
+    if "router_temperature" in used:
+        lines.append(f"router_temperature = {float(options.temperature)}")
     if options.thresholds.decode_blocks is not None:
         lines.append(f"active_decode_blocks_threshold = {float(options.thresholds.decode_blocks)}")
     if options.thresholds.prefill_tokens is not None:
