@@ -11,10 +11,10 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 async def test_requests_for_tokens_carry_the_trace_context_and_others_do_not() -> None:
-    received: list[str | None] = []
+    received: list[list[str | None]] = []
 
     async def receive(request: web.Request) -> web.Response:
-        received.append(request.headers.get("traceparent"))
+        received.append([request.headers.get(name) for name in ("traceparent", "tracestate", "baggage")])
         return web.Response()
 
     application = web.Application()
@@ -26,7 +26,8 @@ async def test_requests_for_tokens_carry_the_trace_context_and_others_do_not() -
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             engine = EngineHttp(session, url, api_key="", answer_seconds=10)
-            with trace_context.entered(TRACEPARENT):
+            companions = trace_context.Companions("vendor=abc", "tenant=blue")
+            with trace_context.entered(TRACEPARENT), trace_context.accompanied(companions):
                 async with engine.generate("/v1/completions", b"{}", {}):
                     pass
             async with engine.generate("/v1/completions", b"{}", {}):
@@ -34,4 +35,4 @@ async def test_requests_for_tokens_carry_the_trace_context_and_others_do_not() -
             await engine.get("/health")
     finally:
         await runner.cleanup()
-    assert received == [TRACEPARENT, None, None]
+    assert received == [[TRACEPARENT, "vendor=abc", "tenant=blue"], [None] * 3, [None] * 3]

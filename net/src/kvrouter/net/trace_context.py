@@ -1,29 +1,94 @@
-"""The trace context (W3C traceparent) of the request that the running code serves.
+"""The trace context (W3C traceparent) of the request that the running code serves, and what the client sent beside it.
 
 Servers set it from what the client sent, and clients send it on. That needs no tracing in this process: a process that
 records no spans still connects those before and after it.
+
+The headers ``tracestate`` and ``baggage`` pass through unchanged, up to the sizes that the W3C specifications
+ask every system to support.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextvars import Context, ContextVar
 from types import TracebackType
+from typing import NamedTuple
 
 HEADER = "traceparent"
 """HTTP header and gRPC metadata key of the trace context."""
+STATE_HEADER = "tracestate"
+"""HTTP header and gRPC metadata key of what tracing systems add to the trace context."""
+BAGGAGE_HEADER = "baggage"
+"""HTTP header and gRPC metadata key of what applications add to a request."""
+HEADERS = frozenset({HEADER, STATE_HEADER, BAGGAGE_HEADER})
+
+_MAX_STATE_MEMBERS = 32
+_MAX_STATE_BYTES = 512
+_MAX_BAGGAGE_MEMBERS = 64
+_MAX_BAGGAGE_BYTES = 8192
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
+
+class Companions(NamedTuple):
+    """What a client sent beside its trace context."""
+
+    tracestate: str = ""
+    """W3C tracestate; empty for none."""
+    baggage: str = ""
+    """W3C baggage; empty for none."""
+
+
+_ALONE = Companions()
 _current: ContextVar[str] = ContextVar("kvrouter_trace_context", default="")
+
+_companions: ContextVar[Companions] = ContextVar("kvrouter_trace_companions", default=_ALONE)
 
 current = _current.get
 """Returns the trace context; empty for none."""
+companions = _companions.get
+"""Returns what the client sent beside its trace context."""
 
 
 def checked(traceparent: str) -> str:
     """Returns a trace context that somebody sent if it is valid, and otherwise an empty string."""
     return traceparent if len(traceparent) == 55 and _TRACEPARENT.fullmatch(traceparent) else ""
+
+
+def checked_companions(traceparent: str, tracestate: Iterable[str], baggage: Iterable[str]) -> Companions:
+    """Returns what somebody sent beside a trace context, as far as it can be sent on.
+
+    Args:
+        traceparent: The checked trace context. A tracestate means nothing without it.
+        tracestate: Values of the header.
+        baggage: Values of the header.
+    """
+    return Companions(
+        _members(tracestate, _MAX_STATE_MEMBERS, _MAX_STATE_BYTES) if traceparent else "",
+        _members(baggage, _MAX_BAGGAGE_MEMBERS, _MAX_BAGGAGE_BYTES),
+    )
+
+
+def _members(values: Iterable[str], max_members: int, max_bytes: int) -> str:
+    """Returns the first members of a list that may be spread over several headers."""
+    kept: list[str] = []
+    size = -1
+    for member in (each.strip(" \t") for value in values for each in value.split(",")):
+        if not member or not (member.isascii() and member.isprintable()):
+            continue
+        size += 1 + len(member)
+        if size > max_bytes or len(kept) == max_members:
+            break
+        kept.append(member)
+    return ",".join(kept)
+
+
+def headers() -> dict[str, str]:
+    """Returns the headers that carry the trace context, and what the client sent beside it, to an engine."""
+    tracestate, baggage = companions()
+    values = ((HEADER, current()), (STATE_HEADER, tracestate), (BAGGAGE_HEADER, baggage))
+    return {name: value for name, value in values if value}
 
 
 class entered:  # noqa: N801 - used as a context manager
@@ -44,6 +109,26 @@ class entered:  # noqa: N801 - used as a context manager
     ) -> None:
         """Restores the one before."""
         _current.reset(self._token)
+
+
+class accompanied:  # noqa: N801 - used as a context manager
+    """Sets what the client sent beside its trace context for a ``with`` block."""
+
+    __slots__ = ("_companions", "_token")
+
+    def __init__(self, companions: Companions) -> None:
+        """``companions`` are checked."""
+        self._companions = companions
+
+    def __enter__(self) -> None:
+        """Sets it."""
+        self._token = _companions.set(self._companions)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restores what was set before."""
+        _companions.reset(self._token)
 
 
 def background() -> Context:

@@ -165,3 +165,12 @@ async def test_a_trace_context_passes_on_where_no_spans_are_recorded(gateway: Ga
     stream = gateway.stream()
     await stream.request(STREAM, sent=POSTED)
     assert GatewayStream.set_headers(await stream.receive())["traceparent"] == POSTED["traceparent"]
+
+
+async def test_a_tracestate_passes_on_with_the_trace_context_that_it_belongs_to_only(gateway: Gateway) -> None:
+    await gateway.add_engine(1)
+    for traceparent, removed in ((POSTED["traceparent"], []), ("invalid", ["tracestate"])):
+        stream = gateway.stream()
+        await stream.request(STREAM, sent={**POSTED, "traceparent": traceparent, "tracestate": "v=1", "baggage": "b=1"})
+        mutation = (await stream.receive()).request_headers.response.header_mutation
+        assert [name for name in mutation.remove_headers if name in {"tracestate", "baggage"}] == removed

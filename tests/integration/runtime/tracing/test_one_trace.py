@@ -36,6 +36,7 @@ MODEL = "m"
 PROMPT = list(range(1, 33))
 CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
+STATE, BAGGAGE = "vendor=abc,other=1", "tenant=blue,experiment=7"
 _GENERATE = "kvrouter.v1.FrontendService/Generate"
 _ATTEMPT = "kvrouter.v1.WorkerService/Generate"
 
@@ -45,9 +46,12 @@ class Engine:
 
     def __init__(self) -> None:
         self.traceparents: list[str] = []
+        self.companions: list[tuple[str, str]] = []
 
     async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncIterator[GenerateOutput]:
         self.traceparents.append(trace_context.current())
+        self.companions.append((request.tracestate, request.baggage))
+        assert trace_context.companions() == self.companions[-1]
         yield GenerateOutput(token_ids=[1], cached_tokens=0, finish_reason=FinishReason.FINISH_REASON_LENGTH)
 
     async def abort(self, request_ids: Sequence[str]) -> int:
@@ -132,7 +136,8 @@ def by_name(spans: list[Received]) -> dict[tuple[str, str, int], Received]:
 
 async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decision(system: System) -> None:
     collector = system.collector
-    await system.complete(traceparent=SAMPLED)
+    await system.complete(traceparent=SAMPLED, tracestate=STATE, baggage=BAGGAGE)
+    assert system.engine.companions[-1] == (STATE, BAGGAGE)
     await collector.until(lambda: len(collector.of_trace(CLIENT_TRACE)) >= 10)
     server, client, internal = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_CLIENT, Span.SPAN_KIND_INTERNAL
     select, match = "kvrouter.v1.SchedulerService/SelectWorker", "kvrouter.v1.IndexerService/FindMatches"
@@ -153,6 +158,8 @@ async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decis
     for name, parent in parents.items():
         expected = CLIENT_SPAN if parent is None else spans[parent].span.span_id.hex()
         assert spans[name].span.parent_span_id.hex() == expected, name
+        if name[0] in ("frontend", "worker"):
+            assert spans[name].span.trace_state == STATE, name
     attempt = spans["frontend", _ATTEMPT, client]
     served = spans["worker", _ATTEMPT, server]
     assert f"00-{CLIENT_TRACE}-{served.span.span_id.hex()}-01" in system.engine.traceparents
@@ -170,7 +177,12 @@ async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decis
     )
     async with grpc.aio.insecure_channel(system.rpc) as channel:
         generate = channel.unary_stream(f"/{_GENERATE}")  # type: ignore[var-annotated]
-        assert [each async for each in generate(request.SerializeToString())]
+        sent = (("tracestate", STATE), ("baggage", BAGGAGE))
+        assert [each async for each in generate(request.SerializeToString(), metadata=sent)]
+        assert system.engine.companions[-1] == ("", BAGGAGE), "a tracestate means nothing without its trace context"
+        sent = (*sent, ("traceparent", f"00-{'2' * 32}-{CLIENT_SPAN}-00"))
+        assert [each async for each in generate(request.SerializeToString(), metadata=sent)]
+        assert system.engine.companions[-1] == (STATE, BAGGAGE)
     await collector.until(lambda: any(each.name == _GENERATE for each in collector.spans))
     root = next(each for each in collector.spans if each.name == _GENERATE)
     assert not root.span.parent_span_id

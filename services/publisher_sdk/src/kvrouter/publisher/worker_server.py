@@ -178,6 +178,14 @@ class WorkerServer:
             raise RequestRefused(
                 "max_tokens is 0", field="stop_conditions.max_tokens", advice="Set max_tokens to 1 or more."
             )
+        if not (request.tracestate or request.baggage):
+            self._run(request, call)
+            return
+        companions = trace_context.checked_companions(trace_context.current(), [request.tracestate], [request.baggage])
+        with trace_context.accompanied(companions):
+            self._run(request, call)
+
+    def _run(self, request: WorkerServiceGenerateRequest, call: OutputCall) -> None:
         traced = None if self._spans is None else self._spans.begin(request, call)
         if traced is None:
             self._requests.start(request, call)

@@ -62,6 +62,7 @@ class GatewayRequest:
         self._caller: Caller | None = None
         self._admitted: AdmittedRequest | None = None
         self._traceparent = ""
+        self._has_foreign_state = False
         self._allowed: frozenset[str] | None = None
         self._routed = RoutedBody("")
         self._dp_rank: int | None = None
@@ -77,6 +78,7 @@ class GatewayRequest:
         headers = dict(listed)
         self.id = headers.get("x-request-id") or uuid.uuid4().hex
         self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
+        self._has_foreign_state = not self._traceparent and trace_context.STATE_HEADER in headers
         if self._options.access is not None:
             self._caller = self._options.access.admit_to_engine(headers.get(":path", ""), listed)
         self._dp_rank = requested_rank(headers)
@@ -151,6 +153,8 @@ class GatewayRequest:
         removed = set(() if self._options.access is None else CREDENTIAL_HEADERS)
         if self._dp_rank is not None:
             removed.add(RANK_HEADER)
+        if self._has_foreign_state:
+            removed.add(trace_context.STATE_HEADER)  # It belongs to no trace context, least of all to a new one.
         if self.removes_usage:
             removed.add(_ENCODING)  # A compressed stream could not be read.
         return removed

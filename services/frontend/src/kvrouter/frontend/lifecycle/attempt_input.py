@@ -9,6 +9,7 @@ from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.lifecycle.routing_request import routing_request
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import BookingKey, Stage
@@ -96,6 +97,7 @@ class AttemptInput:
             transfer_params: Where the worker fetches the prompt's KV cache; None if it computes the prompt.
         """
         request = self._request
+        companions = trace_context.companions()
         for_worker = WorkerServiceGenerateRequest(
             request_id=booking.key.request_id,
             stop_conditions=self._stop,
@@ -106,6 +108,8 @@ class AttemptInput:
             attempt=booking.key.attempt,
             priority=request.priority,
             conversation_id=request.conversation_id,
+            tracestate=companions.tracestate,
+            baggage=companions.baggage,
         )
         if transfer_params is not None:
             for_worker.stage = _DECODE

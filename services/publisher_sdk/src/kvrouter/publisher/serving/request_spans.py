@@ -22,6 +22,7 @@ from opentelemetry.trace import (
     StatusCode,
     TraceFlags,
     Tracer,
+    TraceState,
     set_span_in_context,
 )
 
@@ -128,8 +129,15 @@ class TracedCall:
 
 def _remote(traceparent: str) -> Span:
     trace_id, span_id, flags = traceparent[3:35], traceparent[36:52], traceparent[53:55]
+    tracestate = trace_context.companions().tracestate
     return NonRecordingSpan(
-        SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
+        SpanContext(
+            int(trace_id, 16),
+            int(span_id, 16),
+            is_remote=True,
+            trace_flags=TraceFlags(int(flags, 16)),
+            trace_state=TraceState.from_header([tracestate]) if tracestate else None,
+        )
     )
 
 

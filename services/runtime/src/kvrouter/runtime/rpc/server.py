@@ -54,6 +54,7 @@ _UNARY_DEFAULT_SECONDS = 30.0
 _LAST_WORDS_SECONDS = 0.5
 """Time for the responses of refused calls to reach their clients before connections are closed."""
 
+_ALONE = trace_context.Companions()
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -224,6 +225,7 @@ class RpcServer:
                 with (
                     self._counted(awaited=awaited),
                     _admitted(guard, path, context),
+                    trace_context.accompanied(_companions_of(context) if starts_traces else _ALONE),
                     trace_context.entered(_trace_context_of(context)),
                     request_span(path[1:]) if starts_traces else span(path[1:], Kind.SERVER),
                 ):
@@ -334,6 +336,18 @@ def _trace_context_of(context: _Context) -> str:
         if key == trace_context.HEADER:
             return trace_context.checked(value) if isinstance(value, str) else ""
     return ""
+
+
+def _companions_of(context: _Context) -> trace_context.Companions:
+    """Returns what the client sent beside its trace context."""
+    received: dict[str, list[str]] = {trace_context.STATE_HEADER: [], trace_context.BAGGAGE_HEADER: []}
+    for key, value in context.invocation_metadata() or ():
+        if key in received and isinstance(value, str):
+            received[key].append(value)
+    tracestate, baggage = received.values()
+    if not (tracestate or baggage):
+        return _ALONE
+    return trace_context.checked_companions(_trace_context_of(context), tracestate, baggage)
 
 
 def _read(incoming: Message | KvRouterError) -> Message:

@@ -21,7 +21,16 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+    TraceState,
+)
 
 _EXPORT_SECONDS = 5.0
 """Maximum time of one export, its repetitions included."""
@@ -161,7 +170,14 @@ def _parent(traceparent: str) -> Any:
     if not traceparent:
         return trace.set_span_in_context(trace.INVALID_SPAN)
     trace_id, span_id, flags = traceparent[3:35], traceparent[36:52], traceparent[53:55]
-    parent = SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
+    tracestate = trace_context.companions().tracestate
+    parent = SpanContext(
+        int(trace_id, 16),
+        int(span_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(flags, 16)),
+        trace_state=TraceState.from_header([tracestate]) if tracestate else None,
+    )
     return trace.set_span_in_context(NonRecordingSpan(parent))
 
 

@@ -83,12 +83,10 @@ class EngineHttp:
         Raises:
             aiohttp.ClientError, TimeoutError, OSError: the engine does not answer.
         """
-        traceparent = trace_context.current()
-        traced = {trace_context.HEADER: traceparent} if traceparent else {}
         response = await self._session.post(
             self.url + path,
             data=body,
-            headers={**_JSON, **self._headers, **traced, **headers},
+            headers={**_JSON, **self._headers, **trace_context.headers(), **headers},
             timeout=self._generating,
             allow_redirects=False,
         )

@@ -47,7 +47,7 @@ _NOT_FORWARDED = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"),
         *("transfer-encoding", "host", "content-length", "content-encoding", "expect", RANK_HEADER),
-        trace_context.HEADER,
+        *trace_context.HEADERS,
     }
 )
 _NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "trailer", "date", "server"})
@@ -238,8 +238,7 @@ class ForwardedRequest:
             headers[RANK_HEADER] = str(dp_rank)
         if self._removes_usage or self._tokens is not None:
             headers = _without(headers, _ENCODING)  # A compressed stream could not be read.
-        if traceparent := trace_context.current():
-            headers[trace_context.HEADER] = traceparent
+        headers.update(trace_context.headers())
         url = f"{worker.openai_endpoint.rstrip('/')}{self._request.path_qs}"
         timeout = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=10)
         try:
