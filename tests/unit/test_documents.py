@@ -47,7 +47,7 @@ FOREIGN = frozenset(
             "--page-size",
         ),
         *("--example", "--no-default-features", "--release"),
-        *("--build-arg", "--cap-drop", "--read-only", "--security-opt", "--tmpfs"),
+        *("--build-arg", "--cacert", "--cap-drop", "--read-only", "--security-opt", "--tmpfs"),
         *("--force-reinstall", "--no-deps"),
     }
 )
