@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvrouter.frontend.api.http_server import _HTTP_STATUS, http_status
+from kvrouter.frontend.api.http_errors import _HTTP_STATUS, http_status
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.indexer.api.service import IndexerService
 from kvrouter.runtime.errors import KvRouterError

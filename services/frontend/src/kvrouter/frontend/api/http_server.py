@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import aiohttp
-import grpc
 import msgspec
 import structlog
 from aiohttp import web
@@ -21,6 +18,8 @@ from kvrouter.frontend.api.completion_stream import CompletionStream
 from kvrouter.frontend.api.completions import WholeCompletion
 from kvrouter.frontend.api.event_stream import EventStream
 from kvrouter.frontend.api.http_body import read_body
+from kvrouter.frontend.api.http_errors import INTERNAL, error_body, errors_as_json
+from kvrouter.frontend.api.http_tracing import traced
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.models import model_objects
 from kvrouter.frontend.api.openai.chat_request import parse_chat
@@ -35,11 +34,8 @@ from kvrouter.frontend.api.request_fields import requested_rank, with_headers
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
-from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, UnknownModel
-from kvrouter.runtime.tracing import is_recording, request_span
-from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -50,120 +46,6 @@ _LONG_BODY_BYTES = 64 << 10
 """Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
 _ADMIN_SECONDS = 10.0
 """Deadline of administrative calls: a few round trips to etcd."""
-
-_HTTP_STATUS = {
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.OUT_OF_RANGE: 400,
-    grpc.StatusCode.FAILED_PRECONDITION: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.ALREADY_EXISTS: 409,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-}
-_BUSY_STATUS = 429
-"""Status of ``_BUSY``, unlike 503 when there is no worker: clients of the OpenAI API retry it."""
-_BUSY = frozenset(
-    {
-        ErrorReason.ERROR_REASON_ALL_BUSY,
-        ErrorReason.ERROR_REASON_RATE_LIMITED,
-        ErrorReason.ERROR_REASON_OVERLOADED,
-    }
-)
-_UNAUTHENTICATED, _FORBIDDEN = 401, 403
-_ERROR_TYPES = {
-    _BUSY_STATUS: "rate_limit_error",
-    _UNAUTHENTICATED: "authentication_error",
-    _FORBIDDEN: "permission_error",
-}
-_INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
-
-
-def http_status(code: grpc.StatusCode, reason: ErrorReason) -> int:
-    """Returns the HTTP status of an error."""
-    return _BUSY_STATUS if reason in _BUSY else _HTTP_STATUS.get(code, 500)
-
-
-def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Returns HTTP status, JSON body and headers of an error response."""
-    status = http_status(error.code, error.info.reason)
-    body = {
-        "error": {
-            "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
-            "type": _error_type(status),
-            "param": _param(error.info.field),
-            "code": error.code.name.lower(),
-        }
-    }
-    headers = {}
-    if error.info.HasField("retry_after_ms"):
-        headers["Retry-After"] = str(max(1, math.ceil(error.info.retry_after_ms / 1000)))
-    if status == _UNAUTHENTICATED:
-        headers["WWW-Authenticate"] = "Bearer"
-    return status, body, headers
-
-
-def _param(field: str) -> str | None:
-    """Returns the field of the HTTP body for a field of the contract, which nests what is top-level in the body."""
-    for message in ("stop_conditions.", "sampling_options.", "constraints."):
-        field = field.removeprefix(message)
-    if field.startswith("overrides."):
-        return f"router_config_override.{field.removeprefix('overrides.')}"
-    return "prompt" if field == "token_ids" else field or None
-
-
-def _error_type(status: int) -> str:
-    if status in _ERROR_TYPES:
-        return _ERROR_TYPES[status]
-    return "invalid_request_error" if status < 500 else "server_error"
-
-
-@web.middleware
-async def errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Returns every failure as a JSON error in the format of the OpenAI API."""
-    try:
-        return await handler(request)
-    except KvRouterError as error:
-        status, body, headers = error_body(error)
-        return web.json_response(body, status=status, headers=headers)
-    except web.HTTPException as error:
-        words = f"{request.method} {request.path}: {error.reason.lower()}"
-        body = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}
-        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return web.json_response(body, status=error.status, headers=allowed)
-    except Exception:
-        log.exception("http.request_failed", path=request.path)
-        return web.json_response(_INTERNAL, status=500)
-
-
-@web.middleware
-async def traced(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Traces requests for tokens, in the trace of the client if it has sent its context."""
-    headers = request.headers
-    received = headers.get(trace_context.HEADER, "")
-    is_traced = received or is_recording() or trace_context.BAGGAGE_HEADER in headers
-    if not is_traced or request.method != "POST" or not request.path.startswith("/v1/"):
-        return await handler(request)
-    route = request.match_info.route.resource
-    name = "POST" if route is None else f"POST {route.canonical}"
-    traceparent = trace_context.checked(received)
-    companions = trace_context.checked_companions(
-        traceparent,
-        headers.getall(trace_context.STATE_HEADER, ()),
-        headers.getall(trace_context.BAGGAGE_HEADER, ()),
-    )
-    with trace_context.accompanied(companions), trace_context.entered(traceparent), request_span(name) as http_span:
-        response = await handler(request)
-        if http_span.recording:
-            http_span.set({"http.request.method": "POST", "http.response.status_code": response.status})
-        return response
 
 
 class HttpApi:
@@ -396,7 +278,7 @@ async def _streamed(
         if not events.begun:
             raise
         log.exception("http.request_failed", path=request.path)
-        stream.fail(_INTERNAL)
+        stream.fail(INTERNAL)
     finally:
         stream.close()
     return events

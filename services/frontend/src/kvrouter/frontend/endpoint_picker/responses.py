@@ -18,7 +18,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     TrailersResponse,
 )
 from envoy.type.v3.http_status_pb2 import HttpStatus
-from kvrouter.frontend.api.http_server import error_body
+from kvrouter.frontend.api.http_errors import error_body
 from kvrouter.frontend.endpoint_picker.metadata import DESTINATION, destination
 from kvrouter.runtime.errors import KvRouterError
 

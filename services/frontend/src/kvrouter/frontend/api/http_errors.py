@@ -1,0 +1,105 @@
+"""Errors of the HTTP API, in the format of the OpenAI API."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from aiohttp import web
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors_pb2 import ErrorReason
+
+log = structlog.get_logger(component="frontend")
+
+_HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+}
+_BUSY_STATUS = 429
+"""Status of ``_BUSY``, unlike 503 when there is no worker: clients of the OpenAI API retry it."""
+_BUSY = frozenset(
+    {
+        ErrorReason.ERROR_REASON_ALL_BUSY,
+        ErrorReason.ERROR_REASON_RATE_LIMITED,
+        ErrorReason.ERROR_REASON_OVERLOADED,
+    }
+)
+_UNAUTHENTICATED, _FORBIDDEN = 401, 403
+_ERROR_TYPES = {
+    _BUSY_STATUS: "rate_limit_error",
+    _UNAUTHENTICATED: "authentication_error",
+    _FORBIDDEN: "permission_error",
+}
+INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
+"""Body of the response to a defect of this process, whose cause only its log has."""
+
+
+def http_status(code: grpc.StatusCode, reason: ErrorReason) -> int:
+    """Returns the HTTP status of an error."""
+    return _BUSY_STATUS if reason in _BUSY else _HTTP_STATUS.get(code, 500)
+
+
+def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Returns HTTP status, JSON body and headers of an error response."""
+    status = http_status(error.code, error.info.reason)
+    body = {
+        "error": {
+            "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
+            "type": _error_type(status),
+            "param": _param(error.info.field),
+            "code": error.code.name.lower(),
+        }
+    }
+    headers = {}
+    if error.info.HasField("retry_after_ms"):
+        headers["Retry-After"] = str(max(1, math.ceil(error.info.retry_after_ms / 1000)))
+    if status == _UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return status, body, headers
+
+
+def _param(field: str) -> str | None:
+    """Returns the field of the HTTP body for a field of the contract, which nests what is top-level in the body."""
+    for message in ("stop_conditions.", "sampling_options.", "constraints."):
+        field = field.removeprefix(message)
+    if field.startswith("overrides."):
+        return f"router_config_override.{field.removeprefix('overrides.')}"
+    return "prompt" if field == "token_ids" else field or None
+
+
+def _error_type(status: int) -> str:
+    if status in _ERROR_TYPES:
+        return _ERROR_TYPES[status]
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Returns every failure as a JSON error in the format of the OpenAI API."""
+    try:
+        return await handler(request)
+    except KvRouterError as error:
+        status, body, headers = error_body(error)
+        return web.json_response(body, status=status, headers=headers)
+    except web.HTTPException as error:
+        words = f"{request.method} {request.path}: {error.reason.lower()}"
+        body = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}
+        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return web.json_response(body, status=error.status, headers=allowed)
+    except Exception:
+        log.exception("http.request_failed", path=request.path)
+        return web.json_response(INTERNAL, status=500)
