@@ -10,6 +10,9 @@ import asyncio
 import json
 import re
 
+from kvrouter.runtime.telemetry.health import HealthBoard
+from kvrouter.runtime.telemetry.metrics import new_registry, serving_ops
+
 from ..gateway import MODEL, System
 
 SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -64,9 +67,9 @@ AMBIGUOUS = {
 }
 
 
-async def answered(system: System, sent: bytes) -> bytes:
-    """Sends bytes and returns all that the Frontend answers until it closes the connection."""
-    host, _, port = system.http.rpartition(":")
+async def answered(address: str, sent: bytes) -> bytes:
+    """Sends bytes and returns all that a server answers until it closes the connection."""
+    host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(sent)
@@ -82,7 +85,7 @@ async def test_ambiguous_requests_are_refused_and_hide_no_second_one(system: Sys
     await system.start_worker(1)
     outcomes = {}
     for name, sent in AMBIGUOUS.items():
-        answer = await answered(system, sent + SMUGGLED)
+        answer = await answered(system.http, sent + SMUGGLED)
         if answer:
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert error["type"] == "invalid_request_error", name
@@ -94,19 +97,19 @@ async def test_ambiguous_requests_are_refused_and_hide_no_second_one(system: Sys
     }
     assert not wrong
     # What was refused has left the Frontend as it was.
-    assert b" 200 " in await answered(system, post(LENGTH, b"Connection: close"))
+    assert b" 200 " in await answered(system.http, post(LENGTH, b"Connection: close"))
 
 
 async def test_a_flood_of_headers_ends_the_connection_or_is_refused(system: System) -> None:
     await system.start_worker(1)
     many = (b"X-%d: a" % number for number in range(10_000))
-    answer = await answered(system, post(*many, LENGTH, b"Connection: close"))
+    answer = await answered(system.http, post(*many, LENGTH, b"Connection: close"))
     assert re.findall(rb"HTTP/1\.1 (\d{3})", answer) in ([b"400"], [b"431"], [])
     assert not answer or json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-async def statuses(system: System, sent: bytes) -> list[int]:
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", await answered(system, sent))]
+async def statuses(address: str, sent: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", await answered(address, sent))]
 
 
 async def test_unusual_requests_that_are_clear_end_where_a_proxy_sees_their_end(system: System) -> None:
@@ -119,8 +122,18 @@ async def test_unusual_requests_that_are_clear_end_where_a_proxy_sees_their_end(
         "an answer that is an error": post(b"Content-Length: 2", body=b"{}"),
         "a body for a path that takes none": post(LENGTH, start=b"POST /absent HTTP/1.1"),
     }
-    found = {name: await statuses(system, sent + last) for name, sent in clear.items()}
+    found = {name: await statuses(system.http, sent + last) for name, sent in clear.items()}
     # Each is answered once, and then the request behind it; or it is refused, and the connection with it.
     assert {name: codes for name, codes in found.items() if codes[1:] not in ([200], []) or not codes} == {}
     assert found["a chunk extension"] == found["capital letters"] == [200, 200]
     assert found["an answer that is an error"] == [400, 200]
+
+
+async def test_the_port_of_metrics_and_probes_refuses_ambiguous_requests_too() -> None:
+    """The only HTTP port of Scheduler, Indexer, relay, sidecar and mock engines."""
+    hidden = SMUGGLED.replace(b"/v1/models", b"/metrics")
+    async with serving_ops("127.0.0.1:0", new_registry(), HealthBoard(), header_seconds=10) as address:
+        found = {name: await statuses(address, sent + hidden) for name, sent in AMBIGUOUS.items()}
+        # A path that is not there is answered before the body is read; nothing behind it is.
+        assert {name: codes for name, codes in found.items() if codes not in ([], [400], [404])} == {}
+        assert await statuses(address, hidden.replace(b"Host: x", b"Host: x\r\nConnection: close")) == [200]
