@@ -62,8 +62,15 @@ def test_the_error_for_an_unknown_model_lists_the_known_ones() -> None:
 
 
 def test_prefill_workers_alone_do_not_serve_a_model() -> None:
-    with pytest.raises(UnknownModel):
+    with pytest.raises(UnknownModel, match="only prefill workers serve the model 'm'"):
         pools_of_model("m", by_name(view("a", "m", role=Role.ROLE_PREFILL)))
+    with pytest.raises(UnknownModel, match="no component serves the model 'm'"):
+        pools_of_model("m", by_name(view("a", "m", workers=0, role=Role.ROLE_PREFILL)))
+
+
+def test_decode_workers_alone_do_not_serve_the_prefill_stage() -> None:
+    with pytest.raises(UnknownModel, match="only decode workers serve the model 'm'"):
+        pools_of_model("m", by_name(view("a", "m", role=Role.ROLE_DECODE)), Stage.STAGE_PREFILL)
 
 
 def test_of_two_components_the_larger_serves() -> None:

@@ -102,10 +102,22 @@ class UnknownModel(KvRouterError):
     status = grpc.StatusCode.NOT_FOUND
     reason = ErrorReason.ERROR_REASON_UNKNOWN_MODEL
 
-    def __init__(self, model: str, known: Iterable[str] = ()) -> None:
+    def __init__(self, model: str, known: Iterable[str] = (), only: str = "") -> None:
+        """Creates the error.
+
+        Args:
+            model: Name of the model.
+            known: Models that are served.
+            only: Role of the workers that serve the model, if there are some and none can serve the request's stage.
+        """
+        self.only = only
         models = sorted(known)
         advice = f"Use one of: {', '.join(models[:_MAX_KNOWN_VALUES])}." if models else "Start a worker that serves it."
-        super().__init__(f"no component serves the model {model[:128]!r}", field="model", advice=advice, known=models)
+        serving = "no component serves"
+        if only:
+            advice = "Start a worker of another role for it."
+            serving = f"only {only} workers serve"
+        super().__init__(f"{serving} the model {model[:128]!r}", field="model", advice=advice, known=models)
 
 
 class BlockSizeMismatch(KvRouterError):

@@ -61,7 +61,8 @@ class ServedModels:
         except UnknownModel as error:
             if self._access is None:
                 raise
-            raise UnknownModel(model, filter(self._access.caller().may_use, error.info.known_values)) from None
+            known = filter(self._access.caller().may_use, error.info.known_values)
+            raise UnknownModel(model, known, error.only) from None
 
     @property
     def may_forward(self) -> bool:

@@ -48,10 +48,12 @@ def pools_of_model(
         UnknownModel: no component serves the model.
     """
     unfit = _UNFIT.get(stage, _ONLY_PREFILL)
-    serving = [view for view in components.values() if view.descriptor.model == model and _serves(view, unfit)]
+    of_model = [view for view in components.values() if view.descriptor.model == model]
+    serving = [view for view in of_model if _serves(view, unfit)]
     if not serving:
         known = {view.descriptor.model for view in components.values() if view.workers and _serves(view, unfit)}
-        raise UnknownModel(model, sorted(known))
+        only = Role.Name(unfit).removeprefix("ROLE_").lower() if any(view.workers for view in of_model) else ""
+        raise UnknownModel(model, sorted(known), only)
     return _largest_first(serving)
 
 
