@@ -101,6 +101,7 @@ def test_busy_queued_and_lagging_parts_are_named() -> None:
     queued = QueueStatus(requests=90, capacity=100)
     stats = ComponentStats(component=COMPONENT, ready=True, stream_error="no space", last_stream_sequence=20_000)
     stats.ranks.extend(RankStats(rank=Rank(worker_id=each), silent=True) for each in range(7))
+    stats.ranks.add(rank=Rank(worker_id=7))
     seen = system(
         status(rank(1, busy="full"), rank(2, busy="full"), queued=queued),
         indexers=[IndexerView("i:1", GetStatsResponse(replica_id="i", components=[stats]))],
@@ -112,6 +113,16 @@ def test_busy_queued_and_lagging_parts_are_named() -> None:
         ("warning", "Indexer i, pool: 20,000 messages behind"),
         ("warning", "Indexer i, pool: ranks 0:0, 1:0, 2:0, 3:0, 4:0 and 2 more: no events or heartbeats"),
     ]
+
+
+def test_an_indexer_that_hears_no_worker_at_all_is_one_problem() -> None:
+    silent = [RankStats(rank=Rank(worker_id=each), silent=True) for each in range(2)]
+    pools = [
+        ComponentStats(component=Component(namespace="n", name=name), ready=True, ranks=silent)
+        for name in ("decode", "prefill")
+    ]
+    seen = system(status(rank()), indexers=[IndexerView("i:1", GetStatsResponse(replica_id="i", components=pools))])
+    assert found(seen) == [("error", "Indexer i: no events or heartbeats of any worker")]
 
 
 def test_every_problem_has_a_remedy() -> None:

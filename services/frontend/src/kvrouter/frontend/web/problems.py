@@ -130,11 +130,20 @@ def _indexes(system: System) -> Iterator[Problem]:
     for view in system.indexers:
         if view.stats is None:
             continue
+        where = f"Indexer {view.stats.replica_id}"
+        ranks = [rank for stats in view.stats.components for rank in stats.ranks]
+        all_silent = len(ranks) > 1 and all(rank.silent for rank in ranks)
+        if all_silent:
+            yield Problem(
+                "error",
+                f"{where}: no events or heartbeats of any worker",
+                "Check NATS. Requests are routed on the last known caches meanwhile.",
+            )
         for stats in view.stats.components:
-            yield from _index(f"Indexer {view.stats.replica_id}, {stats.component.name}", stats)
+            yield from _index(f"{where}, {stats.component.name}", stats, names_silent=not all_silent)
 
 
-def _index(where: str, stats: ComponentStats) -> Iterator[Problem]:
+def _index(where: str, stats: ComponentStats, *, names_silent: bool) -> Iterator[Problem]:
     if not stats.ready:
         yield Problem("warning", f"{where}: not ready", "It restores its state; see its log if this takes minutes.")
     if stats.stream_error:
@@ -149,7 +158,7 @@ def _index(where: str, stats: ComponentStats) -> Iterator[Problem]:
         (
             "no events or heartbeats",
             "Check that the engine publishes events and the worker's connection to NATS.",
-            [each for each in stats.ranks if each.silent],
+            [each for each in stats.ranks if each.silent and names_silent],
         ),
         (
             "stale: the worker was not compared for long",
