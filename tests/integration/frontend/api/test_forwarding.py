@@ -24,6 +24,7 @@ WHOLE = (
 )
 USAGE = b'data: {"choices":[],"usage":{"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":48}}}\n\n'
 EVENTS = [b'data: {"choices":[{"delta":{"content":"a"}}], "odd":  1}\n\n', b"data: {}\n\n", b"data: [DONE]\n\n"]
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Engine:
@@ -126,7 +127,8 @@ async def post(system: System, body: bytes, **headers: str) -> tuple[aiohttp.Cli
 async def test_a_body_and_its_response_pass_unchanged(system: System, stack: AsyncExitStack) -> None:
     engine = await start_engine(system, stack, 1)
     body = chat()
-    response, received = await post(system, body, authorization="Bearer t", **{"x-request-id": "mine"})
+    trace = {"traceparent": TRACEPARENT, "tracestate": "vendor=abc", "baggage": "tenant=blue"}
+    response, received = await post(system, body, authorization="Bearer t", **{"x-request-id": "mine"}, **trace)
     assert engine.bodies == [body]
     assert received == WHOLE
     assert response.headers["x-engine"] == "yes"
@@ -135,6 +137,7 @@ async def test_a_body_and_its_response_pass_unchanged(system: System, stack: Asy
     assert worker == "1"
     assert engine.headers[0]["x-data-parallel-rank"] == rank
     assert engine.headers[0]["authorization"] == "Bearer t"
+    assert {name: engine.headers[0].get(name) for name in trace} == trace
     # No tokenizer is known here.
     assert response.headers["x-kvrouter-routed-on"] == "load"
     await system.until_idle()
