@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvrouter.frontend.model_metrics import MAX_MODELS, OTHER_MODELS, MetricsByModel
+from kvrouter.frontend.model_metrics import MetricsByModel
+from kvrouter.runtime.telemetry.model_labels import MAX_MODELS, OTHER_MODELS
 from prometheus_client import CollectorRegistry
 
 

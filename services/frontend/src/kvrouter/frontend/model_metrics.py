@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
+from kvrouter.runtime.telemetry.model_labels import model_label
 from prometheus_client import CollectorRegistry, Counter
-
-MAX_MODELS = 256
-"""Models with series of their own. Whoever can register models could otherwise add series without end."""
-OTHER_MODELS = "other"
-"""Label of further models."""
 
 _REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -87,7 +83,7 @@ class MetricsByModel:
 
     def label(self, model: str) -> str:
         """Returns the label of a model that is served: its name, or ``OTHER_MODELS`` if there are too many."""
-        return model if model in self._models or len(self._models) < MAX_MODELS else OTHER_MODELS
+        return model_label(model, self._models)
 
     def of(self, model: str) -> ModelMetrics:
         """Returns the metrics of a model that is served."""

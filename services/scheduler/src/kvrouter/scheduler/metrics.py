@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
+from kvrouter.runtime.telemetry.model_labels import model_label
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -134,8 +135,9 @@ class SchedulerMetrics:
         """Compares a prediction of cached blocks with the number that the worker reported."""
         audited = self._audited.get(model)
         if audited is None:
-            audited = self.predicted_blocks.labels(model), self.actual_blocks.labels(model)
-            self._audited[model] = audited
+            label = model_label(model, self._audited)
+            audited = self.predicted_blocks.labels(label), self.actual_blocks.labels(label)
+            self._audited[label] = audited
         audited[0].inc(predicted)
         audited[1].inc(actual)
         self.blocks_off.observe(actual - predicted)
