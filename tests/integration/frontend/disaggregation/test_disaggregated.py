@@ -116,9 +116,9 @@ async def test_a_prefill_pool_that_does_not_match_is_left_out(
 
 async def test_prefill_workers_alone_serve_no_model(fleet: Fleet) -> None:
     await fleet.start(2, PREFILL)
-    with pytest.raises(UnknownModel) as caught:
+    with pytest.raises(UnknownModel, match="only prefill workers serve the model") as caught:
         await fleet.serve()
-    assert caught.value.info.advice == "Start a worker that serves it."
+    assert caught.value.info.advice == "Start a worker of another role for it."
     assert not (await fleet.system.client.list_models(ListModelsRequest(), deadline=Deadline.after(10))).models
 
 
