@@ -18,7 +18,7 @@ class FirstStep(Generic[_Result]):
         self.waits = True
         """Whether the coroutine waits for something now."""
         try:
-            self._waits_for = call.send(None)
+            self._waits_for: Any = call.send(None)
         except StopIteration as ended:
             self.waits = False
             self.result: _Result = ended.value
@@ -28,16 +28,20 @@ class FirstStep(Generic[_Result]):
     def rest(self) -> Generator[Any, Any, _Result]:
         """Waits, and runs the other steps. Returns what the coroutine returns."""
         call, waits_for = self._call, self._waits_for
-        while True:
-            failure: BaseException | None = None
-            try:
-                received = yield waits_for
-            except BaseException as error:  # cancellation included: the coroutine decides about it
-                failure = error
-            try:
-                waits_for = call.send(received) if failure is None else call.throw(failure)
-            except StopIteration as ended:
-                result: _Result = ended.value
-                return result
-            finally:
-                del failure  # Its traceback refers to this frame.
+        self._waits_for = None
+        try:
+            while True:
+                failure: BaseException | None = None
+                try:
+                    received = yield waits_for
+                except BaseException as error:  # cancellation included: the coroutine decides about it
+                    failure = error
+                try:
+                    waits_for = call.send(received) if failure is None else call.throw(failure)
+                except StopIteration as ended:
+                    result: _Result = ended.value
+                    return result
+                finally:
+                    del failure  # Its traceback refers to this frame.
+        finally:
+            del waits_for  # So does that of its exception.
