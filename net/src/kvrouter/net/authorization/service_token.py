@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvrouter.net.file_version import file_version
 from kvrouter.net.logs import get_logger
 from kvrouter.net.secret_files import UnreadableSecret, read_secret
 
@@ -46,7 +46,7 @@ class ServiceToken:
             UnreadableSecret: it cannot be used.
         """
         self._path = path
-        self._state = _state_of(path)
+        self._state = file_version(path)
         self._checked_at = time.monotonic()
         self._shown, self._digests = _read(path)
 
@@ -76,7 +76,7 @@ class ServiceToken:
         if now - self._checked_at < _CHECK_SECONDS:
             return
         self._checked_at = now
-        state = _state_of(self._path)
+        state = file_version(self._path)
         if state == self._state:
             return
         self._state = state
@@ -140,11 +140,3 @@ def _digest_of_line(path: str, line: str) -> bytes:
 
 def _digest(token: str | bytes) -> bytes:
     return hashlib.sha256(token if isinstance(token, bytes) else token.encode()).digest()
-
-
-def _state_of(path: str) -> tuple[int, int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import ssl
 import threading
 import time
 from dataclasses import dataclass
 
+from kvrouter.net.file_version import FileVersion, file_version
 from kvrouter.net.logs import get_logger
 from kvrouter.net.secret_files import UnreadableSecret, read_secret
 from kvrouter.net.tls.options import TlsOptions
@@ -19,7 +19,7 @@ _CHECK_SECONDS = 1.0
 
 _VERIFY_MODES = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
-_State = tuple[tuple[int, int, int, int] | None, ...]
+_Versions = tuple[FileVersion | None, ...]
 
 
 class InvalidCertificate(ValueError):
@@ -83,7 +83,7 @@ class CertificateFiles:
                     self._reload(state)
             return self._certificates
 
-    def _reload(self, state: _State) -> None:
+    def _reload(self, state: _Versions) -> None:
         try:
             read = self._read(self._certificates.generation + 1)
         except (InvalidCertificate, UnreadableSecret) as error:
@@ -103,9 +103,8 @@ class CertificateFiles:
         used = self._certificates
         return (read.chain, read.key, read.authorities) == (used.chain, used.key, used.authorities)
 
-    def _look(self) -> _State:
-        """Returns what tells a changed file: also of a symbolic link, as Kubernetes replaces it."""
-        return tuple(_state_of(path) for path in self._files())
+    def _look(self) -> _Versions:
+        return tuple(file_version(path) for path in self._files())
 
     def _files(self) -> tuple[str, ...]:
         return tuple(filter(None, (self._options.cert_file, self._options.key_file, self._options.ca_file)))
@@ -131,14 +130,6 @@ class CertificateFiles:
             read_secret(options.key_file) if options.key_file else None,
             _read_public(options.ca_file) if options.ca_file else None,
         )
-
-
-def _state_of(path: str) -> tuple[int, int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
 
 
 def _read_public(path: str) -> bytes:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import structlog
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.key_file import KeyFile, KeyFileError, read_key_file
+from kvrouter.net.file_version import file_version
 from prometheus_client import CollectorRegistry, Gauge
 
 log = structlog.get_logger(component="frontend")
 
 _INTERVAL_SECONDS = 0.5
-_Version = tuple[int, int, int, int]
 
 
 class FollowedKeys:
@@ -27,7 +26,7 @@ class FollowedKeys:
             KeyFileError: it cannot be used.
         """
         self._path = path
-        self._version = self._found_version()
+        self._version = file_version(path or "")
         self._rejected = False
         self.keys = ApiKeys(KeyFile() if path is None else read_key_file(path))
         """The keys in force."""
@@ -45,7 +44,7 @@ class FollowedKeys:
         while self._path is not None:
             await asyncio.sleep(_INTERVAL_SECONDS)
             # In a thread, because the file may be on a network.
-            version = await asyncio.to_thread(self._found_version)
+            version = await asyncio.to_thread(file_version, self._path)
             if version == self._version:
                 continue
             self._version = version
@@ -58,11 +57,3 @@ class FollowedKeys:
             else:
                 self._rejected = False
                 log.info("keys.loaded", keys=len(self.keys), tenants=len(content.tenants))
-
-    def _found_version(self) -> _Version | None:
-        """Returns what changes when the file does; None if there is no file."""
-        try:
-            found = os.stat(self._path or "")
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,6 +11,7 @@ import msgspec
 import structlog
 from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens, SigningKeys
 from kvrouter.frontend.access.key_file import KeyFileError, read_protected
+from kvrouter.net.file_version import file_version
 from prometheus_client import CollectorRegistry, Gauge
 
 log = structlog.get_logger(component="frontend")
@@ -53,7 +53,7 @@ class FollowedSigningKeys:
         self._location = location
         self._tokens = tokens
         self._rejected = False
-        self._version = self._found_version()
+        self._version = file_version(self._location)
         if not is_url(location):
             self._tokens.keys = self._read()
         Gauge("kvrouter_frontend_signing_keys", "Keys that tokens may be signed with.", registry=registry).set_function(
@@ -71,7 +71,7 @@ class FollowedSigningKeys:
             await self._follow_url()
         while True:
             await asyncio.sleep(_FILE_SECONDS)
-            version = await asyncio.to_thread(self._found_version)
+            version = await asyncio.to_thread(file_version, self._location)
             if version != self._version:
                 self._version = version
                 try:
@@ -125,13 +125,6 @@ class FollowedSigningKeys:
         if not self._rejected:
             log.error("signing_keys.rejected", cause=cause[:512])
         self._rejected = True
-
-    def _found_version(self) -> tuple[int, int, int, int] | None:
-        try:
-            found = os.stat(self._location)
-        except (OSError, ValueError):
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
 
 def _parsed(content: bytes) -> SigningKeys:
