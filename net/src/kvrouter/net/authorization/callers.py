@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Literal
 
 import grpc.aio
-from google.rpc.status_pb2 import Status
 from kvrouter.net.authorization.roles import ADMIN, is_checked, may_call
 from kvrouter.net.authorization.service_token import HEADER, ServiceToken
 from kvrouter.net.calls import CallRefused
+from kvrouter.net.grpc_status import set_error
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
@@ -22,7 +22,6 @@ log = get_logger(__name__)
 ROLES = ("frontend", "scheduler", "indexer", ADMIN)
 """Roles that call others. A worker calls nobody."""
 _NAMES = "x509_subject_alternative_name"
-_STATUS_KEY = "grpc-status-details-bin"
 _LOGGED = 64
 """Number of distinct refusals that are logged."""
 
@@ -133,9 +132,8 @@ class CallerCheck(grpc.aio.ServerInterceptor):
             if reason is None:
                 return await behaviour(request, context)
             refused = self.refusal(caller, method, reason)
-            status = Status(code=refused.code.value[0], message=str(refused))
-            status.details.add().Pack(refused.info)
-            return await context.abort(refused.code, str(refused), ((_STATUS_KEY, status.SerializeToString()),))
+            set_error(context, refused.code, str(refused), refused.info)
+            return None
 
         return check
 

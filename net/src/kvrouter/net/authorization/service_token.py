@@ -46,7 +46,7 @@ class ServiceToken:
             UnreadableSecret: it cannot be used.
         """
         self._path = path
-        self._state = file_version(path)
+        self._version = file_version(path)
         self._checked_at = time.monotonic()
         self._shown, self._digests = _read(path)
 
@@ -76,10 +76,10 @@ class ServiceToken:
         if now - self._checked_at < _CHECK_SECONDS:
             return
         self._checked_at = now
-        state = file_version(self._path)
-        if state == self._state:
+        version = file_version(self._path)
+        if version == self._version:
             return
-        self._state = state
+        self._version = version
         try:
             self._shown, self._digests = _read(self._path)
         except UnreadableSecret as error:

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
-from google.rpc.status_pb2 import Status
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallRefused, ProtocolViolation
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.server_call import Method, ServerCall, StreamingHandler, UnaryHandler
 from kvrouter.net.calls.server_stream import ServerStream
+from kvrouter.net.grpc_status import set_error
 from kvrouter.net.logs import get_logger
 from kvrouter.v1 import calls_pb2
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
@@ -35,7 +35,6 @@ _LAST_WRITE_SECONDS = 1.0
 write; a later write that takes so long is cancelled."""
 _UNARY_DEFAULT_SECONDS = 30.0
 """Time limit of unary calls whose client sets none, seconds, as over an ordinary RPC."""
-_STATUS_KEY = "grpc-status-details-bin"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -104,7 +103,7 @@ class CallStreamServer:
         try:
             methods = self._methods_for(context)
         except CallRefused as refused:
-            _end_refused(context, refused.code, str(refused), refused.info)
+            set_error(context, refused.code, str(refused), refused.info)
             return
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
@@ -326,12 +325,4 @@ def _time_out(call: ServerCall) -> None:
 def _refuse(context: _Context, violation: ProtocolViolation) -> None:
     log.warning("call_stream.refused", peer=context.peer(), reason=violation.reason, cause=str(violation))
     info = ErrorInfo(reason=ErrorReason.ERROR_REASON_BAD_REQUEST, advice="Follow the rules of kvrouter/v1/calls.proto.")
-    _end_refused(context, violation.code, str(violation), info)
-
-
-def _end_refused(context: _Context, code: grpc.StatusCode, message: str, info: ErrorInfo) -> None:
-    status = Status(code=code.value[0], message=message)
-    status.details.add().Pack(info)
-    context.set_trailing_metadata(((_STATUS_KEY, status.SerializeToString()),))
-    context.set_code(code)
-    context.set_details(message)
+    set_error(context, violation.code, str(violation), info)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
-from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from kvrouter.net import trace_context
@@ -16,6 +15,7 @@ from kvrouter.net.authorization import CallerCheck, ServiceToken
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
+from kvrouter.net.grpc_status import set_error
 from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
@@ -242,25 +242,17 @@ class WorkerServer:
         return rank
 
     def _guarded(self, handler: _Handler) -> _Handler:
-        """Converts exceptions of a handler to a status: RequestRefused with its details, all others to INTERNAL.
-
-        The status is set instead of raised with ``context.abort``: gRPC stores that exception, which would keep the
-        request alive until the cyclic garbage collector runs.
-        """
+        """Converts exceptions of a handler to a status: RequestRefused with its details, all others to INTERNAL."""
 
         async def guarded(data: bytes, context: _Context) -> Message | None:
             try:
                 return await handler(data, context)
             except (RequestRefused, CallRefused) as refusal:
-                code, message = refusal.code, str(refusal)
-                status = Status(code=code.value[0], message=message)
-                status.details.add().Pack(refusal.info)
-                context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+                set_error(context, refusal.code, str(refusal), refusal.info)
             except Exception:
                 log.exception("call.failed", method=handler.__name__.removeprefix("_"))
-                code, message = grpc.StatusCode.INTERNAL, "the worker failed; its log has the cause"
-            context.set_code(code)
-            context.set_details(message)
+                context.set_code(grpc.StatusCode.INTERNAL)
+                context.set_details("the worker failed; its log has the cause")
             return None
 
         return guarded

@@ -14,10 +14,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from kvrouter.net.calls import CallError, CallRefused, CallTimedOut
+from kvrouter.net.grpc_status import STATUS_KEY
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
-
-STATUS_KEY = "grpc-status-details-bin"
-"""Key of the trailing metadata with the google.rpc.Status."""
 
 _MAX_KNOWN_VALUES = 16
 _MAX_TEXT = 512

@@ -26,12 +26,12 @@ from kvrouter.net.authorization import CallerCheck
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
+from kvrouter.net.grpc_status import STATUS_KEY
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import (
     INTERNAL_ERROR,
-    STATUS_KEY,
     DeadlineExceeded,
     Draining,
     Internal,
