@@ -4,8 +4,8 @@ While there is work, steps follow each other without a pause on the engine's clo
 between: a step begins at the end of the previous one and includes the requests that had arrived by then. Time stamps
 are therefore those of an engine that never waits for Python. The lateness of the process against the engine's clock is
 measured: while it is small compared with a step, callers receive tokens on time. An engine that is later than
-``MAX_LATE_SECONDS`` goes on from the present instead. If it caught up, requests would wait for steps of the past, their
-batches would be smaller, and more messages would make a process without enough CPU later still.
+``MAX_LATE_SECONDS`` goes on from the present instead. If it caught up, new requests would wait until its clock reaches
+their arrival, batches would be smaller, and the additional messages would make the process still later.
 """
 
 from __future__ import annotations
