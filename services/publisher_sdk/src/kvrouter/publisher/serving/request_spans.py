@@ -10,19 +10,16 @@ from contextlib import contextmanager
 
 from kvrouter.net import trace_context
 from kvrouter.net.calls import CallRefused
+from kvrouter.net.span_context import parent_context, traceparent_of
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.serving.requests import OutputCall
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
 from opentelemetry.trace import (
-    NonRecordingSpan,
     Span,
-    SpanContext,
     SpanKind,
     Status,
     StatusCode,
-    TraceFlags,
     Tracer,
-    TraceState,
     set_span_in_context,
 )
 
@@ -42,7 +39,7 @@ class RequestSpans:
         traceparent = trace_context.current()
         if not traceparent:
             return None
-        span = self._tracer.start_span(NAME, context=set_span_in_context(_remote(traceparent)), kind=SpanKind.SERVER)
+        span = self._tracer.start_span(NAME, context=parent_context(traceparent), kind=SpanKind.SERVER)
         if not span.is_recording():
             return None
         span.set_attributes(
@@ -76,7 +73,7 @@ class TracedCall:
     def starting(self) -> Iterator[None]:
         """Sets the trace context for the engine while it takes the request. If it does not, the spans end."""
         try:
-            with trace_context.entered(_traceparent(self._span.get_span_context())):
+            with trace_context.entered(traceparent_of(self._span.get_span_context())):
                 yield
         except BaseException as error:
             self._call.on_cancelled = None
@@ -125,24 +122,6 @@ class TracedCall:
     def _end(self) -> None:
         self._phase.end()
         self._span.end()
-
-
-def _remote(traceparent: str) -> Span:
-    trace_id, span_id, flags = traceparent[3:35], traceparent[36:52], traceparent[53:55]
-    tracestate = trace_context.companions().tracestate
-    return NonRecordingSpan(
-        SpanContext(
-            int(trace_id, 16),
-            int(span_id, 16),
-            is_remote=True,
-            trace_flags=TraceFlags(int(flags, 16)),
-            trace_state=TraceState.from_header([tracestate]) if tracestate else None,
-        )
-    )
-
-
-def _traceparent(context: SpanContext) -> str:
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & TraceFlags.SAMPLED:02x}"
 
 
 def _reason_name(reason: FinishReason) -> str:

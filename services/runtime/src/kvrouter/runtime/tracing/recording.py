@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import structlog
 from kvrouter.net import trace_context
+from kvrouter.net.span_context import parent_context, traceparent_of
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.tracing.metrics import TracingMetrics
 from kvrouter.runtime.tracing.spans import Attribute, Kind, Span, current, install
@@ -22,14 +23,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import (
-    NonRecordingSpan,
-    SpanContext,
     SpanKind,
     Status,
     StatusCode,
-    TraceFlags,
     Tracer,
-    TraceState,
 )
 
 _EXPORT_SECONDS = 5.0
@@ -115,11 +112,12 @@ class OpenTelemetryRecorder:
     @contextmanager
     def span(self, name: str, kind: Kind, traceparent: str) -> Iterator[Span]:
         """Returns a span under the given trace context; one that starts a trace if that is empty."""
-        recorded = self.tracer.start_span(name, context=_parent(traceparent), kind=_KINDS[kind])
+        parent = parent_context(traceparent) if traceparent else trace.set_span_in_context(trace.INVALID_SPAN)
+        recorded = self.tracer.start_span(name, context=parent, kind=_KINDS[kind])
         wrapped = _RecordedSpan(recorded)
         token = current.set(wrapped)
         try:
-            with trace_context.entered(_traceparent(recorded.get_span_context())):
+            with trace_context.entered(traceparent_of(recorded.get_span_context())):
                 yield wrapped
         except KvRouterError as error:
             wrapped.fail(error.code.name, str(error))
@@ -163,26 +161,6 @@ class _RecordedSpan:
 def _host(url: str) -> str:
     """Returns host and port of a URL, which may contain credentials."""
     return urlsplit(url).netloc.rpartition("@")[2]
-
-
-def _parent(traceparent: str) -> Any:
-    """Returns the context of OpenTelemetry whose span is the parent; an empty one for none."""
-    if not traceparent:
-        return trace.set_span_in_context(trace.INVALID_SPAN)
-    trace_id, span_id, flags = traceparent[3:35], traceparent[36:52], traceparent[53:55]
-    tracestate = trace_context.companions().tracestate
-    parent = SpanContext(
-        int(trace_id, 16),
-        int(span_id, 16),
-        is_remote=True,
-        trace_flags=TraceFlags(int(flags, 16)),
-        trace_state=TraceState.from_header([tracestate]) if tracestate else None,
-    )
-    return trace.set_span_in_context(NonRecordingSpan(parent))
-
-
-def _traceparent(context: SpanContext) -> str:
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & TraceFlags.SAMPLED:02x}"
 
 
 class _CountedProcessor(BatchSpanProcessor):
