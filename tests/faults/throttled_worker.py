@@ -5,6 +5,7 @@ It takes the options of ``kvrouter-mocker``.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 
 from kvrouter.mocker import app
@@ -13,6 +14,7 @@ from kvrouter.mocker.clock import EngineClock
 
 SLOW, FAST = signal.SIGUSR1, signal.SIGUSR2
 SLOWDOWN = 100.0
+_NAP_SECONDS = 0.05
 
 
 class ThrottledClock(EngineClock):
@@ -26,6 +28,12 @@ class ThrottledClock(EngineClock):
 
     def now(self) -> float:
         return self._passed + super().now()
+
+    async def sleep_until(self, engine_seconds: float) -> None:
+        """A step that is under way ends sooner when the engine is fast again."""
+        while (left := (engine_seconds - self.now()) / self.factor) > _NAP_SECONDS:
+            await asyncio.sleep(_NAP_SECONDS)
+        await asyncio.sleep(max(0.0, left))
 
     def _go_on_at(self, factor: float) -> None:
         self._passed = self.now()

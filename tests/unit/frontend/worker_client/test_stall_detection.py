@@ -13,8 +13,11 @@ MIN_SECONDS = 5.0
 class Engine:
     """Generates in steps, on a clock of its own: first the prompts in the queue, one by one, then a piece for each."""
 
-    def __init__(self, step_seconds: float, seconds_per_prompt_token: float = 0.0001) -> None:
+    def __init__(
+        self, step_seconds: float, seconds_per_prompt_token: float = 0.0001, interval_seconds: float = 1.0
+    ) -> None:
         self.detector = StallDetector(MIN_SECONDS)
+        self.interval_seconds = interval_seconds
         self.step_seconds = step_seconds
         self.seconds_per_prompt_token = seconds_per_prompt_token
         self.hangs = False
@@ -30,10 +33,17 @@ class Engine:
         """Returns the time after which the worker is found stalled; None if it is not."""
         began = self.now
         while self.now < began + seconds:
-            self.step_until(self.now + 1)
-            if self.detector.interval_ended(1.0):
+            self.step_until(self.now + self.interval_seconds)
+            if self.detector.interval_ended(self.interval_seconds):
                 return self.now - began
         return None
+
+    def leave(self) -> None:
+        """Ends all requests."""
+        for request in self.queue + self.running:
+            self.detector.ended(request)
+        self.queue.clear()
+        self.running.clear()
 
     def step_until(self, until: float) -> None:
         """A step that is not done by then ends in a later interval."""
@@ -115,9 +125,7 @@ def test_an_idle_worker_is_not_stalled() -> None:
     assert engine.run(1000) is None
     engine.submit()
     assert engine.run(10) is None
-    for request in engine.running:
-        engine.detector.ended(request)
-    engine.running.clear()
+    engine.leave()
     assert engine.run(1000) is None
 
 
@@ -133,9 +141,7 @@ def test_a_worker_that_waits_only_for_first_tokens_is_found_by_its_earlier_waits
     for _ in range(5):
         engine.submit()
         assert engine.run(3) is None
-        for request in engine.running:
-            engine.detector.ended(request)
-        engine.running.clear()
+        engine.leave()
     engine.hangs = True
     engine.submit()
     assert engine.run(30) == pytest.approx(6, abs=1)
@@ -151,3 +157,51 @@ def test_a_worker_that_goes_on_has_made_progress() -> None:
     engine.free_at = engine.now
     engine.step_until(engine.now + 1)
     assert engine.detector.interval_ended(1.0) is False
+
+
+@pytest.mark.parametrize("step", [0.05, 0.1])
+def test_a_step_that_serves_all_requests_at_once_after_a_long_pause_is_no_progress(step: float) -> None:
+    engine = Engine(step, interval_seconds=0.2)
+    for _ in range(3):
+        engine.submit()
+    assert engine.run(30) is None
+    engine.step_seconds *= 100
+    assert (engine.run(100) or 100) <= 21 * step * 3 + MIN_SECONDS
+
+
+def test_a_worker_that_stalls_time_and_again_is_found_as_fast_each_time() -> None:
+    engine = Engine(0.05)
+    found = []
+    for _ in range(4):
+        for _ in range(6):
+            engine.submit()
+        assert engine.run(20) is None
+        engine.leave()
+        for _ in range(6):
+            engine.submit()
+        engine.hangs = True
+        found.append(engine.run(100))
+        engine.leave()
+        # A trial, in which the engine recovers late.
+        engine.submit(1)
+        engine.run(4)
+        engine.hangs = False
+        engine.free_at = engine.now
+        engine.run(2)
+        engine.leave()
+    assert len(set(found)) == 1, found
+
+
+def test_a_request_that_stays_at_a_worker_until_it_has_output_shows_that_the_worker_was_only_slow() -> None:
+    engine = Engine(0.05)
+    engine.submit()
+    assert engine.run(5) is None
+    engine.leave()
+    for found_after in (pytest.approx(MIN_SECONDS, abs=1), None):
+        engine.hangs = True
+        engine.submit()
+        assert engine.run(10) == found_after
+        engine.hangs = False
+        engine.free_at = engine.now
+        engine.run(2)
+        engine.leave()

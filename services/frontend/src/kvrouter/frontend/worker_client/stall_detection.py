@@ -11,7 +11,9 @@ from dataclasses import dataclass
 _SLOWDOWN = 20.0
 """A worker with less than this part of its usual output per request is stalled, after the time that it is allowed."""
 _HEALTHY_SHARE = 0.25
-"""Share of the usual output per request that shows at once that a worker is not stalled."""
+"""Share of the usual output per request that shows soon after a pause that a worker is not stalled."""
+_HEALTHY_PIECES = 2.0
+"""Pieces per request at that rate that end a pause. One piece is a single step of the engine, however long it took."""
 _MARGIN = 3.0
 """Factor on everything that was learned: pauses, waits, and time per prompt token."""
 _MIN_EXPECTED_PIECES = 20.0
@@ -40,6 +42,8 @@ class MonitoredRequest:
     """Time of its dispatch, seconds."""
     backlog_tokens: int
     """Prompt tokens that waited at the worker when it was dispatched, its own included."""
+    is_typical: bool = True
+    """Whether its wait tells what is usual: not if the worker was stalled when it was dispatched."""
     has_output: bool = False
 
 
@@ -64,29 +68,30 @@ class StallDetector:
         self._longest_pause = 0.0
         self._generating_before = 0
         self._requests_before = 0
+        self._is_stalled = False
+        """Whether the last verdict was that it is stalled. Until it generates again, nothing is learned."""
         self._pause = 0.0
         """Seconds since an interval with progress."""
         self._pause_allowed = 0.0
         """Longest time that was allowed during the pause: a prompt that ends it explains all of it."""
         self._pause_pieces = 0
         self._pause_request_seconds = 0.0
+        self._healthy_pieces = 0.0
+        """Pieces per request since the output was last too slow."""
 
     def began(self, prompt_tokens: int, now: float) -> MonitoredRequest:
         """Adds a request; ``ended`` must follow."""
         self._waiting += 1
         self._backlog_tokens += prompt_tokens
-        return MonitoredRequest(prompt_tokens, now, self._backlog_tokens)
+        return MonitoredRequest(prompt_tokens, now, self._backlog_tokens, is_typical=not self._is_stalled)
 
     def first_output(self, request: MonitoredRequest, now: float) -> None:
         """Records the first output of a request."""
         self._end_wait(request)
         request.has_output = True
         self._generating += 1
-        waited = now - request.began
-        per_token = waited / max(request.backlog_tokens, _MIN_BACKLOG_TOKENS)
-        self._seconds_per_token = max(per_token, (self._seconds_per_token or 0.0) * _MEMORY)
-        self._largest_backlog = max(request.backlog_tokens, self._largest_backlog)
-        self._longest_wait = max(waited, self._longest_wait * _MEMORY)
+        if request.is_typical:
+            self._learn_wait(request, now - request.began)
 
     def ended(self, request: MonitoredRequest) -> None:
         """Removes a request."""
@@ -107,7 +112,8 @@ class StallDetector:
         requests = min(self._requests_before, self._generating + self._waiting)
         self._generating_before, self._requests_before = self._generating, self._generating + self._waiting
         if self._makes_progress(pieces, generating, seconds):
-            self._end_pause(learn=True)
+            self._end_pause(learn=not self._is_stalled)
+            self._is_stalled = False
             return False
         if not requests:
             self._end_pause(learn=False)
@@ -119,10 +125,12 @@ class StallDetector:
         if self._pause < self._pause_allowed or self._owed_pieces() < _MIN_EXPECTED_PIECES:
             return None
         self._end_pause(learn=False)
+        self._is_stalled = True
         return True
 
     def _makes_progress(self, pieces: int, generating: int, seconds: float) -> bool:
         if not pieces:
+            self._healthy_pieces = 0.0
             return False
         if not generating:
             return True
@@ -131,7 +139,8 @@ class StallDetector:
         if usual is None:
             self._usual_rate = rate
             return True
-        if rate < usual * _HEALTHY_SHARE:
+        self._healthy_pieces = self._healthy_pieces + pieces / generating if rate >= usual * _HEALTHY_SHARE else 0.0
+        if self._healthy_pieces < _HEALTHY_PIECES:
             over_pause = (self._pause_pieces + pieces) / (self._pause_request_seconds + generating * seconds)
             if over_pause < usual / _SLOWDOWN:
                 return False
@@ -159,6 +168,12 @@ class StallDetector:
             self._longest_pause = max(self._pause, self._longest_pause * _MEMORY)
         self._pause = self._pause_request_seconds = self._pause_allowed = 0.0
         self._pause_pieces = 0
+
+    def _learn_wait(self, request: MonitoredRequest, waited: float) -> None:
+        per_token = waited / max(request.backlog_tokens, _MIN_BACKLOG_TOKENS)
+        self._seconds_per_token = max(per_token, (self._seconds_per_token or 0.0) * _MEMORY)
+        self._largest_backlog = max(request.backlog_tokens, self._largest_backlog)
+        self._longest_wait = max(waited, self._longest_wait * _MEMORY)
 
     def _end_wait(self, request: MonitoredRequest) -> None:
         self._waiting -= 1
