@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -144,9 +145,10 @@ async def test_prefill_workers_stand_in_until_a_decode_worker_has_computed_a_pro
     name = ComponentName(POOL.namespace, "prefill")
     prefilling = view(worker(3, role=Role.ROLE_PREFILL), name=name, role=Role.ROLE_PREFILL)
     scheduler.registered.register(scheduler.registered.components[POOL], prefilling)
-    measured = scheduler.pools.named(name.namespace, name.name).booked_load.prefill_times
-    measured.expect("other", 40 * BLOCK, 0.0)
-    measured.first_token("other", 1.0)
+    measured = scheduler.pools.named(name.namespace, name.name).booked_load
+    now = time.monotonic()
+    measured.prefill_times.expect("other", 40 * BLOCK, now - 1)
+    measured.prefill_times.first_token("other", now)
 
     async def compute(request_id: str) -> PrefillDecision:
         key = BookingKey(request_id=request_id, stage=Stage.STAGE_DECODE)
@@ -158,6 +160,7 @@ async def test_prefill_workers_stand_in_until_a_decode_worker_has_computed_a_pro
         return chosen.prefill
 
     of_prefill = await compute("a")
-    assert of_prefill.compute_factor == measured.factors.compute > 1
+    assert of_prefill.compute_factor == pytest.approx(measured.prefill_factors().compute, rel=0.01)
+    assert of_prefill.compute_factor > 1
     own = await compute("b")
     assert own.compute_factor != of_prefill.compute_factor

@@ -133,4 +133,4 @@ def _note_handover(booking: Booking, measured_us: int) -> None:
     expected = booking.outcome.prefill
     if expected.remote and expected.transfer_factor > 0:
         modelled = expected.transfer_ms / expected.transfer_factor
-        booking.pool.booked_load.prefill_times.handed_over(measured_us / 1e3, modelled)
+        booking.pool.booked_load.handed_over(measured_us / 1e3, modelled)

@@ -16,6 +16,7 @@ from kvrouter.scheduler.load.prefill_queues import Head, Heads, PrefillQueues
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.request.remote_prefill import PrefillFactors
 from kvrouter.v1.common_pb2 import Stage
 from numpy.typing import NDArray
 
@@ -211,6 +212,14 @@ class BookedLoad:
         """Measures the time to the first token of a booking made now, if its rank computes no other prompt."""
         if prefill_tokens and self._prefills.waiting(rank) == 1:
             self.prefill_times.expect(key, prefill_tokens, self._clock())
+
+    def prefill_factors(self) -> PrefillFactors:
+        """Returns the measured times to compute and to receive prompts, over those of the models."""
+        return self.prefill_times.factors(self._clock())
+
+    def handed_over(self, measured_ms: float, modelled: float) -> None:
+        """Measures a hand-over that ends now, given the time of the model of the link; both in ms."""
+        self.prefill_times.handed_over(measured_ms, modelled, self._clock())
 
     def tracks_blocks(self, stage: int) -> bool:
         """Returns whether the blocks of a booking of that stage count as active."""

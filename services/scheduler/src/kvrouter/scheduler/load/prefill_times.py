@@ -8,7 +8,8 @@ Measured are
 - hand-overs: the time from the end of a prefill to the first token of its decode worker, as the Frontend reports it.
 
 Unlike the latency calibration of mode forecast this works in every mode. The model counts as the first measurements, so
-that a single odd one has little weight.
+that a single odd one has little weight. Measurements count for less the longer there are none: a factor decides whether
+prompts are computed there, so one that says no would have no further measurements, and would never change.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ LEAST_TOKENS = 256
 """Shorter prompts take mostly the fixed part of a step."""
 WINDOW = 50
 """Measurements that a factor reflects."""
+HALF_LIFE_SECONDS = 120.0
+"""Time without measurements after which the earlier ones count for half."""
 _PRIOR = 3
 """Measurements for which the model counts."""
 _WIDEST = 16.0
@@ -35,17 +38,28 @@ class _Factor:
     def __init__(self) -> None:
         self.count = 0
         self._mean = 0.0
+        self._weight = float(_PRIOR)
+        """Measurements that the mean reflects, and the model."""
+        self._last = 0.0
 
-    @property
-    def value(self) -> float:
-        return math.exp(self._mean)
+    def value(self, now: float) -> float:
+        return math.exp(self._faded(now)[0])
 
-    def observe(self, measured_ms: float, modelled: float) -> None:
+    def observe(self, measured_ms: float, modelled: float, now: float) -> None:
         if measured_ms <= 0 or modelled <= 0:
             return
         self.count += 1
+        mean, weight = self._faded(now - measured_ms / 1e3)
         ratio = min(max(measured_ms / modelled, 1 / _WIDEST), _WIDEST)
-        self._mean += (math.log(ratio) - self._mean) / min(self.count + _PRIOR, WINDOW)
+        self._weight = min(weight + 1, WINDOW)
+        self._mean = mean + (math.log(ratio) - mean) / self._weight
+        self._last = now
+
+    def _faded(self, now: float) -> tuple[float, float]:
+        """Returns mean and weight at a time: what has faded is replaced by the model."""
+        left = self._weight * 0.5 ** (max(0.0, now - self._last) / HALF_LIFE_SECONDS)
+        weight = left + _PRIOR * (1 - left / self._weight)
+        return self._mean * left / weight, weight
 
 
 class PrefillTimes:
@@ -55,10 +69,9 @@ class PrefillTimes:
         self._compute, self._transfer = _Factor(), _Factor()
         self._expected: dict[Hashable, tuple[int, float]] = {}
 
-    @property
-    def factors(self) -> PrefillFactors:
-        """Measured times over modelled ones; 1 before anything is measured."""
-        return PrefillFactors(self._compute.value, self._transfer.value)
+    def factors(self, now: float) -> PrefillFactors:
+        """Returns measured times over modelled ones; 1 before anything is measured. ``now``: seconds."""
+        return PrefillFactors(self._compute.value(now), self._transfer.value(now))
 
     @property
     def measured_prompts(self) -> int:
@@ -83,12 +96,12 @@ class PrefillTimes:
         """Measures a prompt that is expected."""
         if (expected := self._expected.pop(key, None)) is not None:
             tokens, since = expected
-            self._compute.observe((now - since) * 1e3, float(modelled_ms(np.array([tokens]))[0]))
+            self._compute.observe((now - since) * 1e3, float(modelled_ms(np.array([tokens]))[0]), now)
 
     def forget(self, key: Hashable) -> None:
         """Drops a prompt that ended without a first token."""
         self._expected.pop(key, None)
 
-    def handed_over(self, measured_ms: float, modelled: float) -> None:
-        """Measures a hand-over, given the time of the model of the link; both in ms."""
-        self._transfer.observe(measured_ms, modelled)
+    def handed_over(self, measured_ms: float, modelled: float, now: float) -> None:
+        """Measures a hand-over, given the time of the model of the link, both in ms; ``now``: seconds."""
+        self._transfer.observe(measured_ms, modelled, now)

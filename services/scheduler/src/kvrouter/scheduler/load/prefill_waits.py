@@ -45,8 +45,8 @@ def shortest_wait_ms(
     wanted = WorkerConstraints(Stage.STAGE_PREFILL, labels=constraints.labels, lora_name=constraints.lora_name)
     shortest = []
     for pool in pools:
-        times = pool.booked_load.prefill_times
-        own = times.factors.compute if times.measured_prompts else factor
+        measured = pool.booked_load.prefill_times.measured_prompts
+        own = pool.booked_load.prefill_factors().compute if measured else factor
         waits = waits_ms(pool, pool.booked_load.loads(), options, own)[pool.worker_set.fit(wanted)]
         if len(waits):
             shortest.append(float(waits.min()))

@@ -70,12 +70,12 @@ class RequestContext(NamedTuple):
 
         While the decode workers have computed no prompt, the prefill workers that have measured most stand in.
         """
-        own = self.pool.booked_load.prefill_times
-        if own.measured_prompts:
-            return own.factors
-        times = [pool.booked_load.prefill_times for pool in self.prefill_pools]
-        most = max(times, key=lambda each: each.measured_prompts, default=own)
-        return own.factors._replace(compute=most.factors.compute)
+        own = self.pool.booked_load
+        if own.prefill_times.measured_prompts:
+            return own.prefill_factors()
+        loads = [pool.booked_load for pool in self.prefill_pools]
+        most = max(loads, key=lambda each: each.prefill_times.measured_prompts, default=own)
+        return own.prefill_factors()._replace(compute=most.prefill_factors().compute)
 
 
 class RequestReader:
