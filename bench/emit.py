@@ -114,7 +114,7 @@ async def read(target: str, streams: int, transport: str) -> None:
     """Runs the requests and reads their output until the process is killed."""
     async with grpc.aio.insecure_channel(target) as channel, asyncio.TaskGroup() as group:
         if transport == "call stream":
-            client = CallStreamClient(channel, client_name="bench", server_name="worker")
+            client = CallStreamClient(target, client_name="bench")
             group.create_task(client.run())
             await client.wait_ready()
             for number in range(streams):

@@ -18,7 +18,7 @@ from kvrouter.net.calls import CallStreamClient
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.runtime.rpc import open_channel, remote_on_call_stream
+from kvrouter.runtime.rpc import remote_on_call_stream
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes
@@ -43,18 +43,17 @@ async def overlap(samples: Samples, directory: Path, rounds: int, seconds: float
     )
     async with running_servers(directory) as servers:
         pid, address = await _indexer(servers)
-        async with open_channel(address) as channel:
-            client = CallStreamClient(channel, client_name="benchmark", server_name=address)
-            running = asyncio.create_task(client.run())
-            service = remote_on_call_stream(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], client)
-            indexer = cast(Indexer, service)
-            await _until_whole(indexer, query)
-            for round_number in range(rounds):
-                values = await _measure(indexer, query, pid, seconds)
-                samples.add("overlap", "Indexer", round_number, values)
-                say(f"overlap query: {values['cpu_us']:,.0f} µs, p50 {values['p50_us']:,.0f} µs")
-            running.cancel()
-            await asyncio.wait([running])
+        client = CallStreamClient(address, client_name="benchmark")
+        running = asyncio.create_task(client.run())
+        service = remote_on_call_stream(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], client)
+        indexer = cast(Indexer, service)
+        await _until_whole(indexer, query)
+        for round_number in range(rounds):
+            values = await _measure(indexer, query, pid, seconds)
+            samples.add("overlap", "Indexer", round_number, values)
+            say(f"overlap query: {values['cpu_us']:,.0f} µs, p50 {values['p50_us']:,.0f} µs")
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def _indexer(servers: Servers) -> tuple[int, str]:

@@ -89,17 +89,15 @@ async def serving(engine: StepEngine | Engine) -> AsyncIterator[tuple[WorkerServ
 
 @asynccontextmanager
 async def connected(port: int) -> AsyncIterator[CallStreamClient]:
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        client = CallStreamClient(channel, client_name="test", server_name="worker")
-        running = asyncio.create_task(client.run())
-        try:
-            async with asyncio.timeout(30):
-                await client.wait_ready()
-            yield client
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
+    client = CallStreamClient(f"127.0.0.1:{port}", client_name="test")
+    running = asyncio.create_task(client.run())
+    try:
+        async with asyncio.timeout(30):
+            await client.wait_ready()
+        yield client
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 def start(client: CallStreamClient, request_id: str = "r", **fields: Any) -> tuple[Received, RunningCall]:

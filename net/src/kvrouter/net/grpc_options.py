@@ -8,16 +8,18 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_CALLS = 16_384
 """Maximum number of concurrent calls of a server, sessions included; further calls get RESOURCE_EXHAUSTED."""
 
-_KEEPALIVE_MS = 20_000
-_KEEPALIVE_TIMEOUT_MS = 10_000
+KEEPALIVE_MS = 20_000
+"""Silence after which a peer is pinged."""
+KEEPALIVE_TIMEOUT_MS = 10_000
+"""Time for the answer of a peer that is pinged."""
 
 _BOTH = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Senders have no limit of their own, because only the receiver's refusal is a typed error.
     ("grpc.max_send_message_length", -1),
     # Detects within 30 s a peer that vanished without closing its connection (a lost host, a partition).
-    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
@@ -37,7 +39,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_BOTH,
     ("grpc.keepalive_permit_without_calls", 1),
     # Allows the pings of CHANNEL_OPTIONS; the default closes the connections of clients that ping so often.
-    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     # A burst waits for the event loop; by default, calls of a burst beyond 1,000 are mostly refused without a log line.
     ("grpc.server.max_pending_requests", MAX_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),

@@ -201,30 +201,21 @@ async def test_administrative_calls_need_the_role(
 
 async def test_a_call_stream_is_authenticated_call_by_call(guarded: System, keys: Keys) -> None:
     async def listed(*metadata: tuple[str, str]) -> int | None:
-        async with grpc.aio.insecure_channel(guarded.target, interceptors=[_WithMetadata(metadata)]) as channel:
-            client = CallStreamClient(channel, client_name="test", server_name="frontend")
-            running = asyncio.create_task(client.run())
-            try:
-                method = "kvrouter.v1.FrontendService/ListModels"
-                await client.call(method, ListModelsRequest().SerializeToString(), time_left=30)
-            except CallRefused as error:
-                return error.info.reason if error.info is not None else 0
-            finally:
-                running.cancel()
-                await asyncio.wait([running])
-            return None
+        client = CallStreamClient(guarded.target, client_name="test", metadata=lambda: metadata)
+        running = asyncio.create_task(client.run())
+        try:
+            method = "kvrouter.v1.FrontendService/ListModels"
+            await client.call(method, ListModelsRequest().SerializeToString(), time_left=30)
+        except CallRefused as error:
+            return error.info.reason if error.info is not None else 0
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+        return None
 
     assert await listed() == ErrorReason.ERROR_REASON_UNAUTHENTICATED
     assert await listed(bearer(keys["revoked"])) == ErrorReason.ERROR_REASON_UNAUTHENTICATED
     assert await listed(bearer(keys["client"])) is None
-
-
-class _WithMetadata(grpc.aio.StreamStreamClientInterceptor):
-    def __init__(self, metadata: Any) -> None:
-        self._metadata = metadata
-
-    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return await continuation(details._replace(metadata=grpc.aio.Metadata(*self._metadata)), requests)
 
 
 async def test_tenants_share_no_blocks(guarded: System, http: aiohttp.ClientSession, keys: Keys) -> None:

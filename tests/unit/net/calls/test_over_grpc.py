@@ -77,16 +77,13 @@ async def serving(limits: CallLimits | None = None, port: int = 0) -> AsyncItera
 
 @asynccontextmanager
 async def connected(port: int, **options: Any) -> AsyncIterator[CallStreamClient]:
-    async with grpc.aio.insecure_channel(
-        f"127.0.0.1:{port}", options=(("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 50))
-    ) as channel:
-        client = CallStreamClient(channel, client_name="tester", server_name="server", **options)
-        running = asyncio.create_task(client.run())
-        try:
-            yield client
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
+    client = CallStreamClient(f"127.0.0.1:{port}", client_name="tester", **options)
+    running = asyncio.create_task(client.run())
+    try:
+        yield client
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -11,7 +11,15 @@ import grpc
 import grpc.aio
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import CallConnection, RpcServer, add_service, open_channel, open_server, remote
+from kvrouter.runtime.rpc import (
+    RpcServer,
+    add_service,
+    call_stream_client,
+    open_channel,
+    open_server,
+    remote,
+    remote_on_call_stream,
+)
 from kvrouter.v1 import indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.worker_pb2 import (
     AbortRequest,
@@ -93,10 +101,10 @@ async def called(descriptor: Any, implementation: object, transport: str) -> Asy
         if transport == "rpc":
             yield server, remote(descriptor, channel)
             return
-        connection = CallConnection(server.endpoint(), client_name="tester")
-        running = asyncio.create_task(connection.run())
+        client = call_stream_client(server.endpoint(), client_name="tester")
+        running = asyncio.create_task(client.run())
         try:
-            yield server, connection.stub(descriptor)
+            yield server, remote_on_call_stream(descriptor, client)
         finally:
             running.cancel()
             await asyncio.wait([running])

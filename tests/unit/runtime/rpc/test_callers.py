@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
 from kvrouter.runtime.errors import DependencyAway, ServiceRefused
-from kvrouter.runtime.rpc import CallConnection, add_service, open_channel, open_server, remote
+from kvrouter.runtime.rpc import (
+    add_service,
+    call_stream_client,
+    open_channel,
+    open_server,
+    remote,
+    remote_on_call_stream,
+)
 from kvrouter.v1.worker_pb2 import AbortRequest
 from structlog.testing import capture_logs
 
@@ -64,10 +71,10 @@ async def test_a_call_stream_needs_the_token(check: CallerCheck, tmp_path: Path,
     add_service(server, WORKER, Worker())
     await server.start()
     with showing(token_of(tmp_path / "shown", shown)):
-        connection = CallConnection(server.endpoint(), client_name="tester", role="worker")
-    running = asyncio.create_task(connection.run())
+        client = call_stream_client(server.endpoint(), client_name="tester", role="worker")
+    running = asyncio.create_task(client.run())
     try:
-        call = connection.stub(WORKER).abort(AbortRequest(request_ids=["a"]), deadline=soon())
+        call = remote_on_call_stream(WORKER, client).abort(AbortRequest(request_ids=["a"]), deadline=soon())
         if shown == TOKEN:
             assert (await call).aborted == 1
         else:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
 
-import grpc.aio
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallError, NotSent, ProtocolViolation
@@ -14,7 +13,9 @@ from kvrouter.net.calls.limits import VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.calls.server import SERVICE
+from kvrouter.net.grpc_connection import ConnectionLost, GrpcConnection, Http2Violation, Metadata
 from kvrouter.net.logs import get_logger
+from kvrouter.net.tls.tls import Tls
 from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -44,10 +45,12 @@ class CallStreamClient:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        target: str,
         *,
         client_name: str,
-        server_name: str,
+        tls: Tls | None = None,
+        role: str = "",
+        metadata: Callable[[], Metadata] = tuple,
         limits: CallLimits | None = None,
         counts: CallStreamCounts | None = None,
         heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
@@ -56,9 +59,11 @@ class CallStreamClient:
         """Opens nothing yet.
 
         Args:
-            channel: Channel to the server; the caller closes it.
+            target: Address of the server, host:port.
             client_name: Name of this client, for the server's logs.
-            server_name: Name or address of the server, for logs and errors.
+            tls: Encrypts the connection and checks the server's certificate; None for plain text.
+            role: What the server is, for the name in its certificate.
+            metadata: Returns the metadata with which a stream is opened.
             limits: What is accepted and stored.
             counts: Counts of this and other clients; new ones by default.
             heartbeat_timeout_seconds: Silence after which the stream is given up, seconds.
@@ -66,9 +71,11 @@ class CallStreamClient:
                 long as the stream is connected, and the server keeps those of a client that was frozen.
         """
         self.counts = CallStreamCounts() if counts is None else counts
-        self._channel = channel
+        self._target = target
+        self._tls = tls
+        self._role = role
+        self._metadata = metadata
         self._client_name = client_name
-        self._server_name = server_name
         self._limits = CallLimits() if limits is None else limits
         self._heartbeat_timeout = heartbeat_timeout_seconds
         self._ends_when_silent = ends_when_silent
@@ -153,7 +160,7 @@ class CallStreamClient:
         """
         stream = self._stream
         if stream is None:
-            raise NotSent(f"no call stream to {self._server_name} is open: {self._failure or 'it is being opened'}")
+            raise NotSent(f"no call stream to {self._target} is open: {self._failure or 'it is being opened'}")
         call = stream.start(method, request, receiver, time_left=time_left, urgent=urgent, trace_context=trace_context)
         if time_left is not None:
             call.timer = asyncio.get_running_loop().call_later(time_left, stream.time_out, call)
@@ -182,7 +189,7 @@ class CallStreamClient:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise NotSent(f"no call stream to {self._server_name} was opened in time") from None
+            raise NotSent(f"no call stream to {self._target} was opened in time") from None
         return None if time_left is None else max(0.0, time_left - (loop.time() - began))
 
     async def _keep_stream(self) -> None:
@@ -193,87 +200,96 @@ class CallStreamClient:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        rpc: Any = self._channel.stream_stream(_PATH)()
         try:
-            await self._use(rpc)
+            await self._use_stream()
         except _Ended as ended:
             lasted = loop.time() - began >= _LASTING_SECONDS
             self._failure = "" if lasted else str(ended) or ended.reason
             self._changed.set()
             if not lasted:
                 raise _NotOpened from None
-        finally:
-            rpc.cancel()
 
-    async def _use(self, rpc: Any) -> None:
+    async def _use_stream(self) -> None:
+        """Opens a stream and uses it until it ends.
+
+        Raises:
+            _Ended: always.
+        """
+        connection: GrpcConnection | None = None
+        try:
+            async with asyncio.timeout(self._heartbeat_timeout):
+                connection = await self._connect()
+                stream = await self._open(connection)
+        except TimeoutError:
+            raise _Ended("silent", f"no answer for {self._heartbeat_timeout:g} s") from None
+        except (ConnectionLost, Http2Violation, ProtocolViolation) as error:
+            ended = _end_of(error)
+            if ended.reason != "lost":
+                self.counts.ended[ended.reason] += 1
+            raise ended from None
+        else:
+            await self._use(connection, stream)
+        finally:
+            if connection is not None:
+                connection.close()
+
+    async def _connect(self) -> GrpcConnection:
+        return await GrpcConnection.open(
+            self._target,
+            _PATH,
+            tls=self._tls,
+            role=self._role,
+            metadata=self._metadata(),
+            max_message_bytes=self._limits.message_bytes,
+        )
+
+    async def _open(self, connection: GrpcConnection) -> ClientStream:
+        hello = CallStreamClientHello(
+            version=VERSION, client_name=self._client_name, max_message_bytes=self._limits.message_bytes
+        )
+        first = await connection.exchange(OpenCallStreamRequest(client_hello=hello).SerializeToString())
+        message = parse(OpenCallStreamResponse, first, self._limits)
+        stream = ClientStream(message.server_hello, self._limits, self.counts, connection.wake)
+
+        def receive(encoded: bytes) -> None:
+            stream.receive(encoded)
+            if stream.draining:
+                self._changed.set()
+
+        connection.start(receive, stream.next_message)
+        return stream
+
+    async def _use(self, connection: GrpcConnection, stream: ClientStream) -> None:
         """Uses a stream until it ends.
 
         Raises:
             _Ended: always.
         """
-        wakeup = asyncio.Event()
-        stream = await self._open(rpc, wakeup)
         self._stream, self._failure = stream, ""
         self._changed.set()
         self.counts.opened += 1
         self.counts.streams += 1
-        log.info("call_stream.opened", server=self._server_name)
-        reason, cause = "closed", "the client was closed"
+        log.info("call_stream.opened", server=self._target)
+        ended = _Ended("closed", "the client was closed")
+        watching = asyncio.create_task(self._end_when_silent(connection, stream), name="call-stream-heartbeats")
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_write(rpc, stream, wakeup))
-                if self._ends_when_silent:
-                    group.create_task(self._end_when_silent(stream))
-                await self._read(rpc, stream)
-        except* _Ended as ended_group:
-            ended = ended_group.exceptions[0]
-            reason, cause = (ended.reason, str(ended)) if isinstance(ended, _Ended) else ("lost", str(ended))
+            await connection.wait_ended()
+        except (ConnectionLost, Http2Violation, ProtocolViolation, _Ended) as error:
+            ended = _Ended("draining", "the server has stopped") if stream.draining else _end_of(error)
         finally:
+            watching.cancel()
             self._stream = None
             self._changed.set()
             self.counts.streams -= 1
-            self.counts.ended[reason] += 1
-            stream.lose(cause)
-            log.info("call_stream.ended", server=self._server_name, reason=reason, cause=cause)
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            # A cancellation that arrives while the group ends by its own error is lost in the group.
-            raise asyncio.CancelledError
-        raise _Ended(reason, cause)
+            self.counts.ended[ended.reason] += 1
+            stream.lose(str(ended))
+            log.info("call_stream.ended", server=self._target, reason=ended.reason, cause=str(ended))
+            await asyncio.wait({watching})
+        raise ended
 
-    async def _open(self, rpc: Any, wakeup: asyncio.Event) -> ClientStream:
-        hello = CallStreamClientHello(
-            version=VERSION, client_name=self._client_name, max_message_bytes=self._limits.message_bytes
-        )
-        try:
-            async with asyncio.timeout(self._heartbeat_timeout):
-                await _checked(rpc.write(OpenCallStreamRequest(client_hello=hello).SerializeToString()))
-                first = await _checked(rpc.read())
-            if first is grpc.aio.EOF:
-                raise _Ended("lost", "the server ended the stream at once")
-            message = parse(OpenCallStreamResponse, first, self._limits)
-            return ClientStream(message.server_hello, self._limits, self.counts, wakeup.set)
-        except TimeoutError:
-            raise _Ended("silent", f"no answer for {self._heartbeat_timeout:g} s") from None
-        except ProtocolViolation as violation:
-            self.counts.ended[violation.reason] += 1
-            raise _Ended(violation.reason, str(violation)) from None
-
-    async def _read(self, rpc: Any, stream: ClientStream) -> None:
-        try:
-            while (message := await _checked(rpc.read())) is not grpc.aio.EOF:
-                stream.receive(message)
-                if stream.draining:
-                    self._changed.set()
-        except ProtocolViolation as violation:
-            log.warning("call_stream.violated", reason=violation.reason, cause=str(violation))
-            raise _Ended(violation.reason, str(violation)) from None
-        if stream.draining:
-            raise _Ended("draining", "the server has stopped")
-        code = await rpc.code()
-        raise _Ended("lost", f"{code.name}: {await rpc.details()}")
-
-    async def _end_when_silent(self, stream: ClientStream) -> None:
+    async def _end_when_silent(self, connection: GrpcConnection, stream: ClientStream) -> None:
+        if not self._ends_when_silent:
+            return
         monitor = HeartbeatMonitor()
         while not monitor.silent:
             await asyncio.sleep(self._heartbeat_timeout / MISSES)
@@ -282,7 +298,18 @@ class CallStreamClient:
             stream.heard = False
             monitor.tick()
             stream.ping()
-        raise _Ended("silent", f"no answer for {self._heartbeat_timeout:g} s")
+        connection.end(_Ended("silent", f"no answer for {self._heartbeat_timeout:g} s"))
+
+
+def _end_of(error: Exception) -> _Ended:
+    """Returns how a stream ended that an error has ended."""
+    if isinstance(error, _Ended):
+        return error
+    if isinstance(error, ConnectionLost):
+        return _Ended("lost", str(error))
+    reason = error.reason if isinstance(error, Http2Violation | ProtocolViolation) else "lost"
+    log.warning("call_stream.violated", reason=reason, cause=str(error))
+    return _Ended(reason, str(error))
 
 
 class _Answer:
@@ -304,31 +331,3 @@ class _Answer:
     def on_error(self, error: CallError) -> None:
         if not self.future.done():
             self.future.set_exception(error)
-
-
-async def _checked(operation: Any) -> Any:
-    """Awaits an operation on a stream.
-
-    Raises:
-        _Ended: the stream has ended.
-    """
-    try:
-        return await operation
-    except grpc.aio.AioRpcError as error:
-        raise _Ended("lost", f"{error.code().name}: {error.details()}") from None
-    except asyncio.InvalidStateError:
-        raise _Ended("lost", "the stream has ended") from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        # gRPC raises it too if the channel was closed.
-        raise _Ended("lost", "the channel was closed") from None
-
-
-async def _write(rpc: Any, stream: ClientStream, wakeup: asyncio.Event) -> None:
-    while True:
-        await wakeup.wait()
-        wakeup.clear()
-        while (message := stream.next_message()) is not None:
-            await _checked(rpc.write(message))

@@ -44,6 +44,8 @@ class Certificates:
     """For HTTP servers; None without a certificate."""
     client_context: ssl.SSLContext
     """For HTTP clients and NATS."""
+    call_context: ssl.SSLContext
+    """For connections with one gRPC call."""
 
 
 class CertificateFiles:
@@ -112,16 +114,18 @@ class CertificateFiles:
     def _read(self, generation: int) -> Certificates:
         options = self._options
         content = self._contents()
-        client = _client_context(options)
+        client, call = _client_context(options), _client_context(options)
+        call.set_alpn_protocols(["h2"])
         server, expires = None, float("inf")
         if options.cert_file:
             expires = _expiry(options, content[0] or b"")
             server = _server_context(options)
             _load_pair(client, options)
+            _load_pair(call, options)
         # The library reads files itself. Both readings must have seen the same content.
         if self._contents() != content:
             raise InvalidCertificate(f"{', '.join(self._files())}: changed while they were read")
-        return Certificates(generation, *content, expires, server, client)
+        return Certificates(generation, *content, expires, server, client, call)
 
     def _contents(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         options = self._options

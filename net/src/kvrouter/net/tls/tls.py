@@ -74,6 +74,10 @@ class Tls:
         """Returns a context for one connection of an HTTP client."""
         return self.files.current().client_context
 
+    def call_context(self) -> ssl.SSLContext:
+        """Returns a context for one connection with a gRPC call."""
+        return self.files.current().call_context
+
     def peer_name(self, role: str) -> str:
         """Returns the name that the certificate of a peer with this role must contain; empty for its address."""
         return f"{role}.{self.options.peer_domain}" if role and self.options.peer_domain else ""

@@ -12,7 +12,7 @@ from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import Internal, KvRouterError, from_call_error
-from kvrouter.runtime.rpc import CallConnection
+from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,
@@ -120,12 +120,11 @@ class StreamConnection:
             tls: Encrypts the connection; None for plain text.
         """
         # A Scheduler that is silent is left by the sessions, which know whether there is another.
-        connection = CallConnection(
+        self._client = call_stream_client(
             endpoint, client_name=client_name, counts=counts, ends_when_silent=False, tls=tls, role="scheduler"
         )
-        self._client = connection.client
-        self._scheduler = cast(Scheduler, connection.stub(_DESCRIPTOR))
-        self.run = connection.run
+        self._scheduler = cast(Scheduler, remote_on_call_stream(_DESCRIPTOR, self._client))
+        self.run = self._client.run
 
     @property
     def scheduler(self) -> Scheduler:

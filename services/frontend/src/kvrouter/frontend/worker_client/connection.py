@@ -1,4 +1,4 @@
-"""The connection to one worker: a channel for ordinary calls, and a call stream on it if the worker serves one."""
+"""The connections to one worker: a channel for ordinary calls, and a call stream if the worker serves one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.frontend.worker_client.attempt import RunningCall
 from kvrouter.net import trace_context
-from kvrouter.net.calls import CallStreamClient, CallStreamCounts, NotSent
+from kvrouter.net.calls import CallStreamCounts, NotSent
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DependencyAway, KvRouterError
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.rpc import call_stream_client, open_channel, remote
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
 
@@ -72,8 +72,8 @@ class WorkerConnection:
         self._stub = cast(_Stub, remote(_DESCRIPTOR, self._channel, raw_responses=frozenset({"Generate"})))
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         # Probes decide whether a worker that is silent is suspected; its requests may wait for it to go on.
-        self._stream = CallStreamClient(
-            self._channel, client_name=client_name, server_name=endpoint, counts=counts, ends_when_silent=False
+        self._stream = call_stream_client(
+            endpoint, client_name=client_name, tls=tls, role="worker", counts=counts, ends_when_silent=False
         )
         self._streaming: asyncio.Task[None] | None = None
         self._reading: set[asyncio.Task[None]] = set()
@@ -122,7 +122,7 @@ class WorkerConnection:
             self._pending -= 1
 
     async def probe(self) -> Probe:
-        """Checks the worker's health over the connection that its requests use.
+        """Checks the worker's health.
 
         Any answer counts, even that the worker is draining or does not implement grpc.health.
         """

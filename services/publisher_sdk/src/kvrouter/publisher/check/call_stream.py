@@ -54,7 +54,7 @@ async def check_call_stream(worker: WorkerUnderTest, probe: CacheProbe) -> str:
 
 @asynccontextmanager
 async def _stream(worker: WorkerUnderTest) -> AsyncIterator[CallStreamClient]:
-    client = CallStreamClient(worker.channel, client_name="conformance kit", server_name=worker.endpoint)
+    client = CallStreamClient(worker.endpoint, client_name="conformance kit", tls=None)
     running = asyncio.create_task(client.run())
     try:
         await client.wait_open(worker.options.seconds)

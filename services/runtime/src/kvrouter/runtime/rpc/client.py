@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net import tls as transport_security
 from kvrouter.net import trace_context
-from kvrouter.net.authorization import HEADER, shown_token
+from kvrouter.net.authorization import HEADER, ServiceToken, shown_token
+from kvrouter.net.calls import CallStreamClient, CallStreamCounts
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
@@ -49,10 +50,47 @@ def open_channel(
     """
     options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
     channel = transport_security.open_channel(target, tuple(options.items()), tls, role)
-    token = shown_token() if role in _SHOW_TOKEN else None
+    token = _token_for(role)
     if token is not None:
         channel = MetadataChannel(channel, lambda: (HEADER, token.shown))
     return MetadataChannel(channel, lambda: ("authorization", f"Bearer {api_key}")) if api_key else channel
+
+
+def call_stream_client(
+    target: str,
+    *,
+    client_name: str,
+    tls: Tls | None = None,
+    role: str = "",
+    counts: CallStreamCounts | None = None,
+    ends_when_silent: bool = True,
+) -> CallStreamClient:
+    """Returns the client of the call stream of ``host:port``, which connects when it runs.
+
+    Args:
+        target: The address.
+        client_name: Name of this client, for the server's logs.
+        tls: Encrypts the connection and checks the server's certificate; None for plain text.
+        role: What the server is (scheduler, indexer or worker), for the name in its certificate.
+        counts: Counts for metrics.
+        ends_when_silent: Whether a server that answers no heartbeat loses its calls. If not, they wait for it.
+
+    The stream shows the service token of this process, if it has one, to a scheduler, an indexer or a worker.
+    """
+    token = _token_for(role)
+    return CallStreamClient(
+        target,
+        client_name=client_name,
+        tls=tls,
+        role=role,
+        metadata=lambda: ((HEADER, token.shown),) if token is not None and token.shown else (),
+        counts=counts,
+        ends_when_silent=ends_when_silent,
+    )
+
+
+def _token_for(role: str) -> ServiceToken | None:
+    return shown_token() if role in _SHOW_TOKEN else None
 
 
 def remote(

@@ -55,7 +55,7 @@ class CallStreamMetrics(Collector):
         yield self._by_reason(
             "ended",
             "Call streams that ended, by reason: closed, lost, silent, draining, unread, or the rule that was broken"
-            " (columns, garbage, hello, too_long, unfinished, unknown_call, unknown_kind, version).",
+            " (columns, garbage, hello, http2, too_long, unfinished, unknown_call, unknown_kind, version).",
             "reason",
         )
         yield self._by_reason(

@@ -12,7 +12,7 @@ from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import DependencyAway, KvRouterError
-from kvrouter.runtime.rpc import CallConnection
+from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
 from kvrouter.scheduler.identifiers import component_message
 from kvrouter.scheduler.overlap.indexer_query import OverlapIndex
 from kvrouter.v1 import indexer_pb2
@@ -66,7 +66,7 @@ class RemoteIndexers:
         if connection is None:
             if self._group is None:
                 raise DependencyAway("the Scheduler is starting or stopping")
-            opened = CallConnection(
+            client = call_stream_client(
                 endpoint,
                 client_name=self._client_name,
                 counts=self._counts,
@@ -74,9 +74,9 @@ class RemoteIndexers:
                 role="indexer",
             )
             running = self._group.create_task(
-                opened.run(), name=f"call stream to {endpoint}", context=trace_context.background()
+                client.run(), name=f"call stream to {endpoint}", context=trace_context.background()
             )
-            connection = self._connections[endpoint] = _Connection(opened.stub(_DESCRIPTOR), running)
+            connection = self._connections[endpoint] = _Connection(remote_on_call_stream(_DESCRIPTOR, client), running)
         return connection.stub
 
     def preferred(self, endpoints: list[str]) -> list[str]:

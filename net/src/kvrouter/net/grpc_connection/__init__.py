@@ -1,0 +1,11 @@
+"""A connection of its own for one bidirectional gRPC call, read and written on the event loop.
+
+grpc.aio reads in a thread and wakes the event loop for each message, which costs several times what the message itself
+does. A call stream lasts for hours and carries all calls between two processes, so it has a connection of its own here.
+The server is an ordinary gRPC server.
+"""
+
+from kvrouter.net.grpc_connection.connection import ConnectionLost, GrpcConnection
+from kvrouter.net.grpc_connection.http2_call import Http2Violation, Metadata
+
+__all__ = ["ConnectionLost", "GrpcConnection", "Http2Violation", "Metadata"]

@@ -1,0 +1,221 @@
+"""One gRPC call on a connection of its own, over loopback, on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+import uvloop
+from kvrouter.net.grpc_connection import ConnectionLost, GrpcConnection, Http2Violation, connection
+from kvrouter.net.grpc_connection.frames import Kind, frame
+
+from .http2_server import data, ended, opened, prefixed
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    chosen: Run = asyncio.run if request.param == "asyncio" else uvloop.run
+    return chosen
+
+
+@asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[str]:
+    """A TCP server; yields its address. Its connections close when ``serve`` returns."""
+
+    async def serve_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await serve(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve_and_close, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+async def until_closed(reader: asyncio.StreamReader) -> None:
+    while await reader.read(1 << 16):
+        pass
+
+
+async def connect(target: str) -> GrpcConnection:
+    return await GrpcConnection.open(target, "/test.Service/Echo", max_message_bytes=1 << 20)
+
+
+@asynccontextmanager
+async def echoing() -> AsyncIterator[str]:
+    """A gRPC server that returns each message, and ends the call at an empty one."""
+
+    async def echo(_requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        while message := await context.read():
+            await context.write(message)
+        await context.abort(grpc.StatusCode.ABORTED, "as you wish")
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+def test_messages_of_any_size_travel_both_ways(run: Run) -> None:
+    async def main() -> None:
+        async with echoing() as target:
+            opened_to = await connect(target)
+            assert await opened_to.exchange(b"hello") == b"hello"
+            sent = [bytes([size % 251]) * size for size in (1, 100_000, 16_384, 900_000, 7)]
+            received: list[bytes] = []
+            waiting = [*sent]
+            opened_to.start(received.append, lambda: waiting.pop(0) if waiting else None)
+            async with asyncio.timeout(60):
+                while len(received) < len(sent):
+                    await asyncio.sleep(0.01)
+                assert received == sent
+                waiting.append(b"")
+                opened_to.wake()
+                with pytest.raises(ConnectionLost, match="ABORTED: as you wish"):
+                    await opened_to.wait_ended()
+            opened_to.close()
+
+    run(main())
+
+
+def test_nobody_listens(run: Run) -> None:
+    async def main() -> None:
+        with pytest.raises(ConnectionLost, match="cannot connect"):
+            await connect("127.0.0.1:1")
+        with pytest.raises(ConnectionLost, match="host:port"):
+            await connect("127.0.0.1")
+
+    run(main())
+
+
+def test_messages_that_arrive_with_the_first_one_wait_for_their_receiver(run: Run) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(opened() + data(prefixed(b"first") + prefixed(b"second")) + data(prefixed(b"third")))
+        await until_closed(reader)
+
+    async def main() -> None:
+        async with serving(serve) as target:
+            opened_to = await connect(target)
+            assert await opened_to.exchange(b"hello") == b"first"
+            received: list[bytes] = []
+            opened_to.start(received.append, lambda: None)
+            assert received == [b"second", b"third"]
+            opened_to.close()
+
+    run(main())
+
+
+PEERS: dict[str, tuple[bytes, type[Exception], str]] = {
+    "closes the connection": (b"", ConnectionLost, "UNAVAILABLE"),
+    "closes it within a message": (opened() + data(prefixed(b"first")[:-1]), ConnectionLost, "UNAVAILABLE"),
+    "speaks HTTP/1.1": (b"HTTP/1.1 400 Bad Request\r\n\r\n", Http2Violation, "frames of at most"),
+    "refuses the call": (opened() + ended("7", "not you"), ConnectionLost, "PERMISSION_DENIED: not you"),
+}
+
+
+@pytest.mark.parametrize(("sent", "error", "match"), PEERS.values(), ids=PEERS)
+def test_a_server_ends_the_call_before_its_first_message(
+    run: Run, sent: bytes, error: type[Exception], match: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        writer.write_eof()
+        # Closing a connection with unread bytes would reset it, and lose what was sent.
+        await until_closed(reader)
+
+    async def main() -> None:
+        async with serving(serve) as target:
+            opened_to = await connect(target)
+            with pytest.raises(error, match=match):
+                await opened_to.exchange(b"hello")
+            opened_to.close()
+
+    run(main())
+
+
+def test_an_error_of_the_receiver_ends_the_call(run: Run) -> None:
+    def fail(_message: bytes) -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        async with echoing() as target:
+            opened_to = await connect(target)
+            await opened_to.exchange(b"hello")
+            waiting = [b"x"]
+            opened_to.start(fail, lambda: waiting.pop() if waiting else None)
+            with pytest.raises(ZeroDivisionError):
+                await opened_to.wait_ended()
+            opened_to.close()
+
+    run(main())
+
+
+def test_a_server_that_answers_no_ping_is_given_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_CHECK_SECONDS", 0.01)
+    pinged = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(opened() + data(prefixed(b"first")))
+        while chunk := await reader.read(1 << 16):
+            if frame(Kind.PING, bytes(8)) in chunk:
+                pinged.set()
+
+    async def main() -> None:
+        async with serving(serve) as target:
+            opened_to = await connect(target)
+            await opened_to.exchange(b"hello")
+            async with asyncio.timeout(60):
+                await pinged.wait()
+                with pytest.raises(ConnectionLost, match="pings"):
+                    await opened_to.wait_ended()
+            opened_to.close()
+
+    run(main())
+
+
+def test_a_server_that_reads_nothing_holds_back_messages_and_does_not_delay_the_end(run: Run) -> None:
+    async def main() -> None:
+        release = asyncio.Event()
+
+        async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            window = frame(Kind.WINDOW_UPDATE, (1 << 30).to_bytes(4, "big"))
+            window += frame(Kind.WINDOW_UPDATE, (1 << 30).to_bytes(4, "big"), stream=1)
+            writer.write(opened() + window + data(prefixed(b"first")))
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await release.wait()
+
+        taken = 0
+
+        def next_message() -> bytes:
+            nonlocal taken
+            taken += 1
+            return bytes(100_000)
+
+        async with serving(serve) as target:
+            opened_to = await connect(target)
+            await opened_to.exchange(b"hello")
+            opened_to.start(lambda _: None, next_message)
+            before = -1
+            while taken != before:
+                before = taken
+                await asyncio.sleep(0.05)
+            assert 0 < taken < 1_000
+            opened_to.close()
+            with pytest.raises(ConnectionLost):
+                await opened_to.wait_ended()
+            release.set()
+
+    run(main())
