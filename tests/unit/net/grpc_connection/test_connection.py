@@ -146,16 +146,27 @@ def test_a_server_ends_the_call_before_its_first_message(
     run(main())
 
 
-def test_an_error_of_the_receiver_ends_the_call(run: Run) -> None:
-    def fail(_message: bytes) -> None:
+@pytest.mark.parametrize("side", ["receiver", "sender"])
+def test_an_error_of_the_user_ends_the_call(run: Run, side: str) -> None:
+    waiting = [b"x"]
+
+    def fail(*_message: bytes) -> bytes:
         raise ZeroDivisionError
+
+    def next_message() -> bytes | None:
+        return waiting.pop() if waiting else None
+
+    def ignore(_message: bytes) -> None:
+        pass
 
     async def main() -> None:
         async with echoing() as target:
             opened_to = await connect(target)
             await opened_to.exchange(b"hello")
-            waiting = [b"x"]
-            opened_to.start(fail, lambda: waiting.pop() if waiting else None)
+            if side == "receiver":
+                opened_to.start(fail, next_message)  # type: ignore[arg-type]
+            else:
+                opened_to.start(ignore, fail)
             with pytest.raises(ZeroDivisionError):
                 await opened_to.wait_ended()
             opened_to.close()

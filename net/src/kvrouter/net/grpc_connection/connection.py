@@ -97,8 +97,10 @@ class GrpcConnection(asyncio.Protocol):
         """Starts the exchange of all other messages. The functions are called from the event loop and must not block.
 
         Args:
-            on_message: Called with each message of the server. Its exceptions end the call.
+            on_message: Called with each message of the server.
             next_message: Returns the next message to send, when there is room for one; None if none waits.
+
+        An exception of either ends the call.
         """
         self._call.on_message = on_message
         self._next_message = next_message
@@ -122,7 +124,7 @@ class GrpcConnection(asyncio.Protocol):
         Raises:
             ConnectionLost: the call or the connection has ended.
             Http2Violation: the server broke a rule of HTTP/2.
-            Exception: ``on_message`` has raised it, or it was passed to ``end``.
+            Exception: a function of ``start`` has raised it, or it was passed to ``end``.
         """
         await asyncio.shield(self._ended)
 
@@ -200,8 +202,12 @@ class GrpcConnection(asyncio.Protocol):
         if transport is None or self._ended.done():
             return
         while not self._writing_paused:
-            if not call.blocked and (message := self._next_message()) is not None:
-                call.send(message)
+            try:
+                if not call.blocked and (message := self._next_message()) is not None:
+                    call.send(message)
+            except Exception as error:
+                self.end(error)
+                return
             data = call.take()
             if not data:
                 return
