@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
+from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions, modelled_ms
 from kvrouter.v1.common_pb2 import BookingKey, Component, Role, Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
@@ -31,6 +32,14 @@ def parts(mode: str, indexer: ResidentBlocks | None = None, options: RemotePrefi
         options=RoutingOptions(mode, remote_prefill=options),
         indexer=indexer or ResidentBlocks(),
     )
+
+
+def with_prefill_worker(scheduler: Parts) -> ComponentName:
+    """Registers worker 3, which computes prompts for the decode workers."""
+    name = ComponentName(POOL.namespace, "prefill")
+    prefilling = view(worker(3, role=Role.ROLE_PREFILL), name=name, role=Role.ROLE_PREFILL)
+    scheduler.registered.register(scheduler.registered.components[POOL], prefilling)
+    return name
 
 
 @pytest.mark.parametrize("mode", ["kv", "forecast"])
@@ -111,9 +120,7 @@ async def test_the_decode_worker_computes_the_prompt_while_the_prefill_workers_h
 ) -> None:
     # A token takes a second, so that the wait hardly shrinks during the test.
     scheduler = parts(mode, options=replace(PREFILL, prefill_us_per_token=1e6))
-    name = ComponentName(POOL.namespace, "prefill")
-    prefilling = view(worker(3, role=Role.ROLE_PREFILL), name=name, role=Role.ROLE_PREFILL)
-    scheduler.registered.register(scheduler.registered.components[POOL], prefilling)
+    name = with_prefill_worker(scheduler)
 
     async def select(request_id: str, pool: ComponentName, stage: Stage) -> SelectWorkerResponse:
         component = Component(namespace=pool.namespace, name=pool.name)
@@ -142,9 +149,7 @@ async def test_the_decode_worker_computes_the_prompt_while_the_prefill_workers_h
 @pytest.mark.parametrize("mode", ["kv", "forecast"])
 async def test_prefill_workers_stand_in_until_a_decode_worker_has_computed_a_prompt(mode: str) -> None:
     scheduler = parts(mode, options=RemotePrefillOptions(min_tokens=1 << 20))
-    name = ComponentName(POOL.namespace, "prefill")
-    prefilling = view(worker(3, role=Role.ROLE_PREFILL), name=name, role=Role.ROLE_PREFILL)
-    scheduler.registered.register(scheduler.registered.components[POOL], prefilling)
+    name = with_prefill_worker(scheduler)
     measured = scheduler.pools.named(name.namespace, name.name).booked_load
     now = time.monotonic()
     measured.prefill_times.expect("other", 40 * BLOCK, now - 1)
@@ -164,3 +169,49 @@ async def test_prefill_workers_stand_in_until_a_decode_worker_has_computed_a_pro
     assert of_prefill.compute_factor > 1
     own = await compute("b")
     assert own.compute_factor != of_prefill.compute_factor
+
+
+def at_decode_pool(blocks: int) -> SelectWorkerRequest:
+    component = Component(namespace=POOL.namespace, name=POOL.name)
+    request = routing(blocks, may_prefill_locally=True, component=component)
+    return selecting(f"of {blocks} blocks", request, stage=Stage.STAGE_DECODE)
+
+
+@pytest.mark.parametrize(("held", "is_remote"), [(0, False), (28, True)])
+async def test_what_prefill_workers_hold_of_a_prompt_decides(held: int, is_remote: bool) -> None:
+    scheduler = parts("kv", ResidentBlocks({(1, 0): 30, (2, 0): 30, (3, 0): held}))
+    with_prefill_worker(scheduler)
+    chosen = await scheduler.select(at_decode_pool(40))
+    assert chosen.prefill.remote is is_remote
+    assert (chosen.prefill.uncached_tokens, chosen.prefill.compute_ms) == (10 * BLOCK, pytest.approx(0.1 * BLOCK))
+    there = chosen.prefill.prefill_uncached_tokens, chosen.prefill.prefill_compute_ms
+    assert there == ((40 - held) * BLOCK, pytest.approx(0.01 * (40 - held) * BLOCK))
+    decision = scheduler.decisions.by_id(chosen.decision_id)
+    assert decision is not None
+    assert decision.to_message().prefill == chosen.prefill
+
+
+async def test_prompts_below_the_least_length_cost_no_query_of_what_prefill_workers_hold() -> None:
+    indexer = ResidentBlocks()
+    scheduler = parts("kv", indexer)
+    with_prefill_worker(scheduler)
+    for blocks, queries in ((3, 1), (4, 3)):
+        await scheduler.select(at_decode_pool(blocks))
+        assert len(indexer.queries) == queries
+
+
+@pytest.mark.parametrize("slowness", [0.5, 4.0])
+async def test_each_pool_computes_at_its_own_measured_speed(slowness: float) -> None:
+    scheduler = parts("kv", options=RemotePrefillOptions(min_tokens=0, transfer=KvTransfer(latency_ms=0.0)))
+    name = with_prefill_worker(scheduler)
+    now = time.monotonic()
+    modelled = float(modelled_ms(np.array([40 * BLOCK]))[0]) / 1e3
+    for pool, measured in ((POOL, 1.0), (name, slowness)):
+        times = scheduler.pools.named(pool.namespace, pool.name).booked_load.prefill_times
+        for number in range(200):
+            times.expect(number, 40 * BLOCK, now - measured * modelled)
+            times.first_token(number, now)
+    chosen = await scheduler.select(at_decode_pool(40))
+    ratio = chosen.prefill.prefill_compute_ms / chosen.prefill.compute_ms
+    assert ratio == pytest.approx(slowness, rel=0.05)
+    assert chosen.prefill.remote is (slowness < 2)

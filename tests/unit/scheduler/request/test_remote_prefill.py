@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.request.remote_prefill import (
     MODELS,
+    FirstPrefill,
     PrefillDecision,
     PrefillFactors,
     RemotePrefillOptions,
@@ -22,7 +25,7 @@ OPTIONS = RemotePrefillOptions(
 
 
 def decide_prefill(
-    uncached_tokens: int, options: RemotePrefillOptions, factors: PrefillFactors = MODELS, **conditions: float
+    uncached_tokens: int, options: RemotePrefillOptions, factors: PrefillFactors = MODELS, **conditions: Any
 ) -> PrefillDecision:
     decision = prefill_places(np.array([uncached_tokens]), options, factors, **conditions).decision(0)
     assert decision is not None
@@ -66,11 +69,11 @@ def test_the_columns_agree_with_the_single_decision() -> None:
 
 def test_a_prompt_stays_where_it_need_not_wait() -> None:
     # 52 ms to transfer, 100 ms to compute.
-    assert decide_prefill(10_000, OPTIONS, prefill_wait_ms=47.0).is_remote
-    queue_there = decide_prefill(10_000, OPTIONS, prefill_wait_ms=49.0)
+    assert decide_prefill(10_000, OPTIONS, first=FirstPrefill(47.0, 10_000, 100.0)).is_remote
+    queue_there = decide_prefill(10_000, OPTIONS, first=FirstPrefill(49.0, 10_000, 100.0))
     assert not queue_there.is_remote
     assert "takes 52.0 ms after a wait of 49.0 ms, no less than to compute them (100.0 ms)" in queue_there.reason
-    queue_at_both = decide_prefill(10_000, OPTIONS, prefill_wait_ms=49.0, wait_ms=2.0)
+    queue_at_both = decide_prefill(10_000, OPTIONS, first=FirstPrefill(49.0, 10_000, 100.0), wait_ms=2.0)
     assert queue_at_both.is_remote
     assert "to compute them 100.0 ms after a wait of 2.0 ms" in queue_at_both.reason
     assert (queue_at_both.wait_ms, queue_at_both.prefill_wait_ms) == (2.0, 49.0)
@@ -78,9 +81,10 @@ def test_a_prompt_stays_where_it_need_not_wait() -> None:
 
 def test_a_slow_decode_worker_leaves_more_to_prefill_workers() -> None:
     learned = RemotePrefillOptions(min_tokens=0)
-    wait = 0.8 * decide_prefill(2_000, learned).compute_ms
-    assert not decide_prefill(2_000, learned, prefill_wait_ms=wait).is_remote
-    slow = decide_prefill(2_000, learned, prefill_wait_ms=wait, relative_latency=2.0)
+    compute = decide_prefill(2_000, learned).compute_ms
+    first = FirstPrefill(0.8 * compute, 2_000, compute)
+    assert not decide_prefill(2_000, learned, first=first).is_remote
+    slow = decide_prefill(2_000, learned, first=first, relative_latency=2.0)
     assert slow.is_remote
     assert slow.compute_ms == pytest.approx(2 * decide_prefill(2_000, learned).compute_ms)
 
@@ -109,3 +113,22 @@ def test_the_model_counts_the_fixed_part_of_each_step() -> None:
     assert two == pytest.approx(2 * one)
     assert decide_prefill(1, learned).compute_ms > 16
     assert decide_prefill(0, learned).compute_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "is_remote", "reason"),
+    [
+        (FirstPrefill(0.0, 10_000, 147.0), True, "a prefill worker computes 10000 tokens in 47.0 ms more"),
+        (FirstPrefill(0.0, 14_900, 149.0), False, "a prefill worker computes 14900 tokens in 49.0 ms more"),
+        (FirstPrefill(140.0, 1_000, 7.0), True, "a prefill worker computes 1000 tokens in 93.0 ms less"),
+        (FirstPrefill(140.0, 1_000, 9.0), False, "a prefill worker computes 1000 tokens in 91.0 ms less"),
+    ],
+)
+def test_the_speed_of_prefill_workers_and_what_they_hold_decide(
+    there: FirstPrefill, is_remote: bool, reason: str
+) -> None:
+    # 52 ms to transfer, 100 ms to compute.
+    decision = decide_prefill(10_000, OPTIONS, first=there)
+    assert decision.is_remote is is_remote
+    assert reason in decision.reason
+    assert (decision.prefill_wait_ms, decision.prefill_uncached_tokens, decision.prefill_compute_ms) == there

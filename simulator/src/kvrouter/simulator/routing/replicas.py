@@ -129,7 +129,7 @@ class Schedulers:
                 seed=seed + 7919 * place,
                 calibration_error=calibration_error,
                 stage=stage,
-                prefill_pools=() if prefill is None else (prefill._routers[place].pool,),
+                prefill=None if prefill is None else prefill._routers[place],
             )
             for place in range(count)
         ]

@@ -77,7 +77,7 @@ class Router:
         seed: int,
         calibration_error: float = 1.0,
         stage: Stage = _WHOLE,
-        prefill_pools: tuple[Pool, ...] = (),
+        prefill: Router | None = None,
     ) -> None:
         """Starts without bookings.
 
@@ -88,7 +88,7 @@ class Router:
             seed: Seed of the policy's draws.
             calibration_error: At 3 the policy expects 3 times the real durations.
             stage: The stage to book. In stage decode, the policy decides who computes each prompt.
-            prefill_pools: Engines that may compute prompts, in stage decode.
+            prefill: Decides for the engines that may compute prompts, in stage decode; None without such engines.
         """
         self.pool = pool
         self.announce: Callable[[Announcement], None] = _announce_to_nobody
@@ -98,7 +98,7 @@ class Router:
         self._options = options
         self._stage = stage
         self._constraints = WorkerConstraints(stage)
-        self._prefill_pools = prefill_pools
+        self._prefill = prefill
         self._transfers: dict[int, int] = {}
         self._rng = Random(seed)
         self._queued: RequestQueue[int] = RequestQueue()
@@ -127,7 +127,7 @@ class Router:
             constraints,
             self._options,
             may_prefill_locally=is_decode,
-            prefill_pools=self._prefill_pools,
+            prefill_pools=() if self._prefill is None else (self._prefill.pool,),
         )
         decision = self._decide(request, now)
         if isinstance(decision.verdict, Wait) and self._queued.add(number, decision.verdict, now):
@@ -219,7 +219,10 @@ class Router:
     def _overlaps(self, prompt: Prompt) -> Overlaps:
         if not self._options.queries_indexer or self._events is None:
             return NOT_QUERIED
-        return self._events.overlaps(prompt)
+        overlaps = self._events.overlaps(prompt)
+        if self._prefill is not None and prompt.tokens >= self._options.remote_prefill.min_tokens:
+            overlaps = overlaps._replace(prefill={self._prefill.pool.name: self._prefill._overlaps(prompt)})
+        return overlaps
 
     def _key(self, number: int) -> Key:
         return (str(number), self._attempts.get(number, 0), self._stage)

@@ -7,6 +7,7 @@ is queued. Once a rank has room, it is decided again and booked.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import checked_key
 from kvrouter.scheduler.identifiers import Key, stage_of
-from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
@@ -40,6 +41,7 @@ from kvrouter.scheduler.queue.fair_order import Tenant
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, snapshot
 from kvrouter.scheduler.routing.decision import Decision, decide
@@ -144,13 +146,22 @@ class Selector:
         """Returns the overlaps of the prompt; none if they are not ``needed``."""
         if not needed:
             return NOT_QUERIED
+        elsewhere = context.prefill_pools
+        if not elsewhere or context.prompt.tokens < context.options.remote_prefill.min_tokens:
+            return await self._overlaps_in(context.pool, context.prompt, deadline)
+        own, *others = await asyncio.gather(
+            *(self._overlaps_in(pool, context.prompt, deadline) for pool in (context.pool, *elsewhere))
+        )
+        return own._replace(prefill={pool.name: each for pool, each in zip(elsewhere, others, strict=True)})
+
+    async def _overlaps_in(self, pool: Pool, prompt: Prompt, deadline: Deadline) -> Overlaps:
         if self._predictions is not None:
-            return self._predictions.overlaps(context.pool, context.prompt)
+            return self._predictions.overlaps(pool, prompt)
         return await ask(
             self._indexers,
-            context.pool.name,
-            context.prompt,
-            block_size=context.pool.booked_load.block_size,
+            pool.name,
+            prompt,
+            block_size=pool.booked_load.block_size,
             timeout_seconds=self._indexer_timeout,
             deadline=deadline,
         )

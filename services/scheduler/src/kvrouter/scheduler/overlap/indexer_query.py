@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -60,6 +61,8 @@ class Overlaps(NamedTuple):
     """Leading blocks in device memory, at most those of the prompt."""
     next_event_ids: Sequence[int] = ()
     """Id of the next event that the Indexer expects from the rank; empty if the blocks are predicted."""
+    prefill: Mapping[ComponentName, Overlaps] = MappingProxyType({})
+    """The same in the components whose workers may compute the prompt for these ranks."""
     failure: str = ""
     """``no_indexer``, ``timeout``, or the code of the Indexer's error; empty if none was queried, or one answered."""
 

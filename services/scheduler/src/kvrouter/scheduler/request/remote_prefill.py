@@ -1,19 +1,19 @@
 """Decides whether a prefill worker or the decode worker itself computes a prompt. Pure; the simulator uses it too.
 
-    uncached = prompt tokens that the decode worker does not hold                                       [tokens]
+    uncached = prompt tokens that a worker does not hold                                                [tokens]
     compute  = a * prefill time of mode forecast for them, or uncached * prefill_us_per_token if given   [ms]
-    transfer = b * (latency + uncached * bytes per token / bandwidth)                                   [ms]
+    transfer = b * (latency + tokens that the decode worker does not hold * bytes per token / bandwidth) [ms]
     wait     = time until a worker has computed the prompts that are booked there, by the same model    [ms]
 
     a, b     = measured time over that of the model, learned by ``kvrouter.scheduler.load.prefill_times``;
                a also contains the relative latency of the worker, where mode forecast has learned one  [1]
 
-A prefill worker computes the prompt if
+A prefill worker computes the prompt if the decode worker lacks at least ``min_tokens``, and
 
-    uncached >= min_tokens  and  wait of the prefill worker that is free first + transfer < wait + compute
+    wait there + compute there + transfer < wait + 2 * compute
 
-Both sides compute the prompt, so that time is left out of the first; in the second it is what the decode worker is
-spared. A short rest does not delay decoding much, and is not worth the detour.
+``there`` is the prefill worker that would have computed it first. The decode worker's own time counts twice: a request
+waits for it, and so do those that decode beside it. A short rest does not delay them much, and is not worth the detour.
 
 To compare decode workers, a prompt that is computed elsewhere counts as the tokens that could be computed during its
 transfer, so that a worker that holds a part of the prompt is preferred to one that must receive all of it.
@@ -68,11 +68,24 @@ class PrefillDecision(NamedTuple):
     wait_ms: float
     """Until the decode worker has computed the prompts that are booked there."""
     prefill_wait_ms: float
-    """The same at the prefill worker that is free first."""
+    """The same at the prefill worker that would have computed the prompt first."""
+    prefill_uncached_tokens: int
+    prefill_compute_ms: float
     factors: PrefillFactors
-    """The measured factors in these times."""
+    """The measured factors in the times of the decode worker."""
     reason: str
     """Why, for people."""
+
+
+class FirstPrefill(NamedTuple):
+    """The prefill worker that would have computed a prompt first."""
+
+    wait_ms: float
+    """Until it has computed the prompts that are booked there."""
+    uncached_tokens: int
+    """Prompt tokens that it does not hold."""
+    compute_ms: float
+    """Time in which it computes them."""
 
 
 class PrefillComparison(NamedTuple):
@@ -83,8 +96,8 @@ class PrefillComparison(NamedTuple):
     transfer_ms: NDArray[np.float64]
     wait_ms: NDArray[np.float64]
     """Until the decode worker has computed the prompts that are booked there."""
-    prefill_wait_ms: float
-    """The same at the prefill worker that is free first."""
+    first: FirstPrefill | None
+    """None if no prefill worker is known: one without a queue is assumed that holds and takes as much."""
     factors: PrefillFactors
     least_tokens: int
 
@@ -104,16 +117,20 @@ class PrefillPlaces(NamedTuple):
         if self.comparison is None:
             return None
         tokens, compute, transfer, wait = (column[place].item() for column in self.comparison[:4])
-        remote_wait, factors, least = self.comparison[4:]
+        first, factors, least = self.comparison[4:]
+        first = first or FirstPrefill(0.0, tokens, compute)
         is_remote = bool(self.is_remote[place])
-        there = f"to transfer {tokens} tokens takes {transfer:.1f} ms{_after(remote_wait)}"
+        there = f"to transfer {tokens} tokens takes {transfer:.1f} ms{_after(first.wait_ms)}"
+        if abs(more := first.compute_ms - compute) >= _SHOWN_MS:
+            longer = f"{abs(more):.1f} ms {'more' if more > 0 else 'less'} than the decode worker"
+            there += f", and a prefill worker computes {first.uncached_tokens} tokens in {longer}"
         if tokens < least:
             reason = f"the decode worker lacks only {tokens} tokens, fewer than {least}"
         elif is_remote:
             reason = f"{there}, to compute them {compute:.1f} ms{_after(wait)}"
         else:
             reason = f"{there}, no less than to compute them ({compute:.1f} ms{_after(wait)})"
-        return PrefillDecision(is_remote, tokens, compute, transfer, wait, remote_wait, factors, reason)
+        return PrefillDecision(is_remote, tokens, compute, transfer, wait, *first, factors, reason)
 
 
 def prefill_places(
@@ -123,7 +140,7 @@ def prefill_places(
     *,
     relative_latency: NDArray[np.float64] | float = 1.0,
     wait_ms: NDArray[np.float64] | float = 0.0,
-    prefill_wait_ms: float = 0.0,
+    first: FirstPrefill | None = None,
 ) -> PrefillPlaces:
     """Decides for each decode worker.
 
@@ -133,18 +150,19 @@ def prefill_places(
         factors: What was measured of both times in the component.
         relative_latency: Prefill times of the decode worker over those of its component.
         wait_ms: Time until it has computed the prompts that are booked there.
-        prefill_wait_ms: The same at the prefill worker that is free first.
+        first: The prefill worker that would have computed the prompt first; None if none is known.
     """
     compute = compute_ms(uncached_tokens, options, factors.compute * relative_latency)
     link = options.transfer
     transfer = factors.transfer * (link.latency_ms * (uncached_tokens > 0) + uncached_tokens * link.ms_per_token)
     wait = np.zeros(len(compute)) + wait_ms
     least = max(1, options.min_tokens)
-    is_remote = (uncached_tokens >= least) & (prefill_wait_ms + transfer < wait + compute)
+    more_there = 0.0 if first is None else first.wait_ms + first.compute_ms - compute
+    is_remote = (uncached_tokens >= least) & (more_there + transfer < wait + compute)
     shares = np.divide(transfer, compute, out=np.ones(len(compute)), where=is_remote & (transfer < compute))
     equivalent = (uncached_tokens * shares).astype(np.int64)
     used = factors if options.prefill_us_per_token is None else factors._replace(compute=1.0)
-    comparison = PrefillComparison(uncached_tokens, compute, transfer, wait, prefill_wait_ms, used, least)
+    comparison = PrefillComparison(uncached_tokens, compute, transfer, wait, first, used, least)
     return PrefillPlaces(is_remote, np.where(is_remote, equivalent, uncached_tokens), comparison)
 
 

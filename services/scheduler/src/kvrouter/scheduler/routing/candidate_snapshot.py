@@ -10,11 +10,12 @@ from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
 from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
 from kvrouter.scheduler.load.busy import Load
-from kvrouter.scheduler.load.prefill_waits import shortest_wait_ms, waits_ms
+from kvrouter.scheduler.load.prefill_waits import waits_ms
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Column, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import PrefillDecision, PrefillPlaces, prefill_places
+from kvrouter.scheduler.routing.first_prefill import first_prefill
 from kvrouter.scheduler.routing.request_context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
@@ -120,15 +121,17 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
         prefill = PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
         if request.may_prefill_locally:
             uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)
-            prefill = _prefill_places(request, loads, uncached)
+            prefill = _prefill_places(request, loads, uncached, overlaps)
             new_tokens = np.where(prefill.is_remote, 0, uncached)
     return CandidateSnapshot(
         worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free, prefill
     )
 
 
-def _prefill_places(request: RequestContext, loads: Loads, uncached_tokens: Column) -> PrefillPlaces:
-    """Decides who would compute the prompt, from the prompts that all workers have yet to compute."""
+def _prefill_places(
+    request: RequestContext, loads: Loads, uncached_tokens: Column, overlaps: Overlaps
+) -> PrefillPlaces:
+    """Decides who would compute the prompt, from what all workers hold of it, and have yet to compute of others."""
     pool, options, factors = request.pool, request.options.remote_prefill, request.prefill_factors()
     return prefill_places(
         uncached_tokens,
@@ -136,7 +139,7 @@ def _prefill_places(request: RequestContext, loads: Loads, uncached_tokens: Colu
         factors,
         relative_latency=pool.booked_load.relative_latency(),
         wait_ms=waits_ms(pool, loads, options, factors.compute),
-        prefill_wait_ms=shortest_wait_ms(request.prefill_pools, request.constraints, options, factors.compute),
+        first=first_prefill(request, overlaps, factors.compute),
     )
 
 

@@ -163,6 +163,8 @@ def prefill_message(decision: PrefillDecision | None) -> PrefillDecisionMessage 
         transfer_ms=decision.transfer_ms,
         wait_ms=decision.wait_ms,
         prefill_wait_ms=decision.prefill_wait_ms,
+        prefill_uncached_tokens=decision.prefill_uncached_tokens,
+        prefill_compute_ms=decision.prefill_compute_ms,
         reason=decision.reason,
         compute_factor=decision.factors.compute,
         transfer_factor=decision.factors.transfer,
