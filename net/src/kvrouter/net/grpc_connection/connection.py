@@ -153,8 +153,8 @@ class GrpcConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implements asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
-        connected: socket.socket | None = transport.get_extra_info("socket")
-        if connected is not None and connected.family in {socket.AF_INET, socket.AF_INET6}:
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            connected: socket.socket = transport.get_extra_info("socket")
             # A peer that vanished acknowledges nothing. TCP alone would wait a quarter of an hour.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_TIMEOUT_MS)
         self._check = self._loop.call_later(_CHECK_SECONDS, self._check_heard)
