@@ -293,6 +293,7 @@ SERVER_VIOLATIONS = {
         OpenCallStreamResponse(whole_numbers=[99], whole_responses=[b"x"]).SerializeToString(),
         "unknown_call",
     ),
+    "a message of 64 MB": (OpenCallStreamResponse(whole_responses=[bytes(60 << 20)]).SerializeToString(), "too_long"),
     "more numbers than whole responses": (
         OpenCallStreamResponse(whole_numbers=[1, 1], whole_responses=[b"x"]).SerializeToString(),
         "columns",
@@ -308,6 +309,25 @@ async def test_a_server_that_violates_the_protocol_loses_its_stream(answer: byte
         with pytest.raises(OutcomeUnknown):
             await client.call(ECHO, b"x")
         assert client.counts.ended[reason] == 1
+
+
+async def test_a_server_of_another_protocol_is_counted_and_tried_again() -> None:
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        while await reader.read(4096):
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, connected(server.sockets[0].getsockname()[1]) as client:
+        with pytest.raises(NotSent):
+            await client.call(ECHO, b"x")
+        await until(lambda: connections >= 2)
+        assert client.counts.ended["http2"] >= 1
 
 
 async def test_a_second_answer_to_a_call_ends_the_stream() -> None:
