@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from kvrouter.frontend.api.openai.chat_request import parse_chat
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.frontend.text.text_thread import TextThreads
+from kvrouter.frontend.text.prompt_source import PromptSource
 
 LIMIT = 10_000
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is an émigré? " * 20}]
@@ -25,13 +27,12 @@ class Texts:
 
     def __init__(self, text: ModelText) -> None:
         self._text = text
-        self._threads = TextThreads()
 
     def find(self, model: str) -> ModelText | None:
         return self._text if model == "m" else None
 
-    async def timed(self, job: Any, *, characters: int) -> Any:
-        return await self._threads.run(job, characters=characters)
+    async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int) -> list[bytes]:
+        return [await asyncio.to_thread(prompt.tokens, text, limit) for prompt in prompts]
 
 
 async def read(model: ModelText, body: dict[str, Any], served: str = "m") -> RoutedBody:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from kvrouter.frontend.api.request_fields import SharedFields
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.validation import Limits
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.errors import BadRequest, PromptTooLong
 from kvrouter.v1.names import ComponentName
@@ -33,6 +35,8 @@ class Prompt:
             raise PromptTooLong(self._tokens, limit)
         return bytes(4 * self._tokens)
 
+    tokens_at_once = tokens
+
 
 class Texts:
     """Tokenizers of no model."""
@@ -43,8 +47,8 @@ class Texts:
     def get(self, model: str, field: str) -> Any:
         return SimpleNamespace()
 
-    async def timed(self, tokenize: Any, *, characters: int) -> Any:
-        return tokenize()
+    async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int) -> list[bytes]:
+        return [prompt.tokens(text, limit) for prompt in prompts]
 
 
 def pool(name: str, *, workers: int, longest: int, structured: bool = False) -> ComponentView:

@@ -59,6 +59,31 @@ def test_tokens_with_the_cache_equal_those_without(model: ModelText, texts: list
         assert encoded == model.tokenizer.encode_whole(text)
 
 
+@settings(max_examples=50, deadline=None)
+@given(text=TEXTS)
+def test_tokens_found_at_once_equal_the_others(model: ModelText, text: str) -> None:
+    at_once = model.tokenizer.encode_at_once(text, special_tokens=False, limit=LIMIT)
+    assert at_once in (None, model.tokenizer.encode_whole(text))
+
+
+def test_a_text_with_few_new_words_is_tokenized_at_once(model_files: dict[str, bytes]) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
+
+    def at_once(text: str) -> bytes | None:
+        return tokenizer.encode_at_once(text, special_tokens=False, limit=LIMIT)
+
+    known = "a shared prefix with many words. " * 20
+    new = "a" + "".join(f" w{number}" for number in range(300))
+    assert at_once(new) is None
+    for text in (known, known + "and two more"):
+        assert at_once(text) == tokenizer.encode_whole(text)
+    assert at_once(known + new) is None
+    tokenizer.encode(new, special_tokens=False, limit=LIMIT)
+    assert at_once(known * 100) is None
+    with pytest.raises(PromptTooLong):
+        tokenizer.encode_at_once(known, special_tokens=False, limit=10)
+
+
 LONG_WORDS = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 PREPENDED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, SPACES]}

@@ -10,9 +10,10 @@ import msgspec
 from kvrouter.core import find_json_value
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, decode_json
 from kvrouter.frontend.api.openai.prompt_list import parse_prompts
-from kvrouter.frontend.api.openai.text_request import PromptSource, TextRequest, TokenPrompt
+from kvrouter.frontend.api.openai.text_request import TextRequest, TokenPrompt
 from kvrouter.frontend.api.request_fields import SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.api.token_list import Prompt
+from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrouter.frontend.api.openai.text_request import TextPrompt
 from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.text_output import TextOutput
@@ -28,11 +29,8 @@ async def with_text(
     text = models.text_of(request.model, field)
     if request.prompt_text:
         limit = longest_prompt(models.pools(request.model, forwarding=False), limits)
-        content = request.prompt_text
-        prompt = await models.texts.timed(
-            lambda: text.tokenizer.encode(content, special_tokens=True, limit=limit, field="prompt_text"),
-            characters=len(content),
-        )
+        source = TextPrompt(request.prompt_text, add_special_tokens=True, field="prompt_text")
+        (prompt,) = await models.texts.tokens(text, [source], limit)
         request.ClearField("prompt_text")
     if not request.return_text:
         return prompt, buffer

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 import structlog
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.text_thread import TextThreads
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer
@@ -27,8 +27,6 @@ _RETRY_SECONDS = 5.0
 _FETCH_SECONDS = 60.0
 _AWAY = (NatsError, TimeoutError, OSError)
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
-
-_T = TypeVar("_T")
 
 log = structlog.get_logger(component="frontend")
 
@@ -88,7 +86,7 @@ class TextModels:
         )
         self._seconds = Histogram(
             "kvrouter_frontend_tokenization_seconds",
-            "Time to render and tokenize a prompt, waiting for the thread included.",
+            "Time to render and tokenize a prompt, waiting for a thread included.",
             buckets=_BUCKETS,
             registry=registry,
         )
@@ -118,10 +116,30 @@ class TextModels:
             )
         return found
 
-    async def timed(self, job: Callable[[], _T], *, characters: int) -> _T:
-        """Runs a job on prompts of so many characters in a thread."""
+    async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int) -> list[bytes]:
+        """Returns the tokens of prompts as packed buffers: at once if nearly all is known, otherwise from a thread.
+
+        Args:
+            text: The model's tokenizer and template.
+            prompts: The prompts.
+            limit: Maximum number of tokens of each.
+
+        Raises:
+            BadRequest, PromptTooLong.
+        """
         with self._seconds.time():
-            return await self.threads.run(job, characters=characters)
+            found: list[bytes] = []
+            for prompt in prompts:
+                tokens = prompt.tokens_at_once(text, limit)
+                if tokens is None:
+                    break
+                found.append(tokens)
+            else:
+                return found
+            rest = prompts[len(found) :]
+            characters = sum(prompt.characters for prompt in rest)
+            job = lambda: [prompt.tokens(text, limit) for prompt in rest]  # noqa: E731 - so that its type is known
+            return found + await self.threads.run(job, characters=characters)
 
     async def run(self) -> None:
         """Loads what is missing or has changed, until cancelled."""

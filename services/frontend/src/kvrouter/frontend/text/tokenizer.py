@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvrouter.frontend.text.prefix_cache import Cutter, PieceCache
-from kvrouter.frontend.text.word_cache import WordCache
+from kvrouter.frontend.text.word_cache import TooManyNewWords, WordBudget, WordCache
 from kvrouter.runtime.errors import PromptTooLong
 from tokenizers import Tokenizer
 
@@ -26,6 +26,9 @@ _WORD_SHARE = 8
 """Part of the cache's memory that is for words."""
 _GROUP_CHARACTERS = 64 << 10
 """Characters that are tokenized before the limit on tokens is checked again."""
+_AT_ONCE_CHARACTERS = 16 << 10
+_AT_ONCE_WORDS = 16
+"""New words of a prompt that is tokenized at once. Each takes the library 2 to 5 µs, as much as 20 known ones."""
 _SAMPLE = (
     "The quick brown fox jumps over the lazy dog. It isn't 12,345 or 6.7e8; naïve café — 你好 世界 🙂 "
     "def f(x):\n\treturn x  +  1\r\n\n   # a comment, don't ask WHY\nHTTPServer camelCase snake_case a b c I'm we'll "
@@ -89,13 +92,31 @@ class ModelTokenizer:
         Raises:
             PromptTooLong: there are more tokens than the limit.
         """
+        return self._encode_text(text, special_tokens, limit, field, None)
+
+    def encode_at_once(self, text: str, *, special_tokens: bool, limit: int, field: str = "prompt") -> bytes | None:
+        """Returns the same as ``encode`` if that takes a fraction of a millisecond, since nearly all words are known.
+
+        Returns None otherwise, so that the caller tokenizes the text in a thread.
+
+        Raises:
+            PromptTooLong: there are more tokens than the limit.
+        """
+        if len(text) > _AT_ONCE_CHARACTERS or self._words is None:
+            return None
+        try:
+            return self._encode_text(text, special_tokens, limit, field, WordBudget(_AT_ONCE_WORDS))
+        except TooManyNewWords:
+            return None
+
+    def _encode_text(self, text: str, special_tokens: bool, limit: int, field: str, budget: WordBudget | None) -> bytes:
         if len(text) > limit * self._longest_token:
             raise PromptTooLong(len(text) // self._longest_token, limit, field=field)
         pieces = self._cutter.pieces(text)
         parts = [self._before] if special_tokens else []
         tokens = 0
         for group in _groups(pieces):
-            encoded = self._encode_pieces(group, group[-1] is not pieces[-1])
+            encoded = self._encode_pieces(group, group[-1] is not pieces[-1], budget)
             parts += encoded
             tokens += sum(map(len, encoded)) // 4
             if tokens > limit:
@@ -111,13 +132,13 @@ class ModelTokenizer:
         """Returns the tokens of a text without cuts and without the cache, as a packed buffer."""
         return _packed(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _encode_pieces(self, pieces: Sequence[str], last_is_cut: bool) -> list[bytes]:
+    def _encode_pieces(self, pieces: Sequence[str], last_is_cut: bool, budget: WordBudget | None) -> list[bytes]:
         """Returns the tokens of each piece. A piece that does not end at a cut is not kept: it is rarely shared."""
         encoded = []
         for index, piece in enumerate(pieces):
             tokens = self._cache.get(piece)
             if tokens is None:
-                tokens = self._encode([piece])[0] if self._words is None else self._words.encode(piece)
+                tokens = self._encode([piece])[0] if self._words is None else self._words.encode(piece, budget)
                 if last_is_cut or index < len(pieces) - 1:
                     self._cache.put(piece, tokens)
             encoded.append(tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 _MAX_CHARACTERS = 64
@@ -15,6 +16,27 @@ _ENTRY_BYTES = 384
 """Memory of an entry: at most 200 bytes, twice because the tables of Python grow so."""
 _LEARNED = 4
 """Words that are kept of a text of which most are new. A word costs as much as two of the text: a call each."""
+
+
+class TooManyNewWords(Exception):
+    """More words of a text are new than may be tokenized."""
+
+
+@dataclass(slots=True)
+class WordBudget:
+    """Bounds the new words that are tokenized."""
+
+    left: int
+
+    def take(self, words: int) -> None:
+        """Takes so many words out of the budget.
+
+        Raises:
+            TooManyNewWords: fewer are left.
+        """
+        self.left -= words
+        if self.left < 0:
+            raise TooManyNewWords
 
 
 class WordCache:
@@ -44,8 +66,16 @@ class WordCache:
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def encode(self, text: str) -> bytes:
-        """Returns the tokens of a text as a packed buffer."""
+    def encode(self, text: str, budget: WordBudget | None = None) -> bytes:
+        """Returns the tokens of a text as a packed buffer.
+
+        Args:
+            text: The text.
+            budget: New words that may be tokenized; None for any number.
+
+        Raises:
+            TooManyNewWords: more words are new than the budget has.
+        """
         spaced = text[:1] == " "
         names = self._gap.split(text[1:] if spaced else text)
         # Only the first word of a whole text has no space before it.
@@ -55,13 +85,14 @@ class WordCache:
             known, mostly_new = self._learn(
                 dict.fromkeys(name for name, tokens in zip(names, found, strict=True) if tokens is None),
                 len(names) // 2,
+                budget,
             )
             if mostly_new:
                 return self._encode([text])[0]
             found = [known[name] if tokens is None else tokens for name, tokens in zip(names, found, strict=True)]
         return (self._encode([first])[0] if first else b"") + b"".join(cast("list[bytes]", found))
 
-    def _learn(self, names: Collection[str], max_new: int) -> tuple[dict[str, bytes], bool]:
+    def _learn(self, names: Collection[str], max_new: int, budget: WordBudget | None) -> tuple[dict[str, bytes], bool]:
         """Adds words to the younger generation: few of them if there are too many new ones.
 
         Returns:
@@ -70,6 +101,8 @@ class WordCache:
         old = self._old
         known = {name: old[name] for name in names if name in old}
         new = [name for name in names if name not in known]
+        if budget is not None:
+            budget.take(len(new))
         too_many = len(new) > max_new
         if too_many:
             del new[_LEARNED:]

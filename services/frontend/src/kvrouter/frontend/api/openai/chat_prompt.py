@@ -104,3 +104,7 @@ class ChatPrompt:
             rendered = until_mark(rendered, mark)
         # The template has written the special tokens that the tokenizer would add.
         return text.tokenizer.encode(rendered, special_tokens=False, limit=limit, field="messages")
+
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
+        """Returns None: a template may take long."""
+        return None

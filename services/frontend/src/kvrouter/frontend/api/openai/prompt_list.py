@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 
 import msgspec
-from kvrouter.frontend.api.openai.text_request import PromptSource, TextPrompt, TokenPrompt
+from kvrouter.frontend.api.openai.text_request import TextPrompt, TokenPrompt
 from kvrouter.frontend.api.request_fields import MAX_SEQUENCES
 from kvrouter.frontend.api.token_list import Prompt
+from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.runtime.errors import BadRequest
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)

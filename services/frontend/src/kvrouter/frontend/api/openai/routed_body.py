@@ -17,10 +17,10 @@ from kvrouter.frontend.api.json_body import decode_json
 from kvrouter.frontend.api.openai.chat_prompt import ChatPrompt
 from kvrouter.frontend.api.openai.chat_request import MAX_STRUCTURE
 from kvrouter.frontend.api.openai.prompt_list import parse_prompts
-from kvrouter.frontend.api.openai.text_request import PromptSource
 from kvrouter.frontend.api.token_list import Prompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError
@@ -154,8 +154,7 @@ class RoutedBody:
         if texts is None or text is None or source is None:
             return self
         try:
-            job = lambda: source.tokens(text, max_prompt_tokens)  # noqa: E731 - the type narrows only here
-            token_ids = await texts.timed(job, characters=source.characters)
+            (token_ids,) = await texts.tokens(text, [source], max_prompt_tokens)
         except KvRouterError:
             return self
         return replace(self, token_ids=token_ids, is_tokenized=True, source=None) if token_ids else self
@@ -176,6 +175,9 @@ class _Text:
             raise BadRequest("prompt: expected a text or a list", field="prompt")
         prompts = parse_prompts(self._prompt, add_special_tokens=self._add_special_tokens, limit=limit)
         return prompts[0].tokens(text, limit)
+
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
+        return None  # The body has to be decoded first, as in a thread.
 
 
 class _Chat:
@@ -203,6 +205,9 @@ class _Chat:
             characters=self.characters,
         )
         return prompt.tokens(text, limit)
+
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
+        return None  # Its messages have to be decoded and rendered first.
 
 
 def _objects(raw: _Raw) -> list[dict[str, Any]]:

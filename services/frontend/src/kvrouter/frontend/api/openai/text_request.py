@@ -4,28 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvrouter.frontend.api.request_fields import SharedFields
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.tool_calls import ToolUse
-
-
-class PromptSource(Protocol):
-    """One prompt, not tokenized yet."""
-
-    field: str
-    """The field of the body that has it."""
-    characters: int
-    """Its size."""
-
-    def tokens(self, text: ModelText | None, limit: int) -> bytes:
-        """Returns its tokens as a packed buffer. Runs in a thread.
-
-        Raises:
-            BadRequest, PromptTooLong.
-        """
-        ...
 
 
 class TokenPrompt:
@@ -41,6 +24,8 @@ class TokenPrompt:
         """Returns the token ids."""
         return self._token_ids
 
+    tokens_at_once = tokens
+
 
 class TextPrompt:
     """A prompt that is a text."""
@@ -55,6 +40,11 @@ class TextPrompt:
         """Returns the tokens of the text."""
         assert text is not None, "a text is tokenized only for a model with a tokenizer"  # noqa: S101
         return text.tokenizer.encode(self.text, special_tokens=self._add_special_tokens, limit=limit, field=self.field)
+
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:
+        """Returns the tokens of the text if nearly all of its words are known; otherwise None."""
+        special = self._add_special_tokens
+        return text.tokenizer.encode_at_once(self.text, special_tokens=special, limit=limit, field=self.field)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from kvrouter.frontend.api.openai.choice import Choice, ChoiceSink
 from kvrouter.frontend.api.openai.frame import TextFrame
-from kvrouter.frontend.api.openai.text_request import PromptSource, TextRequest
+from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.request_runner import RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.validation import Limits, context_length, longest_prompt, structured_workers
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
-from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -33,7 +32,7 @@ class PreparedText:
 
 
 async def prepare(models: ServedModels, limits: Limits, request: TextRequest) -> PreparedText:
-    """Tokenizes the prompts of a request, in a thread. Nothing is booked yet.
+    """Tokenizes the prompts of a request. Nothing is booked yet.
 
     Raises:
         UnknownModel, NoWorkers, BadRequest, PromptTooLong.
@@ -50,13 +49,10 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     needed = request.needs_text()
     text = models.text_of(request.fields.model, needed) if needed else models.texts.find(model)
     limit = longest_prompt(pools, limits)
-    prompts: Sequence[bytes]
     if text is None:
-        prompts = _tokenized(request.prompts, None, limit)
+        prompts = [prompt.tokens(None, limit) for prompt in request.prompts]
     else:
-        found = text
-        characters = sum(prompt.characters for prompt in request.prompts)
-        prompts = await models.texts.timed(lambda: _tokenized(request.prompts, found, limit), characters=characters)
+        prompts = await models.texts.tokens(text, request.prompts, limit)
     for prompt, source in zip(prompts, request.prompts, strict=True):
         if not prompt:
             raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
@@ -112,10 +108,6 @@ def _reasoning_parser(frame: TextFrame, prompt: bytes) -> ReasoningParser | None
     if not request.is_chat or frame.text is None or request.fields.structured_output() is not None:
         return None
     return frame.text.reasoning_parser(prompt, continues_message=request.continues_message)
-
-
-def _tokenized(prompts: Sequence[PromptSource], text: ModelText | None, limit: int) -> list[bytes]:
-    return [prompt.tokens(text, limit) for prompt in prompts]
 
 
 def _max_tokens(limits: Limits, prepared: PreparedText, prompt: bytes) -> int:
