@@ -4,7 +4,9 @@ import socket
 import subprocess
 import sys
 
-from kvrouter.devtools.system.ports import free_port, free_ports
+import pytest
+from kvrouter.devtools.system import ports as module
+from kvrouter.devtools.system.ports import free_port, free_ports, reserve
 
 TAKE = "from kvrouter.devtools.system.ports import free_ports; print(*free_ports(20)); input()"
 
@@ -23,6 +25,14 @@ def test_a_port_in_use_is_not_given() -> None:
         successive = free_ports(3)
     assert first + 2 not in successive
     assert successive.stop - successive.start == 3
+
+
+def test_a_reserved_port_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_reserved", set())
+    reserved = free_port() + 1
+    reserve(0, reserved)
+    # More than a block has: they are given again from its beginning.
+    assert reserved not in {free_port() for _ in range(300)}
 
 
 def test_processes_never_receive_the_same_port() -> None:

@@ -27,6 +27,11 @@ class _Block:
     first: int
     given: int = 0
 
+    @property
+    def ports(self) -> range:
+        """All ports of the block."""
+        return range(self.first, self.first + _BLOCK)
+
     def next_run(self, count: int) -> range:
         """Returns the next ports of the block, from its beginning again after its end."""
         if self.given + count >= _BLOCK:
@@ -37,6 +42,16 @@ class _Block:
 
 
 _block: _Block | None = None
+_reserved: set[int] = set()
+
+
+def reserve(*ports: int) -> None:
+    """Keeps ports for servers that start later: ``free_ports`` takes none from their blocks."""
+    global _block
+    _reserved.update(ports)
+    if _block is not None and not _reserved.isdisjoint(_block.ports):
+        _block.claim.close()
+        _block = None
 
 
 def free_port() -> int:
@@ -63,6 +78,8 @@ def free_ports(count: int) -> range:
 def _claim_block() -> _Block:
     highest = int(_EPHEMERAL_RANGE.read_text().split()[0]) if _EPHEMERAL_RANGE.exists() else _DEFAULT_EPHEMERAL
     for first in range(_LOWEST, highest - _BLOCK, _BLOCK):
+        if not _reserved.isdisjoint(range(first, first + _BLOCK)):
+            continue
         claim = socket.socket()
         try:
             claim.bind(("127.0.0.1", first))

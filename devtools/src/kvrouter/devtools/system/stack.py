@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.accounts import Account, Namespace
 from kvrouter.devtools.system.credentials import Credentials
-from kvrouter.devtools.system.ports import free_port
+from kvrouter.devtools.system.ports import free_port, reserve
 from kvrouter.devtools.system.processes import Command, ManagedProcess, ProcessDied
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer, ServerProcess, StartFailed
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
@@ -104,6 +104,7 @@ class Stack:
     """A running system. Addresses are host:port."""
 
     def __init__(self, options: StackOptions) -> None:
+        reserve(options.http_port, options.grpc_port)
         self.options = options
         self.credentials = self._make_credentials() if options.secure else None
         """Certificates, keys and passwords of all processes; None if connections are plain text."""
