@@ -183,12 +183,32 @@ async def start_system(
     scheduler: Sequence[str] = (),
 ) -> None:
     """Two workers of slow engines, and services that are ready."""
+    await start_services(
+        processes, schedulers=schedulers, frontends=frontends, mode=mode, frontend=frontend, scheduler=scheduler
+    )
+    await start_workers(processes, clock_factor, *engine)
+    await services_ready(processes, schedulers=schedulers, frontends=frontends)
+
+
+async def start_services(
+    processes: Processes,
+    *,
+    schedulers: int,
+    frontends: int,
+    mode: str = "round-robin",
+    frontend: Sequence[str] = (),
+    scheduler: Sequence[str] = (),
+) -> None:
+    """Starts services, which are ready once there are workers."""
     grace = ("--session-grace-seconds", str(GRACE_SECONDS))
     for number in range(schedulers):
         await processes.start("scheduler", f"scheduler-{number}", *grace, "--router-mode", mode, *scheduler)
     for number in range(frontends):
         await processes.start("frontend", f"frontend-{number}", "--port", "0", *frontend)
-    await start_workers(processes, clock_factor, *engine)
+
+
+async def services_ready(processes: Processes, *, schedulers: int, frontends: int) -> None:
+    """Returns when the services are ready, and nothing is booked."""
     for number in range(schedulers):
         await processes.ready("scheduler", f"scheduler-{number}")
         await processes.until_booked(f"scheduler-{number}", 0)

@@ -7,7 +7,7 @@ import itertools
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,7 +19,8 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, GetWorkerHe
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, StopConditions
 
-from .processes import MODEL, PATIENCE_SECONDS, Processes, start_system
+from .pools import Mode, Pool
+from .processes import MODEL, PATIENCE_SECONDS, Processes, services_ready, start_services, start_system
 from .rig import FULL
 
 Report = Callable[[str, object], None]
@@ -33,11 +34,13 @@ TOKENS = 300 if FULL else 150
 
 SOAK_WORKERS = 8
 SOAK_MIN_WORKERS = 2
-"""Workers that are never killed together, so that no request meets only dead ones."""
+"""Workers of each pool that are never killed together, so that no request meets only dead ones."""
 SOAK_CLIENTS = 32
 SOAK_REQUESTS = 20_000
 SOAK_TOKENS = 24
 SOAK_PERIOD_SECONDS = 2.0
+SOAK_PREFILLS = ("--remote-prefill-min-tokens", "32", "--kv-transfer-latency-ms", "0")
+"""Options of a Scheduler that leaves every prompt to the prefill workers."""
 
 
 @dataclass
@@ -49,6 +52,8 @@ class Stream:
     constraints: RoutingConstraints = field(default_factory=RoutingConstraints)
     tokens: list[int] = field(default_factory=list)
     workers: list[int] = field(default_factory=list)
+    prefills: set[int] = field(default_factory=set)
+    """Workers that computed the prompt for these."""
     finish: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
 
     async def run(self, frontend: Frontend) -> None:
@@ -65,6 +70,8 @@ class Stream:
             self.finish = each.output.finish_reason
             if each.HasField("routing"):
                 self.workers.append(each.routing.rank.worker_id)
+            if each.routing.HasField("prefill_rank"):
+                self.prefills.add(each.routing.prefill_rank.worker_id)
 
 
 async def undisturbed(frontend: Frontend, max_tokens: int, worker_id: int) -> dict[int, list[int]]:
@@ -106,24 +113,28 @@ async def test_streams_continue_when_their_worker_is_lost(
     await nothing_runs(processes)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not FULL, reason="runs for minutes: KVROUTER_FAULTS=full")
+@pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SEQUENTIAL])
 async def test_no_request_fails_while_a_worker_is_killed_every_two_seconds(
-    processes: Processes, record_property: Report
+    processes: Processes, mode: Mode, record_property: Report
 ) -> None:
-    await start_system(processes, schedulers=1, frontends=1, clock_factor=4.0, frontend=PROBING)
-    for number in range(2, SOAK_WORKERS):
-        await start_worker(processes, number)
+    await start_services(processes, schedulers=1, frontends=1, frontend=PROBING, scheduler=SOAK_PREFILLS)
+    pools = [Pool.BOTH] if mode is Mode.AGGREGATED else [Pool.PREFILL, Pool.DECODE]
+    workers = [SoakWorker(number, pools[number % len(pools)], processes) for number in range(SOAK_WORKERS)]
+    for worker in workers:
+        await worker.start()
+    await services_ready(processes, schedulers=1, frontends=1)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await processes.directory.wait_for(lambda _: len(registered(processes)) == SOAK_WORKERS)
     frontend = processes.frontend(FRONTEND)
     expected = await undisturbed(frontend, SOAK_TOKENS, SOUND)
     numbers = iter(range(SOAK_REQUESTS))
     failures: list[str] = []
-    moved = 0
+    moved = prefilled = 0
 
     async def client() -> None:
-        nonlocal moved
+        nonlocal moved, prefilled
         for number in numbers:
             stream = Stream(number, SOAK_TOKENS)
             try:
@@ -133,8 +144,9 @@ async def test_no_request_fails_while_a_worker_is_killed_every_two_seconds(
                 continue
             assert stream.tokens == expected[number % 7]
             moved += len(stream.workers) > 1
+            prefilled += bool(stream.prefills)
 
-    killer = Killer(processes)
+    killer = Killer(workers)
     killing = asyncio.create_task(killer.run())
     try:
         async with asyncio.TaskGroup() as group:
@@ -144,60 +156,79 @@ async def test_no_request_fails_while_a_worker_is_killed_every_two_seconds(
         killing.cancel()
         await asyncio.wait([killing])
     observed = f"{SOAK_REQUESTS} requests, {killer}, {moved} requests were retried or continued"
+    if mode is not Mode.AGGREGATED:
+        observed += f", {prefilled} prompts came from prefill workers"
+        assert prefilled > SOAK_REQUESTS / 2, observed
     record_property("observed", observed)
     assert not failures, f"{len(failures)} of {observed}: {failures[:10]}"
     await nothing_runs(processes)
 
 
+@dataclass
+class SoakWorker:
+    """A worker of the soak."""
+
+    number: int
+    pool: Pool
+    processes: Processes
+    killed_at: str = ""
+    """Address at which it was killed last. Its registration stays until its lease ends or it serves again."""
+
+    @property
+    def serves(self) -> bool:
+        registration = registered(self.processes).get(self.number + 1)
+        return registration is not None and registration.endpoint != self.killed_at
+
+    async def start(self) -> None:
+        place = ("--worker-id", str(self.number + 1), "--component", self.pool, "--role", self.pool)
+        speed = ("--clock-factor", "4", "--max-sequences", "512", "--load-report-seconds", "0")
+        await self.processes.start("mocker", f"mocker-{self.number}", *place, *speed)
+
+    async def kill(self) -> None:
+        self.killed_at = registered(self.processes)[self.number + 1].endpoint
+        await self.processes.kill(f"mocker-{self.number}")
+
+
 class Killer:
     """Kills a worker every two seconds by the clock, while those that it killed before start again."""
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, workers: Sequence[SoakWorker]) -> None:
+        self._workers = deque(workers)
+        """Those that were killed last come last."""
         self._began = time.monotonic()
         self._kills: list[float] = []
         """Seconds since the begin."""
-        self._killed = dict[int, str]()
-        """Address at which a worker was killed last. Its registration stays until its lease ends or it serves again."""
         self._postponed = 0
-        self._fewest = SOAK_WORKERS
+        self._fewest = len(workers)
+        """Workers of one pool that served."""
 
     async def run(self) -> None:
         """Kills those first that have served longest."""
-        numbers = deque(range(SOAK_WORKERS))
         for kill in itertools.count(1):
             await asyncio.sleep(max(0.0, self._began + kill * SOAK_PERIOD_SECONDS - time.monotonic()))
-            serving = [number for number in numbers if self._endpoint(number) not in ("", self._killed.get(number))]
-            self._fewest = min(self._fewest, len(serving))
-            if len(serving) <= SOAK_MIN_WORKERS:  # A busy machine takes long to start workers.
+            serving = Counter(worker.pool for worker in self._workers if worker.serves)
+            self._fewest = min(self._fewest, *(serving[worker.pool] for worker in self._workers))
+            spare = [each for each in self._workers if each.serves and serving[each.pool] > SOAK_MIN_WORKERS]
+            if not spare:  # A busy machine takes long to start workers.
                 self._postponed += 1
                 continue
-            number = serving[0]
-            self._killed[number] = self._endpoint(number)
-            await self._processes.kill(f"mocker-{number}")
+            worker = spare[0]
+            await worker.kill()
             self._kills.append(time.monotonic() - self._began)
-            await start_worker(self._processes, number)
-            numbers.remove(number)
-            numbers.append(number)
-
-    def _endpoint(self, number: int) -> str:
-        worker = registered(self._processes).get(number + 1)
-        return "" if worker is None else worker.endpoint
+            await worker.start()
+            self._workers.remove(worker)
+            self._workers.append(worker)
 
     def __str__(self) -> str:
         pauses = [later - earlier for earlier, later in itertools.pairwise(self._kills)]
         return (
-            f"{len(self._kills)} kills of {SOAK_WORKERS} workers in {time.monotonic() - self._began:.0f} s"
+            f"{len(self._kills)} kills of {len(self._workers)} workers in {time.monotonic() - self._began:.0f} s"
             f" (pauses {min(pauses):.1f} to {max(pauses):.1f} s, {self._postponed} kills were postponed,"
-            f" {self._fewest} workers or more served)"
+            f" {self._fewest} workers of a pool or more served)"
         )
 
 
 def registered(processes: Processes) -> Mapping[int, WorkerRegistration]:
     """Returns the registrations of all workers by id."""
-    return next(iter(processes.directory.components.values())).workers
-
-
-async def start_worker(processes: Processes, number: int) -> None:
-    options = ("--worker-id", str(number + 1), "--clock-factor", "4", "--load-report-seconds", "0")
-    await processes.start("mocker", f"mocker-{number}", *options)
+    views = processes.directory.components.values()
+    return {worker_id: worker for view in views for worker_id, worker in view.workers.items()}
