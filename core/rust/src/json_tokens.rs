@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::hash::TOKEN_BYTES;
 
 /// Bytes that are searched at once.
-const CHUNK: usize = 256;
+const CHUNK: usize = 32;
 
 /// Bytes of the longest token id and a comma.
 const LONGEST: usize = 11;
@@ -69,7 +69,7 @@ pub fn find_value(text: &[u8], field: &[u8]) -> Option<Range<usize>> {
         let [b':', after @ ..] = skip_space(after) else { return found };
         let value = skip_space(after);
         rest = match value.first() {
-            Some(b'[') if name == field && !is_nested(value) => value.get(find(value, b']')? + 1..)?,
+            Some(b'[') if name == field && !is_nested(value) => value.get(find(value, |byte| byte == b']')? + 1..)?,
             _ => skip_value(value),
         };
         if name == field {
@@ -87,10 +87,11 @@ fn is_nested(array: &[u8]) -> bool {
     matches!(array.get(1..).map(skip_space), Some([b'"' | b'[', ..]))
 }
 
-/// Where a byte is; fast, since `contains` looks at many bytes at once.
-fn find(text: &[u8], byte: u8) -> Option<usize> {
-    let (start, chunk) = (0..).step_by(CHUNK).zip(text.chunks(CHUNK)).find(|(_, chunk)| chunk.contains(&byte))?;
-    Some(start + chunk.iter().position(|each| *each == byte)?)
+/// Where the first byte of a kind is; fast, since a chunk is searched without a branch for each byte.
+fn find(text: &[u8], is_wanted: impl Fn(u8) -> bool) -> Option<usize> {
+    let contains = |chunk: &[u8]| chunk.iter().fold(false, |found, byte| found | is_wanted(*byte));
+    let (start, chunk) = (0..).step_by(CHUNK).zip(text.chunks(CHUNK)).find(|(_, chunk)| contains(chunk))?;
+    Some(start + chunk.iter().position(|byte| is_wanted(*byte))?)
 }
 
 /// What follows a value: at a comma or the end of the object, if the text is valid.
@@ -110,13 +111,14 @@ fn skip_value(mut text: &[u8]) -> &[u8] {
 
 /// What follows a string, from after its first quotation mark.
 fn skip_string(mut text: &[u8]) -> &[u8] {
-    loop {
-        match text {
-            [b'"', rest @ ..] => return rest,
-            [b'\\', _, rest @ ..] | [_, rest @ ..] => text = rest,
-            [] => return text,
+    while let Some(mark) = find(text, |byte| matches!(byte, b'"' | b'\\')) {
+        match text.get(mark..) {
+            Some([b'\\', _, rest @ ..]) => text = rest,
+            Some([b'"', rest @ ..]) => return rest,
+            _ => break,
         }
     }
+    &[]
 }
 
 fn skip_space(mut text: &[u8]) -> &[u8] {
@@ -235,6 +237,7 @@ mod tests {
             (r#"{"a":{"p":[1]},"b":[{"p":[2]}],"p":[3]}"#, Some("[3]")),
             (r#"{"p":[1],"p":[2],"q":[3]}"#, Some("[2]")),
             (r#"{"a":"\\","p":[1]}"#, Some("[1]")),
+            (r#"{"a":"0123456789abcde\"0123456789abcd\\","p":[1]}"#, Some("[1]")),
             (r#"{"p":"[1]"}"#, Some("\"[1]\"")),
             (r#"{"p":[ "]",[1]],"q":1}"#, Some(r#"[ "]",[1]]"#)),
             (r#"{"p":[[1],[2]]}"#, Some("[[1],[2]]")),
