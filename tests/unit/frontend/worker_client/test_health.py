@@ -10,7 +10,7 @@ from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerDrain, WorkerRegistration
 
 POOL, OTHER = ComponentName("ns", "pool"), ComponentName("ns", "other")
 HEALTHY = WorkerHealthState.WORKER_HEALTH_STATE_HEALTHY
@@ -25,10 +25,15 @@ class Clock:
         return self.now
 
 
-def components(pool: dict[int, str], other: dict[int, str] | None = None) -> dict[ComponentName, ComponentView]:
+def components(
+    pool: dict[int, str], other: dict[int, str] | None = None, drained: tuple[int, ...] = ()
+) -> dict[ComponentName, ComponentView]:
+    """``drained`` are workers of the pool that requests must leave."""
+
     def view(name: ComponentName, workers: dict[int, str]) -> ComponentView:
         registered = {key: WorkerRegistration(worker_id=key, endpoint=endpoint) for key, endpoint in workers.items()}
-        return ComponentView(name, ComponentDescriptor(), registered)
+        drains = {key: WorkerDrain(migrate_unix_ns=1) for key in drained if name == POOL}
+        return ComponentView(name, ComponentDescriptor(), registered, drains)
 
     return {POOL: view(POOL, pool), OTHER: view(OTHER, other or {})}
 
@@ -220,3 +225,23 @@ def test_a_lost_worker_that_registers_again_is_not_lost() -> None:
     miss(found, "a:1", 5)
     found.update(components({1: "z:1", 2: "b:1"}))
     assert states(found) == [HEALTHY, HEALTHY], "it was started again elsewhere"
+
+
+def test_requests_leave_a_drained_worker_and_those_that_come_after_the_drain_stay() -> None:
+    found = health()
+    before = found.begin("a:1")
+    assert not before.is_leaving
+    found.update(components({1: "a:1", 2: "b:1"}, drained=(1,)))
+    found.interval_ended(1)
+    assert before.is_leaving
+    meanwhile = found.begin("a:1")
+    assert not meanwhile.is_leaving, "its Scheduler may know that the drain has ended"
+    found.interval_ended(1)
+    assert meanwhile.is_leaving
+    found.interval_ended(1)
+    early = found.begin("a:1")
+    found.update(components({1: "a:1", 2: "b:1"}))
+    late = found.begin("a:1")
+    found.interval_ended(1)
+    assert not early.is_leaving
+    assert not late.is_leaving

@@ -95,6 +95,7 @@ class WorkerHealth:
             worker = self._worker(endpoint)
             worker.registered = registrations
             worker.migrate_unix_ns = migrating.get(endpoint, 0)
+            worker.leaving = worker.leaving and worker.migrate_unix_ns > 0
         live = {(name, each.worker_id) for found in registered.values() for name, each in found}
         for endpoint in self._workers.keys() - registered.keys():
             self._leave(self._workers[endpoint], live)
@@ -158,6 +159,7 @@ class WorkerHealth:
             self.forget_if_gone(worker)
             worker.leaving = 0 < worker.migrate_unix_ns <= now_ns
             if worker.leaving:
+                worker.leaving_intervals += 1
                 self._wake([worker])
             if worker.detector is None:
                 continue

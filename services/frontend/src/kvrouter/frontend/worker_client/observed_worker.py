@@ -51,6 +51,8 @@ class ObservedWorker:
     """Time from which its requests continue elsewhere, because an operator drains it; 0 for never."""
     leaving: bool = False
     """Whether that time has come."""
+    leaving_intervals: int = 0
+    """Number of intervals at whose end it had come."""
     heard: bool = False
     """Whether it sent anything since the last probe."""
     last_failure: str = ""

@@ -45,6 +45,7 @@ class WorkerCall:
         self._is_trial = worker.circuit.began(now)
         worker.calls += 1
         self._stalls_before = worker.stalls
+        self._leaving_before = worker.leaving_intervals
         self._monitored: MonitoredRequest | None = None
         if worker.detector is not None and prompt_tokens is not None:
             self._monitored = worker.detector.began(prompt_tokens, now)
@@ -61,8 +62,12 @@ class WorkerCall:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether requests must leave the worker, because an operator drains it."""
-        return self._worker.leaving
+        """Whether the request must leave the worker, because an operator drains it.
+
+        One that comes to a drained worker stays until an interval ends: its Scheduler may have learned before this
+        Frontend that the drain has ended.
+        """
+        return self._worker.leaving and self._worker.leaving_intervals > self._leaving_before
 
     @property
     def missed_probes(self) -> int:
