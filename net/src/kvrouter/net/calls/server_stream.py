@@ -152,6 +152,9 @@ class ServerStream:
 
     def next_message(self) -> bytes | None:
         """Returns the next message to write: all that fits of what waits. None if nothing does."""
+        announces = self._draining and not self._announced
+        if not (self._queue or self._pong or announces or self._hello):
+            return None
         message = OpenCallStreamResponse()
         if self._hello is not None:
             message.server_hello.CopyFrom(self._hello)
@@ -160,12 +163,10 @@ class ServerStream:
             return message.SerializeToString()
         if self._pong:
             message.pong, self._pong = self._pong, 0
-        if self._draining and not self._announced:
+        if announces:
             self._announced = True
             message.draining.last_call = self._last_number
         sent = self._add_responses(message)
-        if not sent and not message.pong and not message.HasField("draining"):
-            return None
         self.counts.messages_sent += 1
         self.counts.items_sent += sent
         return message.SerializeToString()
