@@ -1,7 +1,8 @@
-"""A response of server-sent events that is written at once, without a coroutine for each event.
+"""A response of server-sent events that is written without a coroutine for each event.
 
 aiohttp writes a part of a response in a coroutine. Events come from the reader of a worker's connection, which calls
-and does not wait. So this class writes the response to the transport itself, and aiohttp takes it as already written.
+and does not wait. So this class writes the response to the transport itself, with the other events of the step, and
+aiohttp takes it as already written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from email.utils import formatdate
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.base_protocol import BaseProtocol
+from kvrouter.frontend.api.step_writer import StepWriter
 
 _END_OF_BODY = b"0\r\n\r\n"
 _FRAMING_BYTES = len(b"data: \n\n")
@@ -25,16 +27,23 @@ class NumberedEvents:
     """Writes events that differ only in a number. What surrounds it is formatted once, for each number of digits."""
 
     def __init__(
-        self, transport: asyncio.Transport, protocol: BaseProtocol, heads: Sequence[bytes], tail: bytes
+        self,
+        writer: StepWriter,
+        transport: asyncio.Transport,
+        protocol: BaseProtocol,
+        heads: Sequence[bytes],
+        tail: bytes,
     ) -> None:
         """Writes nothing yet.
 
         Args:
+            writer: Writes the events.
             transport: Connection to the client.
             protocol: Says whether the client reads.
             heads: What precedes the number, by its number of digits.
             tail: What follows it.
         """
+        self._write = writer.write
         self._transport = transport
         self._protocol = protocol
         self._heads = heads
@@ -44,18 +53,18 @@ class NumberedEvents:
         """Writes the event with this number. Returns False, and writes nothing, while the client does not read."""
         if self._protocol.writing_paused:
             return False
-        transport = self._transport
-        if not transport.is_closing():  # Otherwise aiohttp cancels the handler.
-            digits = b"%d" % number
-            transport.write(self._heads[len(digits)] + digits + self._tail)
+        digits = b"%d" % number
+        self._write(self._transport, self._heads[len(digits)] + digits + self._tail)
         return True
 
 
 class EventStream(web.StreamResponse):
     """A response with status 200 that begins with its first event. The handler ends it, and returns it to aiohttp."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, writer: StepWriter) -> None:
+        """Writes nothing yet. ``writer`` writes the events."""
         super().__init__()
+        self._writer = writer
         self.begun = False
         """Whether the head of the response is written."""
         self._added: dict[str, str] = {}
@@ -89,14 +98,13 @@ class EventStream(web.StreamResponse):
 
     def write_event(self, data: bytes) -> None:
         """Writes an event with this data, which must not contain a line break."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        if self._transport is None:
             return  # aiohttp cancels the handler.
         text = self._before(len(data)) + data + self._after
         if not self.begun:
             self.begun = True
             text = self._head() + text
-        transport.write(text)
+        self._writer.write(self._transport, text)
 
     def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
         """Returns a writer of events that differ only in a number of 32 bits, such as a token id.
@@ -112,7 +120,7 @@ class EventStream(web.StreamResponse):
             raise RuntimeError("expected a response that has begun, since numbered events follow its head")
         sizes = range(len(before) + len(after), len(before) + len(after) + _MAX_DIGITS + 1)
         heads = [self._before(size) + before for size in sizes]
-        return NumberedEvents(self._transport, self._protocol, heads, after + self._after)
+        return NumberedEvents(self._writer, self._transport, self._protocol, heads, after + self._after)
 
     def _before(self, size: int) -> bytes:
         """Returns what precedes an event's data of this size: each event is a chunk of its own."""
@@ -121,9 +129,9 @@ class EventStream(web.StreamResponse):
     def end(self, *, close: bool = False) -> None:
         """Ends the response; with ``close`` also the connection, once the client has read the rest."""
         self._keeps_connection = self._keeps_connection and not close
-        transport = self._transport
-        if self._chunked and transport is not None and not transport.is_closing():
-            transport.write(_END_OF_BODY)
+        if self._chunked and self._transport is not None:
+            self._writer.write(self._transport, _END_OF_BODY)
+        self._writer.flush()  # What follows on this connection is written by aiohttp.
 
     async def drain(self) -> None:
         """Returns when the client has read most of what was written.

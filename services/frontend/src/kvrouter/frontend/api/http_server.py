@@ -32,6 +32,7 @@ from kvrouter.frontend.api.openai.text_runner import prepare, run_all
 from kvrouter.frontend.api.openai.whole_response import WholeResponse
 from kvrouter.frontend.api.request_fields import requested_rank, with_headers
 from kvrouter.frontend.api.service import FrontendService
+from kvrouter.frontend.api.step_writer import StepWriter
 from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
@@ -75,6 +76,7 @@ class HttpApi:
         self._body_seconds = body_seconds
         self._requests_usage = requests_usage
         self._session: aiohttp.ClientSession | None = None
+        self._writer = StepWriter()
         self._frontend = frontend
         self._registry = registry
         self._metrics = metrics
@@ -244,12 +246,12 @@ class HttpApi:
             await run_all(self._frontend.runner, prepared, whole)
             headers = prepared.frame.headers
             return web.Response(body=whole.body(), headers=headers, content_type="application/json", charset="utf-8")
-        events = EventStream(request)
+        events = EventStream(request, self._writer)
         stream = StreamedResponse(prepared.frame, events)
         return await _streamed(request, events, stream, lambda: run_all(self._frontend.runner, prepared, stream))
 
     async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
-        events = EventStream(request)
+        events = EventStream(request, self._writer)
         stream = CompletionStream(completion_request, events)
         generate, prompt = completion_request.to_generate(), completion_request.prompt.token_ids
         return await _streamed(
