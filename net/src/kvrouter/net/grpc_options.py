@@ -20,6 +20,8 @@ _BOTH = (
     # Detects within 30 s a peer that vanished without closing its connection (a lost host, a partition).
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    # A ping that measures the bandwidth delays those above while it is unanswered, for 60 s by default.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
