@@ -12,7 +12,8 @@ LEAST_MAX_FRAME_BYTES = 1 << 14
 """Size of a frame's payload that every peer accepts."""
 INITIAL_WINDOW_BYTES = (1 << 16) - 1
 """Bytes that may be sent before the receiver allows more."""
-MAX_WINDOW_BYTES = (1 << 31) - 1
+MAX_31_BITS = (1 << 31) - 1
+"""Largest window and largest stream number. As a mask it drops the reserved bit before them."""
 
 ACK = 0x1
 """Flag of SETTINGS and PING."""
@@ -71,7 +72,7 @@ def frame_header(length: int, kind: int, flags: int, stream: int) -> bytes:
 def read_frame_header(buffer: bytes, position: int) -> tuple[int, int, int, int]:
     """Returns the payload's length, the kind, the flags and the stream of the frame at a position."""
     high, low, kind, flags, stream = _HEADER.unpack_from(buffer, position)
-    return high << 8 | low, kind, flags, stream & MAX_WINDOW_BYTES
+    return high << 8 | low, kind, flags, stream & MAX_31_BITS
 
 
 def settings(values: dict[Setting, int]) -> bytes:

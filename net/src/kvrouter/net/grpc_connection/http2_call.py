@@ -20,7 +20,7 @@ from kvrouter.net.grpc_connection.frames import (
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
     LEAST_MAX_FRAME_BYTES,
-    MAX_WINDOW_BYTES,
+    MAX_31_BITS,
     PADDED,
     PREFACE,
     PRIORITY,
@@ -300,7 +300,7 @@ class Http2Call:
             return
         for setting, value in read_settings(payload):
             if setting == Setting.INITIAL_WINDOW_SIZE:
-                if value > MAX_WINDOW_BYTES:
+                if value > MAX_31_BITS:
                     raise Http2Violation(f"received an initial window of {value} bytes, which is too large")
                 self._window += value - self._initial_window
                 self._initial_window = value
@@ -313,16 +313,16 @@ class Http2Call:
     def _take_window(self, stream: int, payload: bytes) -> None:
         if len(payload) != 4:
             raise Http2Violation(f"expected 4 bytes in a window update, received {len(payload)}")
-        more = int.from_bytes(payload, "big") & MAX_WINDOW_BYTES
+        more = int.from_bytes(payload, "big") & MAX_31_BITS
         if stream == 0:
             self._connection_window += more
         elif stream == _STREAM:
             self._window += more
-        if not more or max(self._window, self._connection_window) > MAX_WINDOW_BYTES:
+        if not more or max(self._window, self._connection_window) > MAX_31_BITS:
             raise Http2Violation(f"received a window update of {more} bytes, which is not possible")
 
     def _take_goaway(self, payload: bytes) -> None:
-        last = int.from_bytes(payload[:4], "big") & MAX_WINDOW_BYTES
+        last = int.from_bytes(payload[:4], "big") & MAX_31_BITS
         if last < _STREAM:
             code, details = int.from_bytes(payload[4:8], "big"), payload[8:].decode("utf-8", "replace")
             reason = f"the server takes no calls (error {code}) {details}".rstrip()
