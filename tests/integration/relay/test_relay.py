@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -14,6 +15,8 @@ import zmq.asyncio
 from kvrouter.core import Scope
 from kvrouter.devtools.system.ports import free_port, free_ports
 from kvrouter.net.etcd import connect
+from kvrouter.net.loop_budget import PASS_US
+from kvrouter.publisher.adapters.zmq_events import Batch, Dialect, decode_batch
 from kvrouter.publisher.adapters.zmq_messages import encode_sequence, read_published
 from kvrouter.publisher.zmq_publisher import ZmqPublisher
 from kvrouter.v1.common_pb2 import Tier
@@ -466,3 +469,37 @@ async def test_a_relay_that_listens_for_engines(engine: Engine, beside: Beside) 
         await publisher.send_multipart([b"kv", encode_sequence(0), payload])
         await relay.holds(1)
     context.destroy(linger=0)
+
+
+async def test_the_event_loop_runs_between_a_backlog_of_messages(engine: Engine, beside: Beside) -> None:
+    backlog = 1_000
+    for number in range(backlog):
+        await engine.publish(stored([number + 1], number * BLOCK))
+    in_a_pass = 0
+    async with beside(engine) as relay:
+        applied = 0
+        while applied < backlog:
+            await asyncio.sleep(0)
+            before, applied = applied, int(relay.count("messages_total"))
+            in_a_pass = max(in_a_pass, applied - before)
+    assert in_a_pass <= PASS_US / 100  # At least 100 us are estimated for a message.
+
+
+async def test_a_long_message_is_applied_by_a_thread(
+    engine: Engine, beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders: dict[int, bool] = {}
+
+    def decode(payload: bytes, dialect: Dialect) -> Batch:
+        decoders[len(payload)] = threading.current_thread() is threading.main_thread()
+        return decode_batch(payload, dialect)
+
+    monkeypatch.setattr("kvrouter.relay.rank_relay.decode_batch", decode)
+    async with beside(engine) as relay:
+        await relay.is_connected()
+        await engine.publish(stored([1], 0))
+        await engine.publish(stored(list(range(2, 20_001)), BLOCK, parent=1))
+        await relay.holds(*range(1, 20_001))
+    short, long = sorted(decoders)
+    assert decoders[short]
+    assert not decoders[long]

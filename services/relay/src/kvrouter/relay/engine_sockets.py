@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import structlog
 import zmq
 import zmq.asyncio
+from kvrouter.net.loop_budget import loop_budget
 from kvrouter.publisher.adapters.zmq_messages import (
     EventMessage,
     MalformedMessage,
@@ -32,6 +33,8 @@ HEARTBEAT_MS = 10_000
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})  # noqa: S104 - compared, not listened on
 _QUEUED_MESSAGES = 1024
+_RECEIVE_US = 40
+"""CPU time to receive a message, microseconds. A socket with waiting messages does not return to the loop by itself."""
 _SETTLE_SECONDS = 1.0
 """A publisher sends a new subscriber nothing until the subscription has reached it, shortly after the connection."""
 _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
@@ -165,6 +168,7 @@ class EngineSockets:
             await socket.send_multipart([b"", encode_sequence(first)])
             patience = None if wait_for_engine else self._replay_seconds
             while True:
+                await loop_budget().turn(_RECEIVE_US)
                 try:
                     async with asyncio.timeout(patience):
                         message = read_replayed(await socket.recv_multipart())
@@ -182,6 +186,7 @@ class EngineSockets:
     async def _receive(self) -> None:
         topic = self._endpoints.topic.encode() or None
         while True:
+            await loop_budget().turn(_RECEIVE_US)
             frames = await self._events.recv_multipart()
             try:
                 message = read_published(frames, topic)

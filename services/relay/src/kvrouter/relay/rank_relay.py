@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
 import structlog
+from kvrouter.net.loop_budget import loop_budget
 from kvrouter.publisher.adapters.translation import EventTranslator
 from kvrouter.publisher.adapters.zmq_events import Dialect, UndecodableBatch, decode_batch
 from kvrouter.publisher.adapters.zmq_messages import EventMessage, MalformedMessage
@@ -14,6 +16,13 @@ from kvrouter.relay.engine_sockets import Disconnected, EngineSockets, Reconnect
 from kvrouter.relay.sequence import SequenceTracker, Verdict, check_of, from_position, position_of
 
 log = structlog.get_logger(component="relay")
+
+_MESSAGE_US = 100
+"""CPU time of a small message, microseconds, measured with one event of one block."""
+_BYTES_PER_US = 10
+"""Bytes of events that are decoded and applied in a microsecond."""
+_LOOP_BYTES = 64 << 10
+"""Maximum size of a message that is applied on the event loop; a thread applies longer ones."""
 
 
 @dataclass(slots=True)
@@ -148,7 +157,7 @@ class RankRelay:
                     return
                 if message.sequence != self._tracker.next_sequence:
                     self._lose(message.sequence, "gap")
-        self._apply(message)
+        await self._apply(message)
 
     async def _verify(self) -> None:
         """Compares the engine behind a new connection with the one before: it may be another, with an empty cache."""
@@ -189,19 +198,27 @@ class RankRelay:
 
     async def _apply_replay(self, first: EventMessage | None, rest: AsyncGenerator[EventMessage]) -> None:
         while first is not None:
-            self._apply_replayed(first)
+            await self._apply_replayed(first)
             first = await anext(rest, None)
 
-    def _apply_replayed(self, message: EventMessage) -> None:
+    async def _apply_replayed(self, message: EventMessage) -> None:
         if message.sequence < self._tracker.next_sequence:
             return
         if message.sequence > self._tracker.next_sequence:
             # The engine keeps its newest messages only, and none whose sending failed.
             self._lose(message.sequence, "replay_too_short")
         self.counts.replayed += 1
-        self._apply(message, replayed=True)
+        await self._apply(message, replayed=True)
 
-    def _apply(self, message: EventMessage, *, replayed: bool = False) -> None:
+    async def _apply(self, message: EventMessage, *, replayed: bool = False) -> None:
+        size = len(message.payload)
+        if size > _LOOP_BYTES:
+            await asyncio.to_thread(self._apply_payload, message, replayed=replayed)
+            return
+        await loop_budget().turn(_MESSAGE_US + size // _BYTES_PER_US)
+        self._apply_payload(message, replayed=replayed)
+
+    def _apply_payload(self, message: EventMessage, *, replayed: bool) -> None:
         check = check_of(message.payload)
         self._tracker.applied(message.sequence, check, replayed=replayed)
         self.counts.messages += 1

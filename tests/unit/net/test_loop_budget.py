@@ -1,0 +1,62 @@
+import asyncio
+
+import pytest
+from kvrouter.net.loop_budget import LoopBudget, loop_budget
+
+
+async def _passes(taken: list[int], until: int) -> list[int]:
+    """Returns how much was taken in each pass of the loop, until so much was taken in sum."""
+    passes = []
+    seen = 0
+    while seen < until:
+        await asyncio.sleep(0)
+        passes.append(len(taken) - seen)
+        seen = len(taken)
+    return passes
+
+
+async def test_readers_share_the_work_of_a_pass_in_turn() -> None:
+    budget = LoopBudget(asyncio.get_running_loop(), pass_us=100)
+    taken: list[int] = []
+
+    async def read(reader: int) -> None:
+        for _ in range(10):
+            await budget.turn(10)
+            taken.append(reader)
+
+    async with asyncio.TaskGroup() as group:
+        passes = group.create_task(_passes(taken, until=400))
+        for reader in range(40):
+            group.create_task(read(reader))
+    assert max(passes.result()) <= 10
+    # The first reader used up the first pass. From then on each waits for all others between two turns of its own.
+    assert sorted(taken[10:49]) == list(range(1, 40))
+
+
+async def test_work_beyond_a_pass_gets_one_of_its_own() -> None:
+    budget = LoopBudget(asyncio.get_running_loop(), pass_us=100)
+    order: list[str] = []
+
+    async def read(name: str, cost: int) -> None:
+        await budget.turn(cost)
+        order.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name, cost in (("small", 60), ("large", 1_000), ("next", 60)):
+            group.create_task(read(name, cost))
+    assert order == ["small", "large", "next"]
+
+
+async def test_a_cancelled_reader_takes_no_turn() -> None:
+    budget = LoopBudget(asyncio.get_running_loop(), pass_us=100)
+    first, cancelled = (asyncio.create_task(budget.turn(100)) for _ in range(2))
+    await first
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    async with asyncio.timeout(10):
+        await budget.turn(100)
+
+
+async def test_a_loop_has_one_budget() -> None:
+    assert loop_budget() is loop_budget()
