@@ -29,6 +29,7 @@ from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.nats_connection import NatsMetrics
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.callers import CallerMetrics
+from kvrouter.runtime.telemetry.event_loop import EventLoopMetrics
 from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
@@ -77,6 +78,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     metered_quarantine(every)
     CallStreamMetrics(every)
     TlsMetrics(every, None)
+    EventLoopMetrics(every)
     CallerMetrics(every, list)
     bounds_of(every)
     TracingMetrics(every)

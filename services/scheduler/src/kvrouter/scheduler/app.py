@@ -206,7 +206,6 @@ def _show_sizes(
     overload: OverloadDetector,
 ) -> None:
     """Connects the size metrics to the objects that they measure, which are read when the metrics are scraped."""
-    metrics.loop_lateness.set_function(lambda: overload.late_ms / 1e3)
     metrics.behind.set_function(lambda: overload.behind)
     metrics.bookings.set_function(lambda: len(booking_table))
     metrics.sessions.set_function(lambda: booking_leases.sessions)

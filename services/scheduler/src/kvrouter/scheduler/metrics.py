@@ -46,11 +46,6 @@ class SchedulerMetrics:
             buckets=_QUEUED_SECONDS,
             registry=registry,
         )
-        self.loop_lateness = Gauge(
-            "kvrouter_scheduler_loop_lateness_seconds",
-            "Mean lateness of the event loop.",
-            registry=registry,
-        )
         self.behind = Gauge(
             "kvrouter_scheduler_sharding_advised",
             "1 while clients are advised to shard requests over all Schedulers.",

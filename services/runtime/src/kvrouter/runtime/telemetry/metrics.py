@@ -6,6 +6,7 @@ test starts with an empty registry.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,7 @@ from aiohttp import web
 from kvrouter import core
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
+from kvrouter.runtime.telemetry.event_loop import EventLoopMetrics
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.telemetry.tls import TlsMetrics
 from kvrouter.runtime.version import VERSION
@@ -87,6 +89,18 @@ async def serving_ops(
         BindFailed: the port is in use or the address is not one of this machine's.
     """
     TlsMetrics(registry, tls)
+    event_loop = asyncio.create_task(EventLoopMetrics(registry).run(), name="event-loop-metrics")
+    try:
+        async with _serving(bind, registry, health, header_seconds=header_seconds, tls=tls) as bound:
+            yield bound
+    finally:
+        event_loop.cancel()
+
+
+@asynccontextmanager
+async def _serving(
+    bind: str, registry: CollectorRegistry, health: HealthBoard, *, header_seconds: float, tls: Tls | None
+) -> AsyncIterator[str]:
     if not bind:
         yield ""
         return

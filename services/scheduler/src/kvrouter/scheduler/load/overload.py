@@ -7,11 +7,7 @@ overloaded Scheduler stays so until the mean is below half of the limit.
 
 from __future__ import annotations
 
-import asyncio
-import time
-
-PERIOD_S = 0.1
-"""Interval between two measurements, seconds."""
+from kvrouter.runtime.telemetry.event_loop import PERIOD_S, lateness
 
 SECONDS = 2.0
 """Time constant of the mean, seconds."""
@@ -34,13 +30,11 @@ class OverloadDetector:
 
     def sample(self, late_seconds: float) -> None:
         """Adds a measurement: a turn of the event loop came this many seconds late."""
-        self.late_ms += (max(0.0, late_seconds) * 1e3 - self.late_ms) * PERIOD_S / SECONDS
+        self.late_ms += (late_seconds * 1e3 - self.late_ms) * PERIOD_S / SECONDS
         limit = self._limit_ms / 2 if self.behind else self._limit_ms
         self.behind = bool(self._limit_ms) and self.late_ms > limit
 
     async def run(self) -> None:
         """Measures until cancelled."""
-        while True:
-            due = time.monotonic() + PERIOD_S
-            await asyncio.sleep(PERIOD_S)
-            self.sample(time.monotonic() - due)
+        async for seconds in lateness():
+            self.sample(seconds)
