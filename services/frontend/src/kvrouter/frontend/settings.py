@@ -173,8 +173,8 @@ class FrontendSettings(RoutingSettings):
     max_work: float = Field(
         default=0.0,
         ge=0,
-        description="Most work of a model's running requests in each process, in multiples of the KV cache of its "
-        "workers; 0 for no limit.",
+        description="Most work of a model's running requests in each process, in multiples of the KV cache, and of the "
+        "requests at once, of its workers; 0 for no limit.",
     )
     api_keys: str = Field(
         default="",

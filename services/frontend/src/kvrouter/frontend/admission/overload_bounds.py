@@ -1,22 +1,25 @@
 """Admits requests by their number, the size of their prompts, and the work that they are for their model's workers.
 
     work of a request = prompt tokens + min(maximum output tokens, mean output tokens of the model)
-    bound of a model  = max_work * KV cache of its workers, tokens
+    bounds of a model = max_work * KV cache of its workers, tokens of work
+                        max_work * slots of its ranks, requests
 
 The mean is that of the last requests that ended (EWMA), so that a high ``max_tokens`` does not count in full. Prefixes
-that requests share are counted in each: with long shared prefixes the bound must be higher. Without a known size of the
-KV cache there is no bound of work.
+that requests share are counted in each: with long shared prefixes the bound must be higher. Slots are the requests
+that ranks run at once (``max_sequences``), without those of prefill workers, which a request leaves after its prompt. A
+bound does not apply while the size of the KV cache of a worker, or the slots of a rank, are unknown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import Overloaded
 from kvrouter.runtime.fair_bound import FairBound
+from kvrouter.v1.common_pb2 import Role
 from prometheus_client import CollectorRegistry, Counter
 
 _FIRST_OUTPUT_TOKENS = 256.0
@@ -33,7 +36,7 @@ class OverloadLimits:
     requests: int
     prompt_bytes: int
     work: float
-    """Work of a model in multiples of the KV cache of its workers."""
+    """Work of a model in multiples of the KV cache, and of the slots, of its workers."""
 
 
 class CountedRequest:
@@ -52,13 +55,17 @@ class CountedRequest:
         """Ends the request; ``output_tokens`` is 0 if it had no output."""
         self._bounds.end(self._tenant, self._bytes)
         self._model.work.remove(self._tenant, self._work)
+        self._model.slots.remove(self._tenant, 1)
         if output_tokens:
             self._model.mean_output += _SMOOTHING * (output_tokens - self._model.mean_output)
 
 
 @dataclass(slots=True)
 class _Model:
-    work: FairBound
+    work: FairBound = field(default_factory=lambda: FairBound(0.0))
+    """Tokens of KV cache."""
+    slots: FairBound = field(default_factory=lambda: FairBound(0.0))
+    """Requests."""
     mean_output: float = _FIRST_OUTPUT_TOKENS
 
 
@@ -101,8 +108,10 @@ class OverloadBounds:
         name = views[0].descriptor.model
         model = self._models.get(name)
         if model is None:
-            model = self._models[name] = _Model(FairBound(0.0))
-        model.work.most = self._limits.work * _cache_tokens(views) if self._limits.work else 0.0
+            model = self._models[name] = _Model()
+        if self._limits.work:
+            model.work.most = self._limits.work * _cache_tokens(views)
+            model.slots.most = self._limits.work * _slots(views)
         size = prompt_tokens * _TOKEN_BYTES
         work = prompt_tokens + min(max_output_tokens or model.mean_output, model.mean_output)
         if not self._requests.try_add(tenant, weight, 1):
@@ -110,7 +119,10 @@ class OverloadBounds:
         if not self._prompt_bytes.try_add(tenant, weight, size):
             self._requests.remove(tenant, 1)
             raise self._refusal("prompt_bytes", "this Frontend has no room for further prompts")
-        if not model.work.try_add(tenant, weight, work):
+        has_slot = model.slots.try_add(tenant, weight, 1)
+        if not has_slot or not model.work.try_add(tenant, weight, work):
+            if has_slot:
+                model.slots.remove(tenant, 1)
             self.end(tenant, size)
             raise self._refusal("work", "the workers of the model have more work than they can finish in time")
         return CountedRequest(self, model, tenant, size, work)
@@ -121,10 +133,9 @@ class OverloadBounds:
         self._prompt_bytes.remove(tenant, size)
 
     def _highest_work_share(self) -> float:
-        """Returns the part of its bound that the model with most work has in use, 0 to about 1."""
-        return max(
-            (model.work.used / model.work.most for model in self._models.values() if model.work.most), default=0.0
-        )
+        """Returns the part of its fuller bound that the model with most work has in use, 0 to about 1."""
+        bounds = [bound for model in self._models.values() for bound in (model.work, model.slots)]
+        return max((bound.used / bound.most for bound in bounds if bound.most), default=0.0)
 
     def _refusal(self, bound: str, message: str) -> Overloaded:
         self._refused.labels(bound=bound).inc()
@@ -140,3 +151,15 @@ def _cache_tokens(views: Sequence[ComponentView]) -> int:
         for rank in worker.ranks
     ]
     return sum(caches) if all(caches) else 0
+
+
+def _slots(views: Sequence[ComponentView]) -> int:
+    """Returns the requests that the ranks run at once, without prefill workers; 0 if the number is not known of one."""
+    slots = [
+        worker.max_sequences
+        for view in views
+        if view.descriptor.role != Role.ROLE_PREFILL
+        for worker in view.workers.values()
+        for _ in worker.ranks
+    ]
+    return sum(slots) if all(slots) else 0
