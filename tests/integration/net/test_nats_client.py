@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from kvrouter.net.loop_budget import PASS_US
 from kvrouter.net.nats_client import TolerantClient
 from nats.aio.msg import Msg
 
@@ -34,3 +35,30 @@ async def test_a_request_that_is_cancelled_together_with_its_reply_is_cancelled(
         assert cancelled == [asking]
     finally:
         await client.close()
+
+
+async def test_messages_that_were_read_together_are_handled_over_several_passes(nats_url: str) -> None:
+    client, publisher = TolerantClient(), TolerantClient()
+    await client.connect(nats_url)
+    await publisher.connect(nats_url)
+    received = 0
+
+    async def take(_: Msg) -> None:
+        nonlocal received
+        received += 1
+
+    try:
+        await client.subscribe("flood", cb=take)
+        await client.flush()
+        for _ in range(2_000):
+            await publisher.publish("flood", b"")
+        in_a_pass = 0
+        while received < 2_000:
+            before = received
+            await asyncio.sleep(0)
+            in_a_pass = max(in_a_pass, received - before)
+    finally:
+        await client.close()
+        await publisher.close()
+    # At least 50 us are estimated for a message, and two counts may be up to two passes apart.
+    assert in_a_pass <= 2 * PASS_US / 50

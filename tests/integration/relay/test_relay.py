@@ -482,7 +482,8 @@ async def test_the_event_loop_runs_between_a_backlog_of_messages(engine: Engine,
             await asyncio.sleep(0)
             before, applied = applied, int(relay.count("messages_total"))
             in_a_pass = max(in_a_pass, applied - before)
-    assert in_a_pass <= PASS_US / 100  # At least 100 us are estimated for a message.
+    # At least 100 us are estimated for a message, and two counts may be up to two passes apart.
+    assert in_a_pass <= 2 * PASS_US / 100
 
 
 async def test_a_long_message_is_applied_by_a_thread(

@@ -6,6 +6,9 @@ password. This one connects again.
 The library decodes subjects and headers in its read loop and stops reading if that fails. The connection then receives
 nothing until its pings time out, and a redelivered stream message stops it again.
 
+The library delivers all that it has read before other tasks run. This client takes a turn of the event loop for each
+message.
+
 Of headers it parses only those that begin with a status of the server. kvrouter reads no others, and to parse the id
 and the stream that come with each event took longer than to apply the event.
 """
@@ -17,11 +20,15 @@ import ssl
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+from kvrouter.net.loop_budget import loop_budget
 from kvrouter.net.nats_access import NatsAccess
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error, SecureConnRequiredError
 
+_MESSAGE_US = 50
+"""CPU time to receive and handle a small message, microseconds."""
+_BYTES_PER_US = 100
 _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
 _STATUS_LINE = b"NATS/1.0 "
@@ -91,6 +98,10 @@ class TolerantClient(Client):
         error = _typed(err_msg)
         await self._error_cb(error)
         await self._process_op_err(error)
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        await loop_budget().turn(_MESSAGE_US + len(data) // _BYTES_PER_US)
+        await super()._process_msg(sid, subject, reply, data, headers)
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         if headers is None or not headers.startswith(_STATUS_LINE):

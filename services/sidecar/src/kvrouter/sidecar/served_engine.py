@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 import aiohttp
 import structlog
+from kvrouter.net.loop_budget import loop_budget
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.sidecar.engines.api import EngineApi, EngineCall
@@ -22,6 +23,9 @@ from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 log = structlog.get_logger(component="sidecar")
 
 _EVENT_STREAM = "text/event-stream"
+_CHUNK_US = 60
+"""CPU time to pass on a chunk with one event, microseconds."""
+_BYTES_PER_US = 8
 
 
 class ServedEngine:
@@ -163,5 +167,6 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
         return
     stream = EventStream()
     async for received in response.content.iter_any():
+        await loop_budget().turn(_CHUNK_US + len(received) // _BYTES_PER_US)
         for data in stream.feed(received):
             yield data

@@ -17,7 +17,7 @@ class EventStream:
     """Collects the events of one response."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._data: list[bytes] = []
         self._size = 0
 
@@ -27,10 +27,12 @@ class EventStream:
         Raises:
             EventTooLarge: an event exceeds 64 MiB.
         """
-        *lines, self._rest = (self._rest + received).split(b"\n")
+        # Only complete lines are joined, so that a long line costs no copy for each of its parts.
+        *complete, rest = received.split(b"\n")
         events = []
-        for line in lines:
-            line = line.removesuffix(b"\r")
+        for part in complete:
+            line = (bytes(self._rest) + part).removesuffix(b"\r")
+            self._rest.clear()
             if line.startswith(b"data:"):
                 data = line[5:].removeprefix(b" ")
                 self._data.append(data)
@@ -39,6 +41,7 @@ class EventStream:
                 events.append(b"\n".join(self._data))
                 self._data = []
                 self._size = 0
+        self._rest += rest
         if self._size + len(self._rest) > _MOST_BYTES:
             raise EventTooLarge(f"expected events of at most {_MOST_BYTES} bytes")
         return events
