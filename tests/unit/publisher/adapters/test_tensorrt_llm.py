@@ -119,6 +119,33 @@ def test_a_block_moves_between_device_and_host() -> None:
     assert trt.engine.rank.stats().blocks == 0
 
 
+def test_a_block_moves_to_disk() -> None:
+    trt = Trt()
+    trt.emit(stored(block(1, tokens(0, 1), level=1)), updated(1, 1, 2))
+    assert trt.engine.rank.is_resident(1, tier=Tier.TIER_DISK)
+    assert not trt.engine.rank.is_resident(1, tier=HOST)
+    trt.emit(removed(1))
+    assert trt.engine.rank.stats().blocks == 0
+    assert not trt.left_out
+
+
+def test_a_block_leaves_its_tier_for_an_unknown_level() -> None:
+    trt = Trt()
+    trt.emit(stored(block(1, tokens(0, 1))), updated(1, 0, 9))
+    assert trt.overlap(1) == 0
+    assert trt.left_out == {"unknown_cache_level": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "adapter"), [({"lora_name": "law"}, "law"), ({"lora_id": 7}, "poems"), ({"lora_id": 8}, "8")]
+)
+def test_adapters_that_blocks_name(fields: dict[str, Any], adapter: str) -> None:
+    trt = Trt(lora_names={7: "poems"})
+    trt.emit(stored(block(1, tokens(0, 1), **fields)))
+    assert trt.overlap(1) == 0
+    assert trt.overlap(1, scope=Scope(lora_name=adapter)) == 1
+
+
 def test_blocks_of_one_event_in_two_tiers() -> None:
     trt = Trt()
     trt.emit(CREATED, stored(block(1, tokens(0, 1), level=1), block(2, tokens(4, 1)), block(3, tokens(8, 1), level=1)))

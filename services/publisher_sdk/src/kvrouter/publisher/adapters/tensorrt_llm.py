@@ -31,7 +31,7 @@ from kvrouter.v1.common_pb2 import Tier
 
 log = get_logger(__name__)
 
-_TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST)
+_TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK)
 """Tiers by cache level."""
 
 
@@ -160,7 +160,7 @@ class TensorRtLlmEvents:
         scope = None
         if parent is None:
             tenant, salt = split_salt(str(full[0].get("cache_salt") or "") if full else "")
-            scope = Scope(lora_name=self._adapter(data), cache_salt=salt, tenant=tenant)
+            scope = Scope(lora_name=self._adapter(data, full), cache_salt=salt, tenant=tenant)
         # Blocks of one event may be in different tiers.
         while full:
             tier = _tier(full[0].get("cache_level", 0))
@@ -199,16 +199,24 @@ class TensorRtLlmEvents:
         if not level or level["old_value"] == level["new_value"]:
             return
         engine_hash = _hash(data["block_hash"])
-        old, new = _tier(level["old_value"]), _tier(level["new_value"])
-        if engine_hash not in rank.partial_blocks and rank.publisher.is_resident(engine_hash, tier=old):
-            rank.publisher.stored_known([engine_hash], tier=new)
-            rank.publisher.removed([engine_hash], tier=old)
+        old = _tier(level["old_value"])
+        if engine_hash in rank.partial_blocks or not rank.publisher.is_resident(engine_hash, tier=old):
+            return
+        # It leaves its tier, even for a level that is not known.
+        if level["new_value"] in range(len(_TIERS)):
+            rank.publisher.stored_known([engine_hash], tier=_tier(level["new_value"]))
+        else:
+            self.left_out["unknown_cache_level"] += 1
+        rank.publisher.removed([engine_hash], tier=old)
 
-    def _adapter(self, data: Mapping[str, Any]) -> str:
-        if data.get("lora_name"):
-            return str(data["lora_name"])
-        number = data.get("lora_id")
-        return self._lora_names.get(number, str(number)) if number else ""
+    def _adapter(self, data: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the LoRA adapter of an event, which versions of the engine name in the event or in its blocks."""
+        for source in (data, *blocks[:1]):
+            if source.get("lora_name"):
+                return str(source["lora_name"])
+            if number := source.get("lora_id"):
+                return self._lora_names.get(number, str(number))
+        return ""
 
 
 def _kind(data: Mapping[str, Any]) -> str:
@@ -241,7 +249,7 @@ def _hash(value: int | str) -> int:
 
 
 def _tier(level: int) -> Tier:
-    if level not in (0, 1):
+    if level not in range(len(_TIERS)):
         raise _LeftOut("unknown_cache_level")
     return _TIERS[level]
 
