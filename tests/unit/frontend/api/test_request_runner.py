@@ -53,6 +53,7 @@ async def run(
     max_tokens: int = 1,
     access: Access | None = None,
     bounds: OverloadBounds | None = None,
+    quotas: Quotas | None = None,
 ) -> None:
     """Runs a request at a Frontend that sees two pools."""
     pools = {view.name: view for view in (pool("short"), pool("long", max_model_len=200))}
@@ -68,7 +69,8 @@ async def run(
         admission=RequestAdmission(access, bounds),
     )
     request = FrontendServiceGenerateRequest(model="m", stop_conditions=StopConditions(max_tokens=max_tokens))
-    with acting_for(Caller("caller", limits=RateLimits(tokens_per_minute=50.0))):
+    caller = Caller("caller", limits=RateLimits(tokens_per_minute=50.0))
+    with acting_for(caller, None if quotas is None else quotas.admit(caller, 0)):
         await runner.run(request, bytes(4 * tokens), unused, deadline=Deadline.after(1))
 
 
@@ -99,11 +101,10 @@ async def test_no_scheduler_is_asked_about_a_request_beyond_its_callers_limit() 
     keys: Any = None
     quotas = Quotas(LimitTable())
     access = Access(keys, None, Refusals(CollectorRegistry()), quotas)
-    running = quotas.admit(Caller("caller", limits=RateLimits(tokens_per_minute=50.0)), 45)
+    quotas.admit(Caller("caller", limits=RateLimits(tokens_per_minute=50.0)), 0).add_sequence(45)
     with pytest.raises(RateLimited):
-        await run(schedulers, access=access)
+        await run(schedulers, access=access, quotas=quotas)
     assert schedulers.asked == 0
-    running.end(0)
 
 
 async def test_a_request_that_only_one_pool_takes_goes_there_unasked() -> None:

@@ -6,12 +6,12 @@ decides otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from kvrouter.frontend.access.api_keys import ApiKeys
-from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller
+from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
 from kvrouter.frontend.access.credentials import credential_of
 from kvrouter.frontend.access.quotas import Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals
@@ -34,6 +34,10 @@ _CLIENT_METHODS = frozenset(
         "FindOverlaps",
     )
 )
+_COUNTED_METHODS = frozenset(
+    f"{_SERVICE}{name}" for name in ("Generate", "BestWorker", "PotentialLoads", "KeepSession", "FindOverlaps")
+)
+"""Calls that count against the limits of their caller. The others cost no more than to refuse them, or end work."""
 _CLIENT_PATHS = "/v1/"
 """Beginning of the HTTP paths of clients; others need the role admin."""
 _MODELS_PATH = "/v1/models"
@@ -41,6 +45,11 @@ _ENGINE_PATHS = frozenset(
     f"/v1/{name}" for name in ("completions", "chat/completions", "responses", "messages", "embeddings")
 )
 """Paths of engines that run a model."""
+
+
+_MAX_DIGITS = 12
+TOKEN_BYTES = 4
+"""Bytes of a request that stand for a token until its tokens are known: the typical length of one."""
 
 
 class Access:
@@ -62,41 +71,44 @@ class Access:
         self._tokens = tokens
         self._refusals = refusals
 
-    def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[None]:
-        """Authenticates a gRPC call; see ``kvrouter.runtime.rpc.Guard``.
+    def admit(self, method: str, metadata: Metadata, size: int) -> AbstractContextManager[None]:
+        """Authenticates a gRPC call; see ``kvrouter.runtime.rpc.Guard``. Its context begins if a limit permits it.
 
         Raises:
             Unauthenticated, PermissionDenied.
         """
         caller = self.authenticate(metadata, method)
         self.require_role(caller, method, is_client_call=method in _CLIENT_METHODS)
+        if method in _COUNTED_METHODS:
+            return _Counted(self, caller, method, size)
         return acting_for(caller)
 
-    def admit_http(self, method: str, path: str, headers: Iterable[tuple[str, str]]) -> AbstractContextManager[None]:
-        """Authenticates an HTTP request and returns a context in which it runs.
-
-        Raises:
-            Unauthenticated, PermissionDenied.
-        """
+    def admit_http(self, method: str, path: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Does the same for an HTTP request, whose body has not been read."""
         call = f"{method} {path[:128]}"
-        caller = self.authenticate(headers, call)
+        caller = self.authenticate(headers.items(), call)
         self.require_role(caller, call, is_client_call=path.startswith(_CLIENT_PATHS))
+        if path in _ENGINE_PATHS:
+            return _Counted(self, caller, call, _content_length(headers))
         return acting_for(caller)
 
-    def admit_to_engine(self, path: str, headers: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Authenticates a request that a gateway passes on to an engine; returns the caller.
+    def admit_to_engine(self, path: str, headers: Sequence[tuple[str, str]]) -> tuple[Caller, Grant | None]:
+        """Admits a request that a gateway passes on to an engine.
 
+        Returns its caller and its part of the caller's limits, which must end; None for a path that runs no model.
         Engines have administrative calls too, so only the paths that run a model are a client's.
 
         Raises:
             Unauthenticated, PermissionDenied.
+            RateLimited: a limit of the caller's key or tenant is reached.
         """
         path = path.partition("?")[0]
         call = f"engine {path[:128]}"
         caller = self.authenticate(headers, call)
+        runs_model = path in _ENGINE_PATHS
         lists_models = path == _MODELS_PATH and caller.models is None
-        self.require_role(caller, call, is_client_call=path in _ENGINE_PATHS or lists_models)
-        return caller
+        self.require_role(caller, call, is_client_call=runs_model or lists_models)
+        return caller, self.grant(caller, call, _content_length(dict(headers))) if runs_model else None
 
     def authenticate(self, headers: Iterable[tuple[str, str | bytes]], call: str) -> Caller:
         """Returns the caller whose credential the headers have.
@@ -155,23 +167,32 @@ class Access:
             self.refuse(broken.why, broken, caller=caller, call=call)
         return caller
 
-    def grant(self, tokens: int, call: str, caller: Caller | None = None) -> Grant:
-        """Admits a request of a caller, by default the current one, within its limits.
+    def grant(self, caller: Caller, call: str, size: int) -> Grant:
+        """Admits a request within the limits of its caller. ``size`` of it in bytes gives an estimate of its tokens.
 
-        Args:
-            tokens: Estimate of its prompt and output tokens.
-            call: The call, for logs.
-            caller: The caller.
+        Raises:
+            RateLimited: a limit of its key or tenant is reached.
+        """
+        try:
+            return self._quotas.admit(caller, size // TOKEN_BYTES)
+        except LimitReached as reached:
+            self.refuse(reached.why, reached, caller=caller, call=call)
+
+    def count(self, tokens: int, call: str, *, passes_empty: bool = True) -> Grant:
+        """Counts a sequence of the request that runs in this task; see ``Grant.add_sequence``. Returns its grant.
 
         Raises:
             Unauthenticated: there is no caller.
             RateLimited: a limit of its key or tenant is reached.
         """
-        caller = caller or self.caller()
+        caller = self.caller()
+        grant = current_grant()
+        assert grant is not None, "a call that counts is admitted as such"  # noqa: S101
         try:
-            return self._quotas.admit(caller, tokens)
+            grant.add_sequence(tokens, passes_empty=passes_empty)
         except LimitReached as reached:
             self.refuse(reached.why, reached, caller=caller, call=call)
+        return grant
 
     def refuse(self, why: RefusalReason, error: KvRouterError, *, caller: Caller, call: str) -> NoReturn:
         """Counts and logs a refusal, and raises its error."""
@@ -182,3 +203,30 @@ class Access:
     def isolates_tenants(self) -> bool:
         """Whether any tenant's cache is isolated."""
         return any(tenant.isolated for tenant in self._keys().tenants.values())
+
+
+class _Counted:
+    """The context of a call that counts against the limits of its caller while it lasts."""
+
+    __slots__ = ("_access", "_acting", "_call", "_caller", "_grant", "_size")
+
+    def __init__(self, access: Access, caller: Caller, call: str, size: int) -> None:
+        self._access = access
+        self._caller = caller
+        self._call = call
+        self._size = size
+
+    def __enter__(self) -> None:
+        self._grant = self._access.grant(self._caller, self._call, self._size)
+        self._acting = acting_for(self._caller, self._grant)
+        self._acting.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._acting.__exit__()
+        self._grant.end()
+
+
+def _content_length(headers: Mapping[str, str]) -> int:
+    """Returns the declared size of a body; 0 if none is declared, so that it is known only while the body is read."""
+    declared = headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() and len(declared) < _MAX_DIGITS else 0

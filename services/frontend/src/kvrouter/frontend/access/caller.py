@@ -6,6 +6,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvrouter.frontend.access.quotas import Grant
 
 
 class Role(StrEnum):
@@ -58,29 +62,46 @@ class Caller:
         """Tenant in the scope of its blocks; empty if it shares them with callers of other tenants."""
         return self.tenant if self.isolated else ""
 
+    @property
+    def share_holder(self) -> str:
+        """Who has a share of what is not enough for all: its tenant, or itself if it has none."""
+        return self.tenant or f"key {self.name}"
+
     def may_use(self, model: str) -> bool:
         """Returns whether the caller may use a model or adapter."""
         return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)
 
 
-_CALLER: ContextVar[Caller | None] = ContextVar("kvrouter_caller", default=None)
+class _Call(NamedTuple):
+    caller: Caller
+    grant: Grant | None
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("kvrouter_call", default=None)
 
 
 def current_caller() -> Caller | None:
     """Returns the caller of the call that runs in this task; None if none was authenticated."""
-    return _CALLER.get()
+    call = _CALL.get()
+    return None if call is None else call.caller
+
+
+def current_grant() -> Grant | None:
+    """Returns what the call that runs in this task takes of its caller's limits; None if nothing is limited."""
+    call = _CALL.get()
+    return None if call is None else call.grant
 
 
 class acting_for:  # noqa: N801 - used as a function; a generator would take three times as long
     """Makes ``caller`` the current one while the context lasts, in tasks that are started meanwhile too."""
 
-    __slots__ = ("_caller", "_token")
+    __slots__ = ("_call", "_token")
 
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
+    def __init__(self, caller: Caller, grant: Grant | None = None) -> None:
+        self._call = _Call(caller, grant)
 
     def __enter__(self) -> None:
-        self._token = _CALLER.set(self._caller)
+        self._token = _CALL.set(self._call)
 
     def __exit__(self, *_: object) -> None:
-        _CALLER.reset(self._token)
+        _CALL.reset(self._token)

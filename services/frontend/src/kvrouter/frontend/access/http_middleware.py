@@ -1,4 +1,4 @@
-"""Authenticates the requests of the HTTP API before their bodies are read."""
+"""Authenticates the requests of the HTTP API, and holds them to their callers' limits, before their bodies are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def authenticated(access: Access, open_paths: Set[str]) -> Any:
     ) -> web.StreamResponse:
         if request.path in open_paths:
             return await handler(request)
-        with access.admit_http(request.method, request.path, request.headers.items()):
+        with access.admit_http(request.method, request.path, request.headers):
             return await handler(request)
 
     return authenticate

@@ -128,13 +128,13 @@ class LimitTable:
     def _row_of_running(self, row: int) -> memoryview[int]:
         return self._words[row + _RUNNING : row + self._width]
 
-    def begin(self, row: int) -> None:
-        """Counts a running request of this process."""
-        self._words[row + self._own] += 1
+    def begin(self, row: int, requests: int = 1) -> None:
+        """Counts running requests of this process."""
+        self._words[row + self._own] += requests
 
-    def end(self, row: int) -> None:
-        """Ends a running request of this process."""
-        self._words[row + self._own] -= 1
+    def end(self, row: int, requests: int = 1) -> None:
+        """Ends running requests of this process."""
+        self._words[row + self._own] -= requests
 
     def _drained(self, row: int, rate: int, per_second: float) -> float:
         since = max(0.0, self._clock() - self._reals[row + rate + 1])

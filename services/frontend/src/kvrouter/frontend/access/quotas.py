@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from kvrouter.frontend.access.caller import Caller, RateLimits
 from kvrouter.frontend.access.limit_table import REQUESTS, TOKENS, LimitTable
@@ -16,6 +17,14 @@ _RETRY_SECONDS = 1.0
 """Time after which to retry a request beyond the concurrency: when another one ends is not known."""
 
 
+class _Subject(NamedTuple):
+    """A key or tenant with limits."""
+
+    name: str
+    row: int
+    limits: RateLimits
+
+
 class LimitReached(RateLimited):
     """A limit of the caller's key or tenant is reached."""
 
@@ -25,23 +34,57 @@ class LimitReached(RateLimited):
 
 
 class Grant:
-    """An admitted request. End it once."""
+    """What one request takes of its caller's limits, from its arrival to its end.
 
-    __slots__ = ("_quotas", "_subjects", "_tokens")
+    It counts as one running request with an estimate of its tokens, until its prompts are known. Then each of its
+    sequences is a request with its own tokens.
+    """
 
-    def __init__(self, quotas: Quotas, subjects: tuple[tuple[int, RateLimits], ...], tokens: int) -> None:
+    __slots__ = ("_estimate", "_has_sequences", "_quotas", "_running", "_subjects")
+
+    def __init__(self, quotas: Quotas, subjects: tuple[_Subject, ...], estimate: float) -> None:
         self._quotas = quotas
         self._subjects = subjects
-        self._tokens = tokens
+        self._estimate = estimate
+        self._running = 1
+        self._has_sequences = False
 
-    def end(self, tokens: int | None = None) -> None:
-        """Ends the request.
+    def estimate(self, tokens: int) -> None:
+        """Replaces the estimate, of which more is known now. If it exceeds the limit, further requests wait."""
+        if not self._subjects:
+            return
+        estimate = self._quotas.countable(self._subjects, tokens)
+        self._quotas.give_back(self._subjects, self._estimate - estimate)
+        self._estimate = estimate
+
+    def add_sequence(self, tokens: int, *, passes_empty: bool = True) -> None:
+        """Counts the tokens of a sequence. Those of the first one replace the estimate.
 
         Args:
-            tokens: Prompt and output tokens that it had; None if they are not known, and the estimate stands.
+            tokens: Prompt and maximum output tokens.
+            passes_empty: Whether more than the tokens of a minute fit if none are used.
+
+        Raises:
+            LimitReached: a limit is reached; nothing of the sequence is counted then.
         """
-        if self._subjects:
-            self._quotas.end(self._subjects, 0 if tokens is None else self._tokens - tokens)
+        if not self._subjects:
+            return
+        self._quotas.give_back(self._subjects, self._estimate)
+        self._estimate = 0.0
+        further = int(self._has_sequences)
+        self._quotas.take(self._subjects, further, tokens, passes_empty=passes_empty)
+        self._has_sequences = True
+        self._running += further
+
+    def end_sequence(self, unused_tokens: int) -> None:
+        """Gives the tokens back that a sequence did not use."""
+        self._quotas.give_back(self._subjects, unused_tokens)
+
+    def end(self) -> None:
+        """Ends the request. Tokens that are only estimated are given back."""
+        subjects, self._subjects = self._subjects, ()
+        if subjects:
+            self._quotas.end(subjects, self._running, self._estimate)
 
 
 class Quotas:
@@ -56,7 +99,7 @@ class Quotas:
 
         Args:
             caller: Who makes it.
-            tokens: Estimate of its prompt and output tokens.
+            tokens: Estimate of its prompt tokens.
 
         Raises:
             LimitReached: a limit is reached; nothing is counted then.
@@ -64,45 +107,83 @@ class Quotas:
         if caller.limits.limits_nothing and caller.tenant_limits.limits_nothing:
             return self._unlimited
         both = (f"key {caller.name}", caller.limits), (f"tenant {caller.tenant}", caller.tenant_limits)
-        named = [(name, limits) for name, limits in both if not limits.limits_nothing]
+        subjects = tuple(
+            _Subject(name, self._table.row(name), limits) for name, limits in both if not limits.limits_nothing
+        )
+        estimate = self.countable(subjects, tokens)
+        self.take(subjects, 1, estimate)
+        return Grant(self, subjects, estimate)
+
+    def countable(self, subjects: tuple[_Subject, ...], tokens: int) -> float:
+        """Returns how many tokens of an estimate count.
+
+        It is at most the half of a minute's tokens: images take far more bytes than tokens, and a request that is
+        larger than the tokens of a minute would wait until none are used.
+        """
+        return min(
+            [
+                tokens,
+                *(each.limits.tokens_per_minute / 2 for each in subjects if each.limits.tokens_per_minute is not None),
+            ]
+        )
+
+    def take(self, subjects: tuple[_Subject, ...], requests: int, tokens: float, *, passes_empty: bool = True) -> None:
+        """Counts running requests and tokens.
+
+        Raises:
+            LimitReached: a limit is reached; nothing is counted then.
+        """
         table = self._table
-        subjects = tuple((table.row(name), limits) for name, limits in named)
         with table.locked():
-            for (name, limits), (row, _) in zip(named, subjects, strict=True):
-                self._check(name, row, limits, tokens)
-            for row, limits in subjects:
-                table.begin(row)
-                if limits.requests_per_second is not None:
-                    table.add(row, REQUESTS, 1.0, limits.requests_per_second)
+            for subject in subjects:
+                self._check(subject, requests, tokens, passes_empty=passes_empty)
+            for _, row, limits in subjects:
+                table.begin(row, requests)
+                if requests and limits.requests_per_second is not None:
+                    table.add(row, REQUESTS, requests, limits.requests_per_second)
                 if limits.tokens_per_minute is not None:
                     table.add(row, TOKENS, tokens, limits.tokens_per_minute / _MINUTE_SECONDS)
-        return Grant(self, subjects, tokens)
 
-    def end(self, subjects: tuple[tuple[int, RateLimits], ...], unused_tokens: int) -> None:
-        """Ends a request, and gives back the tokens that it did not use."""
+    def give_back(self, subjects: tuple[_Subject, ...], tokens: float) -> None:
+        """Gives tokens back; takes them, whatever the limit, if they are negative."""
+        if not tokens:
+            return
         with self._table.locked():
-            for row, limits in subjects:
-                self._table.end(row)
-                if unused_tokens and limits.tokens_per_minute is not None:
-                    self._table.add(row, TOKENS, -unused_tokens, limits.tokens_per_minute / _MINUTE_SECONDS)
+            self._give_back(subjects, tokens)
 
-    def _check(self, name: str, row: int, limits: RateLimits, tokens: int) -> None:
+    def end(self, subjects: tuple[_Subject, ...], requests: int, unused_tokens: float) -> None:
+        """Ends running requests, and gives back the tokens that they did not use."""
+        with self._table.locked():
+            for _, row, _ in subjects:
+                self._table.end(row, requests)
+            self._give_back(subjects, unused_tokens)
+
+    def _give_back(self, subjects: tuple[_Subject, ...], tokens: float) -> None:
+        for _, row, limits in subjects:
+            if tokens and limits.tokens_per_minute is not None:
+                self._table.add(row, TOKENS, -tokens, limits.tokens_per_minute / _MINUTE_SECONDS)
+
+    def _check(self, subject: _Subject, requests: int, tokens: float, *, passes_empty: bool) -> None:
         table = self._table
-        if limits.concurrency is not None and table.running(row) >= limits.concurrency:
+        name, row, limits = subject
+        if requests and limits.concurrency is not None and table.running(row) >= limits.concurrency:
             raise LimitReached(
                 RefusalReason.CONCURRENCY,
                 f"the {name} has its maximum of {limits.concurrency} running requests",
                 _RETRY_SECONDS,
             )
         per_second = limits.requests_per_second
-        if per_second is not None:
+        if requests and per_second is not None:
             most = max(1.0, per_second * _BURST_SECONDS)
-            if wait := table.wait_for(row, REQUESTS, 1.0, per_second, most):
+            if wait := table.wait_for(row, REQUESTS, requests, per_second, most):
                 message = f"the {name} has used its {per_second:g} requests per second"
                 raise LimitReached(RefusalReason.REQUEST_RATE, message, wait)
         per_minute = limits.tokens_per_minute
-        if per_minute is not None and (
-            wait := table.wait_for(row, TOKENS, tokens, per_minute / _MINUTE_SECONDS, per_minute)
-        ):
+        if per_minute is None:
+            return
+        if tokens > per_minute and not passes_empty:
+            message = f"{tokens:g} tokens are more than the {per_minute:g} tokens per minute of the {name}"
+            raise LimitReached(RefusalReason.TOKEN_RATE, message, _MINUTE_SECONDS)
+        if wait := table.wait_for(row, TOKENS, tokens, per_minute / _MINUTE_SECONDS, per_minute):
             message = f"the {name} has used its {per_minute:g} tokens per minute"
             raise LimitReached(RefusalReason.TOKEN_RATE, message, wait)

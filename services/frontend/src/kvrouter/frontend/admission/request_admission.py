@@ -1,10 +1,16 @@
-"""Admits requests, of the APIs and of gateways alike, within the limits of their callers and of this Frontend."""
+"""Admits requests, of the APIs and of gateways alike, within the limits of their callers and of this Frontend.
+
+A request takes its part of its caller's limits as soon as its headers are known (``Access``), with an estimate of its
+tokens. Here it is admitted once its prompt is known: its tokens replace the estimate, and the bounds of this Frontend
+count it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.admission.overload_bounds import CountedRequest, OverloadBounds
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -13,17 +19,26 @@ from kvrouter.runtime.discovery.directory import ComponentView
 class AdmittedRequest:
     """A request that counts until it is ended. End it once."""
 
-    __slots__ = ("_counted", "_grant", "_prompt_tokens")
+    __slots__ = ("_counted", "_grant", "_max_output_tokens", "_prompt_tokens")
 
-    def __init__(self, grant: Grant | None, counted: CountedRequest | None, prompt_tokens: int) -> None:
+    def __init__(
+        self, grant: Grant | None, counted: CountedRequest | None, prompt_tokens: int, max_output_tokens: int
+    ) -> None:
         self._grant = grant
         self._counted = counted
         self._prompt_tokens = prompt_tokens
+        self._max_output_tokens = max_output_tokens
 
-    def end(self, output_tokens: int | None) -> None:
-        """Ends the request; ``output_tokens`` is 0 if it had no output, and None if their number is not known."""
+    def end(self, output_tokens: int | None, *, sent: bool) -> None:
+        """Ends the request.
+
+        Args:
+            output_tokens: Tokens of its output; None if their number is not known, and the maximum counts.
+            sent: Whether a worker had its prompt, which is then charged whether there was output or not.
+        """
         if self._grant is not None:
-            self._grant.end(self._prompt_tokens + output_tokens if output_tokens else output_tokens)
+            unsent = 0 if sent or output_tokens else self._prompt_tokens
+            self._grant.end_sequence(unsent + (0 if output_tokens is None else self._max_output_tokens - output_tokens))
         if self._counted is not None:
             self._counted.end(output_tokens or 0)
 
@@ -52,19 +67,16 @@ class RequestAdmission:
             RateLimited: a limit of the caller's key or tenant is reached.
             Overloaded: there is no room for it.
         """
-        grant: Grant | None = None
-        # A tenant that a client claims would give a share to whoever claims many.
-        tenant, weight = "", 1.0
-        if self._access is not None:
-            caller = self._access.caller()
-            tenant, weight = caller.tenant, caller.weight
-            grant = self._access.grant(prompt_tokens + max_output_tokens, call, caller)
+        grant = None if self._access is None else self._access.count(prompt_tokens + max_output_tokens, call)
+        admitted = AdmittedRequest(grant, None, prompt_tokens, max_output_tokens)
         if self._bounds is None:
-            return AdmittedRequest(grant, None, prompt_tokens)
+            return admitted
+        # A tenant that a client claims would give a share to whoever claims many.
+        caller = current_caller()
+        holder, weight = ("", 1.0) if caller is None else (caller.share_holder, caller.weight)
         try:
-            counted = self._bounds.admit(views, tenant, weight, prompt_tokens, max_output_tokens)
+            counted = self._bounds.admit(views, holder, weight, prompt_tokens, max_output_tokens)
         except BaseException:
-            if grant is not None:
-                grant.end(0)
+            admitted.end(0, sent=False)
             raise
-        return AdmittedRequest(grant, counted, prompt_tokens)
+        return AdmittedRequest(grant, counted, prompt_tokens, max_output_tokens)

@@ -142,7 +142,10 @@ class RequestRunner:
         finally:
             self._in_flight -= 1
             if admitted is not None:
-                admitted.end(0 if generation is None else generation.output_tokens)
+                admitted.end(
+                    0 if generation is None else generation.output_tokens,
+                    sent=generation is not None and generation.sent,
+                )
             self._metrics.ended(known_model, code).inc()
             if generation is not None:
                 self._note(generation)

@@ -352,7 +352,6 @@ class FrontendService:
             access.enforce(
                 lambda caller: rules.check_routing(caller, request, model, isolates_tenants=isolates), "SchedulerCall"
             )
-            access.grant(0, "SchedulerCall").end()
 
     def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:
         return pools_of_model(model, self._directory.components, stage)[0]

@@ -80,6 +80,8 @@ class PrefillStage:
         """What the decode worker needs to receive the blocks; None if it computes the prompt itself."""
         self.spent_ns = 0
         """Time until these parameters were known, nanoseconds."""
+        self.sent = False
+        """Whether a prefill worker was sent the prompt."""
         self._request = request
         self._view = view
         self._directory = directory
@@ -261,6 +263,7 @@ class PrefillStage:
                             "kvrouter.stage": "prefill",
                         }
                     )
+                self.sent = True
                 running.start(
                     lambda take: self._workers.start(
                         worker_id,

@@ -150,6 +150,7 @@ class Exchange:
 
     async def _refuse(self, error: KvRouterError, *, status: int | None = None) -> None:
         self._refused = True
+        self._free()
         self._metrics.requests.labels(code=error.code.name).inc()
         await self._context.write(responses.refusal(error, status=status))
 

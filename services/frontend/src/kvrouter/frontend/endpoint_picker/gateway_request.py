@@ -10,6 +10,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller, acting_for
 from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
+from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.api.openai.reported_usage import Usage
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
@@ -60,6 +61,7 @@ class GatewayRequest:
         self._picker = picker
         self._options = options
         self._caller: Caller | None = None
+        self._grant: Grant | None = None
         self._admitted: AdmittedRequest | None = None
         self._traceparent = ""
         self._has_foreign_state = False
@@ -72,6 +74,7 @@ class GatewayRequest:
 
         Raises:
             Unauthenticated, PermissionDenied: the caller may not call the path.
+            RateLimited: a limit of its key or tenant is reached.
             BadRequest: a header is invalid.
         """
         listed = header_list(message.request_headers.headers)
@@ -80,7 +83,7 @@ class GatewayRequest:
         self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
         self._has_foreign_state = not self._traceparent and trace_context.STATE_HEADER in headers
         if self._options.access is not None:
-            self._caller = self._options.access.admit_to_engine(headers.get(":path", ""), listed)
+            self._caller, self._grant = self._options.access.admit_to_engine(headers.get(":path", ""), listed)
         self._dp_rank = requested_rank(headers)
         self._allowed = allowed_endpoints(message.metadata_context)
 
@@ -103,7 +106,7 @@ class GatewayRequest:
         with trace_context.entered(self._traceparent), request_span("pick endpoint") as pick_span:
             # The engine continues the trace from here, also if the client has begun none.
             self._traceparent = trace_context.current()
-            with acting_for(self._caller) if self._caller is not None else nullcontext():
+            with acting_for(self._caller, self._grant) if self._caller is not None else nullcontext():
                 pick = await self._choose(may_remove_usage=may_remove_usage)
             if pick_span.recording:
                 pick_span.set(of_request(self._routed.model, self.id, self._routed.prompt_tokens))
@@ -174,4 +177,6 @@ class GatewayRequest:
             if output_tokens is None and (is_stream or not pick.output_tokens):
                 output_tokens = pick.output_tokens
         if admitted is not None:
-            admitted.end(output_tokens if pick is not None else 0)
+            admitted.end(output_tokens if pick is not None else 0, sent=pick is not None)
+        if self._grant is not None:
+            self._grant.end()

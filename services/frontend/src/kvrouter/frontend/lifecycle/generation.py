@@ -108,6 +108,8 @@ class Generation:
         """Progress of the latest attempt."""
         self._endpoint = ""
         """Address of the worker of the latest attempt."""
+        self.sent = False
+        """Whether a worker has got the prompt and not refused it as full."""
         self._earlier_ranks: list[Rank] = []
         """Ranks of all attempts."""
         self._request_id = request.request_id or os.urandom(16).hex()
@@ -307,6 +309,7 @@ class Generation:
                 deadline=deadline,
             )
         finally:
+            self.sent = self.sent or prefill.sent
             if not served:
                 self._link.free(booking, None)
         return (selection, booking) if served else await self._book(attempt, _WHOLE, deadline)
@@ -354,6 +357,7 @@ class Generation:
         self, booking: LiveBooking, progress: Progress, deadline: Deadline
     ) -> WorkerFailure | None:
         worker_id = booking.rank.worker_id
+        was_sent, self.sent = self.sent, True
         attempt = self._workers.start(
             worker_id,
             self._endpoint,
@@ -374,6 +378,8 @@ class Generation:
             attempt.cancel()
             del attempt  # It refers to the error below, whose traceback refers to this frame.
         if not isinstance(outcome, Exception):
+            if outcome is not None and outcome.never_began:
+                self.sent = was_sent
             return outcome
         try:
             raise outcome

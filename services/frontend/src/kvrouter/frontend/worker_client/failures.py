@@ -95,6 +95,11 @@ class WorkerFailure:
         return self.cause == "silent"
 
     @property
+    def never_began(self) -> bool:
+        """Whether the worker has computed nothing of the request: it has not got it, or had no room for it."""
+        return self.not_sent or self.cause == grpc.StatusCode.RESOURCE_EXHAUSTED.name
+
+    @property
     def may_still_run(self) -> bool:
         """Whether the worker may run the request to its end, since it may not have learned that it was left."""
         return self.outcome_unknown or self.cause in _WITHOUT_ANSWER

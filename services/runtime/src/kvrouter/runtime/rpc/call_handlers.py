@@ -22,7 +22,7 @@ log = structlog.get_logger(component="rpc")
 def call_handler(
     path: str,
     bound: Callable[..., Any],
-    parse: Callable[[bytes], Message | KvRouterError],
+    parse: Callable[[bytes], Message],
     guard: Guard | None = None,
 ) -> Callable[[bytes, ServerCall], bytes | Coroutine[Any, Any, bytes]]:
     """Returns the handler of a method for ``CallStreamServer.add_unary``. A plain function is answered in one step.
@@ -38,28 +38,25 @@ def call_handler(
 
     def handle(encoded: bytes, call: ServerCall) -> bytes | Coroutine[Any, Any, bytes]:
         try:
-            admitted = UNGUARDED if guard is None else guard.admit(path, call.stream.metadata)
+            admitted = UNGUARDED if guard is None else guard.admit(path, call.stream.metadata, len(encoded))
         except KvRouterError as error:
             raise refused(error) from None
-        request = parse(encoded)
-        if isinstance(request, KvRouterError):
-            raise _refusal(request)
         deadline = Deadline.never() if call.time_left is None else Deadline.after(call.time_left)
         if waits:
-            return answer(request, deadline, admitted, trace_context.checked(call.trace_context))
+            return answer(encoded, deadline, admitted, trace_context.checked(call.trace_context))
         context = {"connection": call.stream} if takes_connection else {}
         try:
             with admitted:
-                return _encoded(bound(request, deadline=deadline, **context))
+                return _encoded(bound(parse(encoded), deadline=deadline, **context))
         except Exception as error:
             raise refused(error) from None
 
     async def answer(
-        request: Message, deadline: Deadline, admitted: AbstractContextManager[None], traceparent: str
+        encoded: bytes, deadline: Deadline, admitted: AbstractContextManager[None], traceparent: str
     ) -> bytes:
         try:
             with admitted, trace_context.entered(traceparent), span(path[1:], Kind.SERVER):
-                return _encoded(await bound(request, deadline=deadline))
+                return _encoded(await bound(parse(encoded), deadline=deadline))
         except Exception as error:
             raise refused(error) from None
 

@@ -16,14 +16,15 @@ UNGUARDED: AbstractContextManager[None] = nullcontext()
 class Guard(Protocol):
     """Authenticates callers."""
 
-    def admit(self, method: str, metadata: Metadata) -> AbstractContextManager[None]:
-        """Authenticates at once, and returns a context in which the call runs.
+    def admit(self, method: str, metadata: Metadata, size: int) -> AbstractContextManager[None]:
+        """Authenticates at once, and returns a context in which the request is parsed and the call runs.
 
         Args:
             method: The method's path on the wire, such as /kvrouter.v1.FrontendService/Generate.
             metadata: Metadata of the call, or of the call stream that carries it.
+            size: Size of the encoded request, bytes; 0 for a stream of requests.
 
         Raises:
-            KvRouterError: the call is refused.
+            KvRouterError: the call is refused. The context may raise it too when it begins.
         """
         ...

@@ -7,25 +7,25 @@ from collections.abc import Callable
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from kvrouter.runtime.errors import BadRequest, KvRouterError, PromptTooLong
+from kvrouter.runtime.errors import BadRequest, PromptTooLong
 from kvrouter.v1.message_limits import InvalidMessage, MessageLimits, TooManyElements
 
 _BY_THE_CONTRACT = "Encode it as the .proto files define, which reflection serves."
 
 
-def request_parser(method: MethodDescriptor, limits: MessageLimits) -> Callable[[bytes], Message | KvRouterError]:
-    """Returns a request parser for gRPC, which swallows exceptions of a deserializer: errors are returned as values."""
+def request_parser(method: MethodDescriptor, limits: MessageLimits) -> Callable[[bytes], Message]:
+    """Returns what parses a request of a method, and raises BadRequest or PromptTooLong if it cannot be parsed."""
     kind: type[Message] = GetMessageClass(method.input_type)
 
-    def read(encoded: bytes) -> Message | KvRouterError:
+    def read(encoded: bytes) -> Message:
         try:
             limits.check(encoded, kind)
             return kind.FromString(encoded)
         except TooManyElements as error:
-            return PromptTooLong(error.count, error.limit, field=error.field)
+            raise PromptTooLong(error.count, error.limit, field=error.field) from None
         except InvalidMessage as error:
-            return BadRequest(str(error), field=error.field, advice=error.advice or _BY_THE_CONTRACT)
+            raise BadRequest(str(error), field=error.field, advice=error.advice or _BY_THE_CONTRACT) from None
         except DecodeError:
-            return BadRequest("the request cannot be parsed", advice=_BY_THE_CONTRACT)
+            raise BadRequest("the request cannot be parsed", advice=_BY_THE_CONTRACT) from None
 
     return read

@@ -217,6 +217,7 @@ class RpcServer:
         path = full_path(method)
         awaited = not getattr(bound, "not_awaited_by_drain", False)
         starts_traces = method.full_name in STARTS_TRACES
+        parse = request_parser(method, limits)
 
         async def handle(incoming: Any, context: _Context) -> Any:
             # An exception stored in this frame would keep the frame and the request alive until the cyclic garbage
@@ -224,12 +225,12 @@ class RpcServer:
             try:
                 with (
                     self._counted(awaited=awaited),
-                    _admitted(guard, path, context),
+                    _admitted(guard, path, context, 0 if method.client_streaming else len(incoming)),
                     trace_context.accompanied(_companions_of(context) if starts_traces else _ALONE),
                     trace_context.entered(_trace_context_of(context)),
                     request_span(path[1:]) if starts_traces else span(path[1:], Kind.SERVER),
                 ):
-                    request = _read_all(incoming) if method.client_streaming else _read(incoming)
+                    request = _read_all(incoming, parse) if method.client_streaming else parse(incoming)
                     return await answer(bound, request, context)
             except KvRouterError as error:
                 log.debug("call.refused", method=path, code=error.code.name, cause=str(error))
@@ -242,7 +243,8 @@ class RpcServer:
             context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
             return None  # gRPC sends no response with a status other than OK.
 
-        return make(handle, request_deserializer=request_parser(method, limits), response_serializer=_serialize)
+        # Without a deserializer, so that a request is parsed only when it is admitted.
+        return make(handle, response_serializer=_serialize)
 
     @contextmanager
     def _counted(self, *, awaited: bool) -> Iterator[None]:
@@ -261,8 +263,8 @@ class RpcServer:
                 self._idle.set()
 
 
-def _admitted(guard: Guard | None, path: str, context: _Context) -> AbstractContextManager[None]:
-    return UNGUARDED if guard is None else guard.admit(path, tuple(context.invocation_metadata() or ()))
+def _admitted(guard: Guard | None, path: str, context: _Context, size: int) -> AbstractContextManager[None]:
+    return UNGUARDED if guard is None else guard.admit(path, tuple(context.invocation_metadata() or ()), size)
 
 
 async def _answer_once(bound: Callable[..., Any], request: Any, context: _Context) -> Any:
@@ -350,15 +352,9 @@ def _companions_of(context: _Context) -> trace_context.Companions:
     return trace_context.checked_companions(_trace_context_of(context), tracestate, baggage)
 
 
-def _read(incoming: Message | KvRouterError) -> Message:
-    if isinstance(incoming, KvRouterError):
-        raise incoming.untraced()
-    return incoming
-
-
-async def _read_all(incoming: AsyncIterator[Message | KvRouterError]) -> AsyncGenerator[Message, None]:
+async def _read_all(incoming: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> AsyncGenerator[Message, None]:
     async for each in incoming:
-        yield _read(each)
+        yield parse(each)
 
 
 def _serialize(response: Message | bytes) -> bytes:
