@@ -128,13 +128,14 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "access": ("settings",),
         "admission": ("access",),
         "client_sessions": (),
+        "client_work": (),
         "indexer_client": (),
         "model_metrics": (),
         "metrics": ("model_metrics",),
         "packed_prompt": (),
         "recording": (),
         "scheduler_client": (),
-        "text": (),
+        "text": ("client_work",),
         "worker_client": ("metrics", "packed_prompt"),
         "disaggregation": ("metrics", "scheduler_client", "worker_client"),
         "lifecycle": (
@@ -144,7 +145,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "api": (
             "disaggregation",
             *("access", "admission", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
-            *("recording", "scheduler_client", "text", "web", "worker_client"),
+            *("client_work", "recording", "scheduler_client", "text", "web", "worker_client"),
         ),
         "web": ("indexer_client", "recording"),
         "endpoint_picker": (

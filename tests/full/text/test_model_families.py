@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from kvrouter.frontend.api.openai.chat_request import parse_chat
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
 from kvrouter.runtime.errors import BadRequest
@@ -69,12 +70,12 @@ def test_prompts_equal_those_of_transformers(reference: Reference, directory: Pa
     for chat, found in zip(CHATS, expected["chats"], strict=True):
         (prompt,) = parse_chat(json.dumps(body(chat)).encode()).prompts
         if has_parts(chat) and not model.template.takes_parts:
-            assert prompt.tokens(model, LIMIT)
+            assert completed(prompt.slices(model, LIMIT))
         elif "error" in found:
             with pytest.raises(BadRequest):
-                prompt.tokens(model, LIMIT)
+                completed(prompt.slices(model, LIMIT))
         else:
-            assert ids(prompt.tokens(model, LIMIT)) == found["ids"]
+            assert ids(completed(prompt.slices(model, LIMIT))) == found["ids"]
 
 
 @pytest.mark.timeout(900)

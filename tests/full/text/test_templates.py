@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kvrouter.frontend.api.openai.chat_request import parse_chat
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.text.chat_template import ChatTemplate
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
@@ -69,7 +70,7 @@ def equal(model: ModelText, source: str, chat: dict[str, Any], expected: dict[st
     if has_parts(chat) and not model.template.takes_parts:
         return True
     try:
-        tokens = prompt.tokens(model, LIMIT)
+        tokens = completed(prompt.slices(model, LIMIT))
     except BadRequest:
         return "error" in expected
     return "ids" in expected and list(memoryview(tokens).cast("I")) == expected["ids"]

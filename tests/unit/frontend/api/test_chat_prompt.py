@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from kvrouter.frontend.api.openai.chat_request import parse_chat
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.text.chat_template import ChatTemplate
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.errors import BadRequest
@@ -26,7 +27,7 @@ def rendered(model: ModelText, template: str, *messages: dict[str, Any], **field
     given, model.template = model.template, ChatTemplate(template, {})
     try:
         (prompt,) = parse_chat(json.dumps({"model": "m", "messages": messages, **fields}).encode()).prompts
-        return model.text_of(array("I", prompt.tokens(model, 10_000)))
+        return model.text_of(array("I", completed(prompt.slices(model, 10_000))))
     finally:
         model.template = given
 

@@ -10,6 +10,7 @@ from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completions import WholeCompletion
 from kvrouter.frontend.api.openai.text_request import TextPrompt
 from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.runtime.errors import BadRequest, PromptTooLong
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutingInfo
@@ -111,7 +112,7 @@ def test_a_list_of_prompts_may_have_texts_and_token_ids() -> None:
     assert [prompt.field for prompt in request.prompts] == ["prompt", "prompt.1", "prompt"]
     assert isinstance(request.prompts[1], TextPrompt)
     assert request.prompts[1].text == 'a "text" [é]'
-    assert array("I", request.prompts[0].tokens(None, 10)).tolist() == [1, 2]
+    assert array("I", completed(request.prompts[0].slices(None, 10))).tolist() == [1, 2]
     assert request.sequences == 2
 
 

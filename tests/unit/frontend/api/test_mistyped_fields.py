@@ -12,6 +12,7 @@ from kvrouter.frontend.api.completion_request import CompletionFields, Completio
 from kvrouter.frontend.api.openai.chat_request import ChatFields, parse_chat
 from kvrouter.frontend.api.request_fields import SharedFields
 from kvrouter.frontend.api.validation import Limits, check_request
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest
@@ -61,7 +62,7 @@ def check(kind: str, body: dict[str, Any], model: ModelText) -> None:
         parsed = CompletionRequest.parse(encoded, max_prompt_tokens=10_000)
         fields, prompts, limit = parsed.fields, parsed.prompts, parsed.max_tokens
     for prompt in prompts:
-        tokens = prompt.tokens(model, 10_000)
+        tokens = completed(prompt.slices(model, 10_000))
         if tokens:
             check_request(fields.generate_request(limit), len(tokens) // 4, VIEW, LIMITS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +9,10 @@ from typing import Any
 import pytest
 from kvrouter.frontend.api.openai.chat_request import parse_chat
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
+from kvrouter.frontend.client_work.client_work import ClientWork, completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
+from prometheus_client import CollectorRegistry
 
 LIMIT = 10_000
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is an émigré? " * 20}]
@@ -31,12 +32,12 @@ class Texts:
     def find(self, model: str) -> ModelText | None:
         return self._text if model == "m" else None
 
-    async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int) -> list[bytes]:
-        return [await asyncio.to_thread(prompt.tokens, text, limit) for prompt in prompts]
+    async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int, *, salt: str) -> list[bytes]:
+        return [completed(prompt.slices(text, limit)) for prompt in prompts]
 
 
 async def read(model: ModelText, body: dict[str, Any], served: str = "m") -> RoutedBody:
-    parsed = await RoutedBody.read(json.dumps(body).encode(), max_prompt_tokens=LIMIT)
+    parsed = await RoutedBody.read(json.dumps(body).encode(), ClientWork(CollectorRegistry()), max_prompt_tokens=LIMIT)
     texts: Any = Texts(model)
     return await parsed.tokenized(texts, served, max_prompt_tokens=LIMIT)
 
@@ -56,7 +57,7 @@ async def test_a_chat_has_the_tokens_that_the_api_renders_whatever_else_the_engi
     model: ModelText, further: dict[str, Any]
 ) -> None:
     rendered = {key: value for key, value in further.items() if key in RENDERED}
-    expected = parse_chat(json.dumps(CHAT | rendered).encode()).prompts[0].tokens(model, LIMIT)
+    expected = completed(parse_chat(json.dumps(CHAT | rendered).encode()).prompts[0].slices(model, LIMIT))
     routed = await read(model, CHAT | further)
     assert routed.is_tokenized
     assert routed.token_ids == expected
@@ -66,7 +67,7 @@ async def test_a_chat_has_the_tokens_that_the_api_renders_whatever_else_the_engi
 async def test_a_text_is_tokenized_and_of_a_list_the_first(model: ModelText, prompt: Any) -> None:
     routed = await read(model, {"model": "m", "prompt": prompt, "guided_regex": "a*"})
     assert routed.is_tokenized
-    assert routed.token_ids == model.tokenizer.encode("one two three", special_tokens=True, limit=LIMIT)
+    assert routed.token_ids == model.tokenizer.encode_whole("one two three")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kvrouter.frontend.api.openai.text_runner import prepare
 from kvrouter.frontend.api.request_fields import SharedFields
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.validation import Limits
+from kvrouter.frontend.client_work.client_work import Slices, completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
@@ -30,12 +31,14 @@ class Prompt:
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def tokens(self, text: ModelText | None, limit: int) -> bytes:
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        return self.tokens_at_once(text, limit)
+        yield
+
+    def tokens_at_once(self, text: ModelText | None, limit: int) -> bytes:
         if self._tokens > limit:
             raise PromptTooLong(self._tokens, limit)
         return bytes(4 * self._tokens)
-
-    tokens_at_once = tokens
 
 
 class Texts:
@@ -47,8 +50,8 @@ class Texts:
     def get(self, model: str, field: str) -> Any:
         return SimpleNamespace()
 
-    async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int) -> list[bytes]:
-        return [prompt.tokens(text, limit) for prompt in prompts]
+    async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int, *, salt: str) -> list[bytes]:
+        return [completed(prompt.slices(text, limit)) for prompt in prompts]
 
 
 def pool(name: str, *, workers: int, longest: int, structured: bool = False) -> ComponentView:

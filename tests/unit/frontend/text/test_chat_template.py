@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.text import template_bounds
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.model_text import ModelText
@@ -12,7 +13,8 @@ USER = [{"role": "user", "content": "Hi <b>"}]
 
 
 def render(source: str, messages: list[dict[str, Any]] = USER, **options: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages, **options)
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    return completed(template.rendering(messages, **options))
 
 
 def test_a_template_is_rendered_as_transformers_renders_it() -> None:
@@ -117,4 +119,4 @@ def test_the_time_of_a_template_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_long_chat_stays_within_the_bounds(model: ModelText) -> None:
     assert model.template is not None
     messages = [{"role": "user", "content": "some words " * 1000}] * 1000
-    assert len(model.template.render(messages)) > 11_000_000
+    assert len(completed(model.template.rendering(messages))) > 11_000_000

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prefix_cache import PIECE_CHARACTERS, Cutter, PieceCache
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
@@ -44,6 +45,10 @@ def tokens(packed: bytes) -> list[int]:
     return list(array("I", packed))
 
 
+def encoded(tokenizer: ModelTokenizer, text: str, **options: Any) -> bytes:
+    return completed(tokenizer.encode(text, **options))
+
+
 def family(model_files: dict[str, bytes], **changes: Any) -> ModelTokenizer:
     """The small tokenizer with other rules, as other families have."""
     definition = json.loads(model_files["tokenizer.json"]) | changes
@@ -55,8 +60,8 @@ def family(model_files: dict[str, bytes], **changes: Any) -> ModelTokenizer:
 def test_tokens_with_the_cache_equal_those_without(model: ModelText, texts: list[str]) -> None:
     # Texts with a common prefix, twice each, so that pieces come out of the cache.
     for text in (*texts, texts[0] + texts[1], texts[0] + texts[-1], *texts):
-        encoded = model.tokenizer.encode(text, special_tokens=False, limit=LIMIT)
-        assert encoded == model.tokenizer.encode_whole(text)
+        found = encoded(model.tokenizer, text, special_tokens=False, limit=LIMIT)
+        assert found == model.tokenizer.encode_whole(text)
 
 
 @settings(max_examples=50, deadline=None)
@@ -78,7 +83,7 @@ def test_a_text_with_few_new_words_is_tokenized_at_once(model_files: dict[str, b
     for text in (known, known + "and two more"):
         assert at_once(text) == tokenizer.encode_whole(text)
     assert at_once(known + new) is None
-    tokenizer.encode(new, special_tokens=False, limit=LIMIT)
+    encoded(tokenizer, new, special_tokens=False, limit=LIMIT)
     assert at_once(known * 100) is None
     with pytest.raises(PromptTooLong):
         tokenizer.encode_at_once(known, special_tokens=False, limit=10)
@@ -109,7 +114,7 @@ def test_other_families_have_the_same_tokens_with_the_cache(
     @given(text=TEXTS)
     def check(text: str) -> None:
         for _ in range(2):
-            assert tokenizer.encode(text, special_tokens=False, limit=LIMIT) == tokenizer.encode_whole(text)
+            assert encoded(tokenizer, text, special_tokens=False, limit=LIMIT) == tokenizer.encode_whole(text)
 
     check()
 
@@ -118,9 +123,9 @@ def test_other_families_have_the_same_tokens_with_the_cache(
 def test_a_shared_prefix_is_tokenized_once(model_files: dict[str, bytes], words: str) -> None:
     tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
     prefix = words * 100
-    tokenizer.encode(prefix + "first", special_tokens=False, limit=LIMIT)
+    encoded(tokenizer, prefix + "first", special_tokens=False, limit=LIMIT)
     known = tokenizer._cache.size
-    tokenizer.encode(prefix + "second", special_tokens=False, limit=LIMIT)
+    encoded(tokenizer, prefix + "second", special_tokens=False, limit=LIMIT)
     # Only what contains the end of the prefix is new, and it is not kept, since no cut ends it.
     assert tokenizer._cache.size == known > 0
 
@@ -156,23 +161,23 @@ def test_a_prompt_gets_the_tokens_that_its_tokenizer_adds(model_files: dict[str,
             "special_tokens": {"<|endoftext|>": bos},
         },
     )
-    plain = tokens(tokenizer.encode("some text", special_tokens=False, limit=LIMIT))
-    assert tokens(tokenizer.encode("some text", special_tokens=True, limit=LIMIT)) == [0, *plain]
-    assert tokens(tokenizer.encode("", special_tokens=True, limit=LIMIT)) == [0]
+    plain = tokens(encoded(tokenizer, "some text", special_tokens=False, limit=LIMIT))
+    assert tokens(encoded(tokenizer, "some text", special_tokens=True, limit=LIMIT)) == [0, *plain]
+    assert tokens(encoded(tokenizer, "", special_tokens=True, limit=LIMIT)) == [0]
 
 
 def test_a_prompt_over_the_limit_is_refused_with_its_field(model: ModelText) -> None:
     with pytest.raises(PromptTooLong, match="limit is 10") as caught:
-        model.tokenizer.encode("1 2 3 4 5 6 7 8 9 10 11 12", special_tokens=True, limit=10, field="messages")
+        encoded(model.tokenizer, "1 2 3 4 5 6 7 8 9 10 11 12", special_tokens=True, limit=10, field="messages")
     assert caught.value.info.field == "messages"
 
 
 def test_a_prompt_that_must_be_over_the_limit_is_refused_before_it_is_tokenized(
     model: ModelText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.tokenizer, "_encode_pieces", lambda *_: pytest.fail("tokenized"))
+    monkeypatch.setattr(model.tokenizer, "_encoded_parts", lambda *_: pytest.fail("tokenized"))
     with pytest.raises(PromptTooLong):
-        model.tokenizer.encode("x" * 1_000_000, special_tokens=True, limit=10)
+        encoded(model.tokenizer, "x" * 1_000_000, special_tokens=True, limit=10)
 
 
 @pytest.mark.parametrize("definition", [b"", b"{}", b"[1]", b"\xff", b'{"model": {"type": "BPE"}}'])
@@ -185,7 +190,7 @@ def test_words_of_a_new_text_are_tokenized_once(model_files: dict[str, bytes], m
     tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
     assert tokenizer._words is not None
     for text in ("the red fox sees the dog. a", "a dog (red) sees 12 foxes, a") * 4:
-        tokenizer.encode(text, special_tokens=False, limit=LIMIT)
+        encoded(tokenizer, text, special_tokens=False, limit=LIMIT)
     expected = tokenizer.encode_whole("a fox sees (red) foxes, the dog. the fox")
     tokenized: list[str] = []
     encode = tokenizer._words._encode
@@ -195,7 +200,7 @@ def test_words_of_a_new_text_are_tokenized_once(model_files: dict[str, bytes], m
         return encode(texts)
 
     monkeypatch.setattr(tokenizer._words, "_encode", recorded)
-    assert tokenizer.encode("a fox sees (red) foxes, the dog. the fox", special_tokens=False, limit=LIMIT) == expected
+    assert encoded(tokenizer, "a fox sees (red) foxes, the dog. the fox", special_tokens=False, limit=LIMIT) == expected
     # The first word has no space before it.
     assert tokenized == ["a"]
 
@@ -204,6 +209,65 @@ def test_the_words_that_are_kept_are_bounded(model_files: dict[str, bytes]) -> N
     tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 16)
     assert tokenizer._words is not None
     for number in range(200):
-        tokenizer.encode(f"a word{number}", special_tokens=False, limit=LIMIT)
-        tokenizer.encode("a known", special_tokens=False, limit=LIMIT)
+        encoded(tokenizer, f"a word{number}", special_tokens=False, limit=LIMIT)
+        encoded(tokenizer, "a known", special_tokens=False, limit=LIMIT)
         assert len(tokenizer._words) <= (1 << 16) // 8 // 384
+
+
+def test_a_long_new_word_is_never_tokenized_at_once(model_files: dict[str, bytes]) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
+    known = "a shared prefix with many words. " * 20
+    encoded(tokenizer, known, special_tokens=False, limit=LIMIT)
+    assert tokenizer.encode_at_once(f"{known}and {'w' * 10_000}. the", special_tokens=False, limit=LIMIT) is None
+
+
+def library_work(tokenizer: ModelTokenizer, text: str) -> list[str] | None:
+    """What the library has to tokenize of a text in a thread; None if the text is tokenized at once."""
+    if tokenizer.encode_at_once(text, special_tokens=False, limit=LIMIT) is not None:
+        return None
+    passed: list[str] = []
+    for holder in (tokenizer, tokenizer._words):
+        encode = holder._encode  # type: ignore[union-attr]
+
+        def recorded(texts: Sequence[str], encode: Any = encode) -> Any:
+            passed.extend(texts)
+            return encode(texts)
+
+        holder._encode = recorded  # type: ignore[union-attr, method-assign]
+    try:
+        encoded(tokenizer, text, special_tokens=False, limit=LIMIT)
+    finally:
+        del tokenizer._encode  # type: ignore[misc]
+        tokenizer._words._encode = tokenizer._encode  # type: ignore[union-attr]
+    return passed
+
+
+SECRET = "".join(f"item{number} costs {number * 7} and " for number in range(400)) + "no more."
+
+
+@pytest.mark.parametrize(("sender", "prober"), [("a", ""), ("", "b"), ("a", "b")])
+def test_no_domain_sees_in_the_work_of_a_probe_what_another_one_sent(
+    model_files: dict[str, bytes], sender: str, prober: str
+) -> None:
+    def domain(tokenizer: ModelTokenizer, name: str) -> ModelTokenizer:
+        return tokenizer.of_domain(name) if name else tokenizer
+
+    untouched, used = (ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20) for _ in range(2))
+    for _ in range(3):
+        encoded(domain(used, sender), SECRET, special_tokens=False, limit=LIMIT)
+    for probe in (SECRET, SECRET[:1000], SECRET[:5000] + " other"):
+        assert library_work(domain(used, prober), probe) == library_work(domain(untouched, prober), probe)
+    if sender:
+        # Within the domain the cache works: the text is tokenized at once.
+        assert library_work(domain(used, sender), SECRET) is None
+        # Its words must not be in the library's own cache, which the others share.
+        assert domain(used, sender).library is not used.library
+
+
+def test_the_domains_with_caches_are_bounded(model_files: dict[str, bytes]) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
+    for number in range(40):
+        tokenizer.of_domain(f"t{number}")
+    assert tokenizer.of_known_domain("t0") is None
+    assert tokenizer.of_known_domain("t39") is tokenizer.of_domain("t39")
+    assert len(tokenizer._isolated) == 16

@@ -21,6 +21,8 @@ from kvrouter.frontend.api.request_runner import GatewayOptions, RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import Limits
+from kvrouter.frontend.client_work.client_work import ClientWork
+from kvrouter.frontend.client_work.turns import Owner
 from kvrouter.frontend.disaggregation.abandoned import MAX_ABORTS
 from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation
 from kvrouter.frontend.indexer_client import IndexerClient
@@ -107,11 +109,13 @@ async def running(
     recorder: Recorder | None = None
     if settings.record:
         recorder = Recorder(RecordingFile(Path(settings.record), settings.record_max_bytes), runtime.registry)
+    work = ClientWork(runtime.registry, _owner_of_work)
     texts = TextModels(
         runtime.directory,
         None if settings.static_workers else lambda namespace, files: _fetch_files(runtime, namespace, files),
         {model: Path(directory) for model, directory in settings.tokenizers.items()},
         runtime.registry,
+        work=work,
         cache_bytes=settings.tokenizer_cache_bytes,
         tool_call_formats=settings.tool_call_parsers,
         reasoning_formats=settings.reasoning_parsers,
@@ -160,6 +164,7 @@ async def running(
                 recorder.stop()
             await pool.close()
             await indexers.close()
+            work.close()
 
 
 async def _fetch_files(runtime: Runtime, namespace: str, files: Sequence[ModelFile]) -> Mapping[str, bytes]:
@@ -316,6 +321,13 @@ async def _until_ready(service: FrontendService, stopping: asyncio.Event) -> Non
         async with asyncio.timeout(_READY_SECONDS):
             while not service.ready() and not stopping.is_set():  # noqa: ASYNC110 - readiness is only polled
                 await asyncio.sleep(_READINESS_SECONDS)
+
+
+def _owner_of_work() -> Owner:
+    caller = current_caller()
+    return (
+        Owner() if caller is None else Owner(caller.tenant or f"key {caller.name}", caller.weight, caller.cache_tenant)
+    )
 
 
 def _tenant_of_caller() -> tuple[str, float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -34,6 +35,7 @@ from kvrouter.frontend.api.request_fields import requested_rank, with_headers
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.step_writer import StepWriter
 from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
+from kvrouter.frontend.client_work.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, UnknownModel
@@ -41,6 +43,8 @@ from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 log = structlog.get_logger(component="frontend")
+
+_T = TypeVar("_T")
 
 _MAX_BODY_BYTES = 64 << 20
 _LONG_BODY_BYTES = 64 << 10
@@ -78,6 +82,7 @@ class HttpApi:
         self._session: aiohttp.ClientSession | None = None
         self._writer = StepWriter()
         self._frontend = frontend
+        self._work = frontend.models.texts.work
         self._registry = registry
         self._metrics = metrics
 
@@ -151,7 +156,7 @@ class HttpApi:
         body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
         if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
-        chat = parse_chat(body) if len(body) <= _LONG_BODY_BYTES else await asyncio.to_thread(parse_chat, body)
+        chat = await self._decoded(parse_chat, body)
         return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request.headers)))
 
     async def set_busy_threshold(self, request: web.Request) -> web.Response:
@@ -188,12 +193,14 @@ class HttpApi:
         )
 
     async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
-        if len(body) <= _LONG_BODY_BYTES:
-            parsed = self._parse(body)
-        else:
-            # The parser releases the GIL between pieces of the prompt, so other requests continue meanwhile.
-            parsed = await asyncio.to_thread(self._parse, body)
+        parsed = await self._decoded(self._parse, body)
         return parsed.with_fields(with_headers(parsed.fields, request.headers))
+
+    async def _decoded(self, parse: Callable[[bytearray], _T], body: bytearray) -> _T:
+        """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
+        if len(body) <= _LONG_BODY_BYTES:
+            return parse(body)
+        return await self._work.run(partial(parse, body), Lane.BODIES, size=len(body))
 
     def _parse(self, body: bytearray) -> CompletionRequest:
         return CompletionRequest.parse(
@@ -205,7 +212,7 @@ class HttpApi:
     async def _forwarded(self, request: web.Request, body: bytearray) -> web.StreamResponse | None:
         """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""
         limit = self._frontend.runner.options.limits.max_prompt_tokens
-        routed = await RoutedBody.read(body, max_prompt_tokens=limit)
+        routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
         view = self._frontend.models.forwards_to(routed.model)
         if view is None or self._session is None:
             return None

@@ -22,6 +22,7 @@ async def with_text(
         NoWorkers: the model has no live worker, so that nothing is known of its tokenizer.
         BadRequest: the model has no tokenizer here, or there are token ids beside a text.
         PromptTooLong: the text has too many tokens.
+        RateLimited, Overloaded: too much text waits for the tokenizer.
     """
     field = "prompt_text" if request.prompt_text else "return_text"
     if request.prompt_text and prompt:
@@ -30,7 +31,7 @@ async def with_text(
     if request.prompt_text:
         limit = longest_prompt(models.pools(request.model, forwarding=False), limits)
         source = TextPrompt(request.prompt_text, add_special_tokens=True, field="prompt_text")
-        (prompt,) = await models.texts.tokens(text, [source], limit)
+        (prompt,) = await models.texts.tokens(text, [source], limit, salt=request.scope.cache_salt)
         request.ClearField("prompt_text")
     if not request.return_text:
         return prompt, buffer

@@ -138,7 +138,7 @@ class Picker:
         Raises:
             KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
         """
-        routed = await RoutedBody.read(body, max_prompt_tokens=self._max_prompt_tokens)
+        routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=self._max_prompt_tokens)
         if self._access is not None:
             routed, passed = permitted(self._access, routed, body)
             body = bytearray(passed)

@@ -13,10 +13,13 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
-from kvrouter.frontend.text.template_bounds import BoundedEnvironment, TemplateTooExpensive
+from kvrouter.frontend.client_work.client_work import Slices, completed
+from kvrouter.frontend.text.template_bounds import MAX_SIZE, Allowance, BoundedEnvironment, TemplateTooExpensive
 from kvrouter.runtime.errors import BadRequest
 
 _MAX_TEMPLATE_BYTES = 4 << 20
+_SLICE_STEPS = 20_000
+"""Blocks of statements of a slice: about 10 ms."""
 _PROBE = "kvrouter-probe"
 
 
@@ -29,7 +32,7 @@ class _Refused(TemplateError):
 
 
 class ChatTemplate:
-    """A compiled template. Rendering takes up to 2 seconds, so call it in a thread."""
+    """A compiled template. Rendering takes up to 2 seconds, so run its slices in a thread."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compiles a template.
@@ -54,7 +57,7 @@ class ChatTemplate:
         self.takes_text = self._takes(_PROBE)
         """Whether the template reads contents that are texts."""
 
-    def render(
+    def rendering(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -62,8 +65,8 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Returns the prompt of a chat.
+    ) -> Slices[str]:
+        """Renders the prompt of a chat in slices, and returns it.
 
         Args:
             messages: Messages as JSON objects.
@@ -82,9 +85,8 @@ class ChatTemplate:
             "documents": documents or None,
             "add_generation_prompt": add_generation_prompt,
         }
-        self._environment.budget.begin()
         try:
-            return self._template.render(variables)
+            return (yield from self._slices(variables))
         except _Refused as error:
             raise _failed(f"the chat template refuses the messages: {error}") from None
         except TemplateTooExpensive as error:
@@ -97,9 +99,30 @@ class ChatTemplate:
             # A template is a program: it can raise anything that its operations on the client's values can raise.
             raise _failed(f"the chat template fails on these messages: {type(error).__name__}: {error}") from None
 
+    def _slices(self, variables: dict[str, Any]) -> Slices[str]:
+        budget = self._environment.budget
+        texts = self._template.generate(variables)
+        written: list[str] = []
+        size = 0
+        allowance = Allowance()
+        while True:
+            budget.resume(allowance)
+            slice_end = allowance.steps - _SLICE_STEPS
+            for text in texts:
+                written.append(text)
+                size += len(text)
+                if size > MAX_SIZE:
+                    budget.charge(size)
+                if budget.steps_left < slice_end:
+                    break
+            else:
+                return self._environment.concat(written)
+            allowance = budget.pause()
+            yield
+
     def _takes(self, content: str | list[dict[str, Any]]) -> bool:
         try:
-            rendered = self.render([{"role": "user", "content": content}])
+            rendered = completed(self.rendering([{"role": "user", "content": content}]))
         except BadRequest:
             return False
         return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
@@ -63,6 +64,23 @@ class ModelText:
         """How the model writes tool calls; None if that is not known."""
         self.reasoning_format = reasoning_format(reasoning_format_name or published.get("reasoning_parser"))
         """How the model marks reasoning; None if it is not separated."""
+
+    def of_domain(self, domain: str) -> ModelText:
+        """Returns the same with the caches of an isolation domain, which no other domain can probe by time.
+
+        The first call for any domain takes up to seconds.
+        """
+        return self._with(self.tokenizer.of_domain(domain))
+
+    def of_known_domain(self, domain: str) -> ModelText | None:
+        """Returns the same as ``of_domain`` if it has caches; otherwise None."""
+        tokenizer = self.tokenizer.of_known_domain(domain)
+        return None if tokenizer is None else self._with(tokenizer)
+
+    def _with(self, tokenizer: ModelTokenizer) -> ModelText:
+        changed = copy(self)
+        changed.tokenizer = tokenizer
+        return changed
 
     def detokenizer(self, prompt: bytes, *, skip_special_tokens: bool = True, marks: Sequence[str] = ()) -> Detokenizer:
         """Returns the detokenizer of an output after a prompt, a packed buffer.

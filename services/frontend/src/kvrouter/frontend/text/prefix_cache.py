@@ -38,17 +38,21 @@ class Cutter:
             self.gap = re.compile(rf" (?=[!-~])(?<=[{re.escape(after)}] )")
         self._place = re.compile("|".join(places)) if places else None
 
+    def next_cut(self, text: str, start: int, end: int) -> int | None:
+        """Returns the first cut at least a piece after ``start`` and before ``end``; None if there is none."""
+        if self._place is None or start + PIECE_CHARACTERS >= end:
+            return None
+        # Python holds the GIL while it searches, so the part to search is bounded.
+        found = self._place.search(text, start + PIECE_CHARACTERS, end)
+        return None if found is None else found.start()
+
     def pieces(self, text: str) -> list[str]:
         """Returns the pieces of a text, in order. All but the last end at a cut."""
         pieces: list[str] = []
         start = 0
-        place = self._place
-        while place is not None and len(text) - start > PIECE_CHARACTERS:
-            found = place.search(text, start + PIECE_CHARACTERS)
-            if found is None:
-                break
-            pieces.append(text[start : found.start()])
-            start = found.start()
+        while (cut := self.next_cut(text, start, len(text))) is not None:
+            pieces.append(text[start:cut])
+            start = cut
         pieces.append(text[start:])
         return pieces
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvrouter.frontend.client_work.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText
 
 
@@ -15,8 +16,8 @@ class PromptSource(Protocol):
     characters: int
     """Its size."""
 
-    def tokens(self, text: ModelText | None, limit: int) -> bytes:
-        """Returns its tokens as a packed buffer. Runs in a thread.
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        """Renders and tokenizes it in slices, and returns its tokens as a packed buffer. Runs in a thread.
 
         Raises:
             BadRequest, PromptTooLong.

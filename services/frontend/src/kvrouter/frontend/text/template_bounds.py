@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import nodes
@@ -39,16 +40,35 @@ class TemplateTooExpensive(Exception):
     """A template exceeds a bound."""
 
 
+@dataclass(slots=True)
+class Allowance:
+    """What a rendering has left while it does not run."""
+
+    steps: int = field(default_factory=lambda: MAX_STEPS)
+    characters: int = field(default_factory=lambda: MAX_TOTAL)
+    seconds: float = field(default_factory=lambda: MAX_SECONDS)
+
+
 class _Budget(threading.local):
-    """What the rendering of this thread has left."""
+    """What the rendering that runs in this thread has left."""
 
     def __init__(self) -> None:
-        self.begin()
+        self.resume(Allowance())
 
-    def begin(self) -> None:
-        self._steps = MAX_STEPS
-        self._left = MAX_TOTAL
-        self._ends_at = time.monotonic() + MAX_SECONDS
+    def resume(self, allowance: Allowance) -> None:
+        """Continues a rendering in this thread."""
+        self._steps = allowance.steps
+        self._left = allowance.characters
+        self._ends_at = time.monotonic() + allowance.seconds
+
+    def pause(self) -> Allowance:
+        """Returns what the rendering has left, so that another one can run in this thread."""
+        return Allowance(self._steps, self._left, self._ends_at - time.monotonic())
+
+    @property
+    def steps_left(self) -> int:
+        """Blocks of statements that the rendering may still run."""
+        return self._steps
 
     def spend(self) -> None:
         """Spends a step.
@@ -131,7 +151,7 @@ class _Generator(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox with bounds for each rendering, which begins with ``budget.begin`` and takes place in one thread."""
+    """A sandbox with bounds for each rendering, which ``budget`` resumes and pauses."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"+", "*", "**", "%"})

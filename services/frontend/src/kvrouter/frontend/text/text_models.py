@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 import structlog
+from kvrouter.frontend.client_work.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
-from kvrouter.frontend.text.text_thread import TextThreads
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer
 from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
@@ -25,6 +25,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _RETRY_SECONDS = 5.0
 """Pause before files that could not be fetched or loaded are tried again."""
 _FETCH_SECONDS = 60.0
+SHORT_CHARACTERS = 64 << 10
+"""Maximum size of prompts that the thread for short texts takes."""
 _AWAY = (NatsError, TimeoutError, OSError)
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 
@@ -54,6 +56,7 @@ class TextModels:
         directories: Mapping[str, Path],
         registry: CollectorRegistry,
         *,
+        work: ClientWork,
         cache_bytes: int,
         tool_call_formats: Mapping[str, ToolFormatName] = MappingProxyType({}),
         reasoning_formats: Mapping[str, ReasoningFormatName] = MappingProxyType({}),
@@ -65,11 +68,13 @@ class TextModels:
             fetch: Fetches published files; None without NATS.
             directories: Directories of the operator's choice, by model. They take precedence.
             registry: Registry for the metrics.
+            work: Threads for rendering and tokenizing.
             cache_bytes: Memory of the cache of each model's tokenizer.
             tool_call_formats: Formats of tool calls by model, instead of that of the files or the chat template.
             reasoning_formats: Formats of reasoning by model, instead of that of the files.
         """
-        self.threads = TextThreads()
+        self.work = work
+        """Threads for what clients send."""
         self._directory = directory
         self._fetch = fetch
         self._directories = directories
@@ -116,21 +121,30 @@ class TextModels:
             )
         return found
 
-    async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int) -> list[bytes]:
+    async def tokens(
+        self, text: ModelText, prompts: Sequence[PromptSource], limit: int, *, salt: str = ""
+    ) -> list[bytes]:
         """Returns the tokens of prompts as packed buffers: at once if nearly all is known, otherwise from a thread.
+
+        What is known of earlier prompts depends on the caller's isolation, as its cache blocks do.
 
         Args:
             text: The model's tokenizer and template.
             prompts: The prompts.
             limit: Maximum number of tokens of each.
+            salt: Salt of the prompts' cache blocks.
 
         Raises:
             BadRequest, PromptTooLong.
+            RateLimited, Overloaded: too much text waits for a thread.
         """
+        tenant = self.work.owner().cache_tenant
+        domain = f"{tenant}\0{salt}" if tenant or salt else ""
+        known = text.of_known_domain(domain) if domain else text
         with self._seconds.time():
             found: list[bytes] = []
             for prompt in prompts:
-                tokens = prompt.tokens_at_once(text, limit)
+                tokens = None if known is None else prompt.tokens_at_once(known, limit)
                 if tokens is None:
                     break
                 found.append(tokens)
@@ -138,21 +152,19 @@ class TextModels:
                 return found
             rest = prompts[len(found) :]
             characters = sum(prompt.characters for prompt in rest)
-            job = lambda: [prompt.tokens(text, limit) for prompt in rest]  # noqa: E731 - so that its type is known
-            return found + await self.threads.run(job, characters=characters)
+            lane = Lane.SHORT_TEXTS if characters <= SHORT_CHARACTERS else Lane.LONG_TEXTS
+            slices = _tokenizing(text, domain, rest, limit)
+            return found + await self.work.run_slices(slices, lane, size=characters)
 
     async def run(self) -> None:
         """Loads what is missing or has changed, until cancelled."""
-        try:
-            async for directory in self._directory.changes():
-                while not await self._load_all(self._wanted(directory)):
-                    try:
-                        async with asyncio.timeout(_RETRY_SECONDS):
-                            await directory.changed()
-                    except TimeoutError:
-                        continue
-        finally:
-            self.threads.close()
+        async for directory in self._directory.changes():
+            while not await self._load_all(self._wanted(directory)):
+                try:
+                    async with asyncio.timeout(_RETRY_SECONDS):
+                        await directory.changed()
+                except TimeoutError:
+                    continue
 
     def _wanted(self, directory: Directory) -> dict[str, _Source]:
         sources: dict[str, _Source] = {}
@@ -213,3 +225,15 @@ class TextModels:
             separates_reasoning=text.reasoning_format is not None,
         )
         return True
+
+
+def _tokenizing(text: ModelText, domain: str, prompts: Sequence[PromptSource], limit: int) -> Slices[list[bytes]]:
+    """Tokenizes prompts in slices, and returns their tokens as packed buffers."""
+    if domain:
+        text = text.of_domain(domain)
+    tokens = []
+    for index, prompt in enumerate(prompts):
+        if index:
+            yield
+        tokens.append((yield from prompt.slices(text, limit)))
+    return tokens

@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 import os
 import re
-from array import array
-from collections.abc import Iterable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
+from kvrouter.frontend.client_work.client_work import SLICE, Slices, completed
 from kvrouter.frontend.text.prefix_cache import Cutter, PieceCache
+from kvrouter.frontend.text.uncut_text import LOCAL_NORMALIZERS, UncutText, packed, types_of
 from kvrouter.frontend.text.word_cache import TooManyNewWords, WordBudget, WordCache
 from kvrouter.runtime.errors import PromptTooLong
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 # The threads of the library would take the event loop's core, and cost more than they save on pieces of this size.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-_LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Replace", "Lowercase", "Sequence", "ByteLevel"})
-"""Normalizers that change a text independently of what is before a space between two words, and after it."""
 _PRINTABLE = "".join(map(chr, range(ord("!"), ord("~") + 1)))
 _LOCAL_PRE_TOKENIZERS = frozenset({"Split", "ByteLevel", "Sequence", "Digits", "Metaspace", "Punctuation"})
 _MAX_CUT_TOKENS = 64
 _WORD_SHARE = 8
 """Part of the cache's memory that is for words."""
-_GROUP_CHARACTERS = 64 << 10
-"""Characters that are tokenized before the limit on tokens is checked again."""
+_ISOLATED_SHARE = 16
+"""Part of the cache's memory that each isolation domain has, and number of domains that have caches at a time."""
 _AT_ONCE_CHARACTERS = 16 << 10
 _AT_ONCE_WORDS = 16
 """New words of a prompt that is tokenized at once. Each takes the library 2 to 5 µs, as much as 20 known ones."""
@@ -61,27 +63,65 @@ class ModelTokenizer:
             raise InvalidTokenizer(f"tokenizer.json cannot be loaded: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._cache = PieceCache(cache_bytes - cache_bytes // _WORD_SHARE)
+        self._cache_bytes = cache_bytes
         self.vocabulary_size = self._tokenizer.get_vocab_size()
         """Number of tokens, those included that were added."""
         self._before, self._after = self._template()
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         self._cutter = self._checked_cutter(parsed)
-        gap = self._cutter.gap
-        self._words = None if gap is None else WordCache(gap, self._encode, cache_bytes // _WORD_SHARE)
+        self._uncut = UncutText(self._tokenizer, parsed, self._cutter)
+        self._isolated: OrderedDict[str, ModelTokenizer] = OrderedDict()
+        self._isolating = threading.Lock()
+        self._uncached: Tokenizer | None = None
+        self._begin_caches(cache_bytes)
 
     @property
     def library(self) -> Tokenizer:
         """The tokenizer of the library ``tokenizers``."""
         return self._tokenizer
 
+    def of_known_domain(self, domain: str) -> ModelTokenizer | None:
+        """Returns the tokenizer with the caches of an isolation domain; None if it has none."""
+        with self._isolating:
+            found = self._isolated.get(domain)
+            if found is not None:
+                self._isolated.move_to_end(domain)
+            return found
+
+    def of_domain(self, domain: str) -> ModelTokenizer:
+        """Returns the tokenizer with the caches of an isolation domain, of which those used last keep theirs.
+
+        The first call takes up to seconds: the library's own cache is shared by all who use its object.
+        """
+        found = self.of_known_domain(domain)
+        if found is not None:
+            return found
+        with self._isolating:
+            if self._uncached is None:
+                self._uncached = Tokenizer.from_str(self._tokenizer.to_str())
+                if isinstance(self._uncached.model, models.BPE | models.Unigram):
+                    self._uncached.model._resize_cache(0)
+            made = copy(self)
+            made._tokenizer = self._uncached
+            made._uncut = self._uncut.of(self._uncached)
+            made._begin_caches(self._cache_bytes // _ISOLATED_SHARE)
+            found = self._isolated.setdefault(domain, made)
+            if len(self._isolated) > _ISOLATED_SHARE:
+                self._isolated.popitem(last=False)
+            return found
+
+    def _begin_caches(self, max_bytes: int) -> None:
+        gap = self._cutter.gap
+        self._cache = PieceCache(max_bytes - max_bytes // _WORD_SHARE)
+        self._words = None if gap is None else WordCache(gap, self._encode, max_bytes // _WORD_SHARE)
+
     def id_of(self, token: str) -> int | None:
         """Returns the id of a token; None if there is no such token."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def encode(self, text: str, *, special_tokens: bool, limit: int, field: str = "prompt") -> bytes:
-        """Returns the tokens of a text as a packed buffer.
+    def encode(self, text: str, *, special_tokens: bool, limit: int, field: str = "prompt") -> Slices[bytes]:
+        """Tokenizes a text in slices, and returns its tokens as a packed buffer.
 
         Args:
             text: The text. Special tokens in it become these tokens.
@@ -91,6 +131,7 @@ class ModelTokenizer:
 
         Raises:
             PromptTooLong: there are more tokens than the limit.
+            BadRequest: a part of the text cannot be cut, and is too long to be tokenized at once.
         """
         return self._encode_text(text, special_tokens, limit, field, None)
 
@@ -105,49 +146,68 @@ class ModelTokenizer:
         if len(text) > _AT_ONCE_CHARACTERS or self._words is None:
             return None
         try:
-            return self._encode_text(text, special_tokens, limit, field, WordBudget(_AT_ONCE_WORDS))
+            return completed(self._encode_text(text, special_tokens, limit, field, WordBudget(_AT_ONCE_WORDS)))
         except TooManyNewWords:
             return None
 
-    def _encode_text(self, text: str, special_tokens: bool, limit: int, field: str, budget: WordBudget | None) -> bytes:
+    def _encode_text(
+        self, text: str, special_tokens: bool, limit: int, field: str, budget: WordBudget | None
+    ) -> Slices[bytes]:
         if len(text) > limit * self._longest_token:
             raise PromptTooLong(len(text) // self._longest_token, limit, field=field)
-        pieces = self._cutter.pieces(text)
         parts = [self._before] if special_tokens else []
-        tokens = 0
-        for group in _groups(pieces):
-            encoded = self._encode_pieces(group, group[-1] is not pieces[-1], budget)
-            parts += encoded
-            tokens += sum(map(len, encoded)) // 4
+        tokens = characters = 0
+        for size, encoded in self._encoded_parts(text, field, budget):
+            parts.append(encoded)
+            tokens += len(encoded) // 4
             if tokens > limit:
                 raise PromptTooLong(tokens, limit, field=field)
+            characters += size
+            if characters >= SLICE:
+                characters = 0
+                yield
         if special_tokens:
             parts.append(self._after)
-        packed = b"".join(parts)
-        if len(packed) // 4 > limit:
-            raise PromptTooLong(len(packed) // 4, limit, field=field)
-        return packed
+        whole = b"".join(parts)
+        if len(whole) // 4 > limit:
+            raise PromptTooLong(len(whole) // 4, limit, field=field)
+        return whole
 
     def encode_whole(self, text: str) -> bytes:
         """Returns the tokens of a text without cuts and without the cache, as a packed buffer."""
-        return _packed(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return packed(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _encode_pieces(self, pieces: Sequence[str], last_is_cut: bool, budget: WordBudget | None) -> list[bytes]:
-        """Returns the tokens of each piece. A piece that does not end at a cut is not kept: it is rarely shared."""
-        encoded = []
-        for index, piece in enumerate(pieces):
-            tokens = self._cache.get(piece)
-            if tokens is None:
-                tokens = self._encode([piece])[0] if self._words is None else self._words.encode(piece, budget)
-                if last_is_cut or index < len(pieces) - 1:
-                    self._cache.put(piece, tokens)
-            encoded.append(tokens)
-        return encoded
+    def _encoded_parts(self, text: str, field: str, budget: WordBudget | None) -> Iterator[tuple[int, bytes]]:
+        """Yields size and tokens of each part of a text, in order.
+
+        Raises:
+            BadRequest, TooManyNewWords.
+        """
+        start = 0
+        while start < len(text):
+            cut = self._cutter.next_cut(text, start, min(start + SLICE, len(text)))
+            end = len(text) if cut is None else cut
+            if end - start <= SLICE:
+                yield end - start, self._encode_piece(text[start:end], cut is not None, budget)
+            elif budget is not None:
+                raise TooManyNewWords
+            else:
+                end = yield from self._uncut.encoded_parts(text, start, field)
+            start = end
+
+    def _encode_piece(self, piece: str, is_cut: bool, budget: WordBudget | None) -> bytes:
+        """Returns the tokens of a piece. One that does not end at a cut is not kept: it is rarely shared."""
+        tokens = self._cache.get(piece)
+        if tokens is None:
+            tokens = self._encode([piece])[0] if self._words is None else self._words.encode(piece, budget)
+            if is_cut:
+                self._cache.put(piece, tokens)
+        return tokens
 
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
         """Returns the tokens of each text as a packed buffer."""
         batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [_packed(encoding.ids) for encoding in batch]
+        return [packed(encoding.ids) for encoding in batch]
 
     def _template(self) -> tuple[bytes, bytes]:
         """Returns the tokens that the tokenizer adds before and after a prompt."""
@@ -155,7 +215,7 @@ class ModelTokenizer:
         whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:
-                return _packed(whole[:start]), _packed(whole[start + len(bare) :])
+                return packed(whole[:start]), packed(whole[start + len(bare) :])
         raise InvalidTokenizer("its post-processor changes the tokens of a text: expected one that adds tokens only")
 
     def _checked_cutter(self, definition: dict[str, Any]) -> Cutter:
@@ -204,9 +264,9 @@ def _ends_of_words(definition: dict[str, Any], added: Iterable[Any]) -> str:
     model = definition.get("model") or {}
     if model.get("type") != "BPE" or model.get("dropout"):
         return ""
-    normalizers = _types(definition.get("normalizer"), "normalizers")
-    pre_tokenizers = _types(definition.get("pre_tokenizer"), "pretokenizers")
-    if not (normalizers <= _LOCAL_NORMALIZERS and pre_tokenizers <= _LOCAL_PRE_TOKENIZERS):
+    normalizers = types_of(definition.get("normalizer"), "normalizers")
+    pre_tokenizers = types_of(definition.get("pre_tokenizer"), "pretokenizers")
+    if not (normalizers <= LOCAL_NORMALIZERS and pre_tokenizers <= _LOCAL_PRE_TOKENIZERS):
         return ""
     space = "Ġ" if "ByteLevel" in normalizers | pre_tokenizers else "▁"
     joined = re.compile(f"([!-~])[ {space}]")
@@ -214,25 +274,3 @@ def _ends_of_words(definition: dict[str, Any], added: Iterable[Any]) -> str:
     for token in added:
         found.update(joined.findall(token.content), token.content[-1:] if token.rstrip else "")
     return "".join(each for each in _PRINTABLE if each not in found)
-
-
-def _types(definition: dict[str, Any] | None, members: str) -> set[str]:
-    if not definition:
-        return set()
-    found = {str(definition.get("type"))}
-    for member in definition.get(members, ()):
-        found |= _types(member, members)
-    return found
-
-
-def _groups(pieces: Sequence[str]) -> Iterable[Sequence[str]]:
-    start, size = 0, 0
-    for index, piece in enumerate(pieces):
-        size += len(piece)
-        if size >= _GROUP_CHARACTERS or index == len(pieces) - 1:
-            yield pieces[start : index + 1]
-            start, size = index + 1, 0
-
-
-def _packed(ids: Sequence[int]) -> bytes:
-    return array("I", ids).tobytes()

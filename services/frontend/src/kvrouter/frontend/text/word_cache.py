@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-_MAX_CHARACTERS = 64
+MAX_CHARACTERS = 64
 """Longest word to keep. Longer ones are hardly ever repeated."""
 _ENTRY_BYTES = 384
 """Memory of an entry: at most 200 bytes, twice because the tables of Python grow so."""
@@ -28,14 +28,14 @@ class WordBudget:
 
     left: int
 
-    def take(self, words: int) -> None:
-        """Takes so many words out of the budget.
+    def take(self, words: Sequence[str]) -> None:
+        """Takes words out of the budget.
 
         Raises:
-            TooManyNewWords: fewer are left.
+            TooManyNewWords: fewer are left, or a word is so long that it takes much more time than others.
         """
-        self.left -= words
-        if self.left < 0:
+        self.left -= len(words)
+        if self.left < 0 or any(len(word) > MAX_CHARACTERS for word in words):
             raise TooManyNewWords
 
 
@@ -102,14 +102,14 @@ class WordCache:
         known = {name: old[name] for name in names if name in old}
         new = [name for name in names if name not in known]
         if budget is not None:
-            budget.take(len(new))
+            budget.take(new)
         too_many = len(new) > max_new
         if too_many:
             del new[_LEARNED:]
         if new:
             known.update(zip(new, self._encode([f" {name}" for name in new]), strict=True))
         for name, tokens in known.items():
-            if len(name) <= _MAX_CHARACTERS:
+            if len(name) <= MAX_CHARACTERS:
                 if len(self._young) >= self._max_words:
                     self._old, self._young = self._young, {}
                 self._young[name] = tokens

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrouter.frontend.api.openai.chat_messages import template_messages, with_parts, with_text_content
+from kvrouter.frontend.client_work.client_work import Slices
 from kvrouter.frontend.text.final_message import marked, until_mark
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.errors import BadRequest
@@ -71,8 +72,8 @@ class ChatPrompt:
         self._begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         self._options = variables
 
-    def tokens(self, text: ModelText | None, limit: int) -> bytes:
-        """Renders the chat with the model's template, and returns its tokens.
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        """Renders the chat with the model's template and tokenizes it, in slices, and returns its tokens.
 
         Raises:
             BadRequest: the model has no template, or its template does not take the chat.
@@ -93,7 +94,7 @@ class ChatPrompt:
             messages = list(map(with_parts, messages))
         if self._continues:
             messages, mark = marked(messages)
-        rendered = template.render(
+        rendered = yield from template.rendering(
             messages,
             tools=self._tools,
             documents=self._documents,
@@ -103,7 +104,8 @@ class ChatPrompt:
         if mark:
             rendered = until_mark(rendered, mark)
         # The template has written the special tokens that the tokenizer would add.
-        return text.tokenizer.encode(rendered, special_tokens=False, limit=limit, field="messages")
+        yield
+        return (yield from text.tokenizer.encode(rendered, special_tokens=False, limit=limit, field="messages"))
 
     def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
         """Returns None: a template may take long."""

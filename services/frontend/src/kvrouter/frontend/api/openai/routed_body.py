@@ -6,10 +6,10 @@ is routed on load: the engine knows more fields and contents, and says itself wh
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,12 +18,13 @@ from kvrouter.frontend.api.openai.chat_prompt import ChatPrompt
 from kvrouter.frontend.api.openai.chat_request import MAX_STRUCTURE
 from kvrouter.frontend.api.openai.prompt_list import parse_prompts
 from kvrouter.frontend.api.token_list import Prompt
+from kvrouter.frontend.client_work.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest, KvRouterError
+from kvrouter.runtime.errors import BadRequest, KvRouterError, Overloaded, RateLimited
 
 _TOKEN_LIST = re.compile(rb"\[\s*\d")
 _DATA_URL = re.compile(rb'"data:[^"]{512,}"')
@@ -131,15 +132,16 @@ class RoutedBody:
         return replace(parsed, token_ids=token_ids, is_tokenized=False, source=source)
 
     @classmethod
-    async def read(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> RoutedBody:
+    async def read(cls, body: bytes | bytearray, work: ClientWork, *, max_prompt_tokens: int) -> RoutedBody:
         """Does the same as ``parse``, a long body in a thread. Parsing releases the GIL between pieces of the prompt.
 
         Raises:
-            BadRequest, PromptTooLong.
+            BadRequest, PromptTooLong, RateLimited, Overloaded.
         """
         if len(body) <= _LONG_BODY_BYTES:
             return cls.parse(body, max_prompt_tokens=max_prompt_tokens)
-        return await asyncio.to_thread(cls.parse, body, max_prompt_tokens=max_prompt_tokens)
+        parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens)
+        return await work.run(parse, Lane.BODIES, size=len(body))
 
     async def tokenized(self, texts: TextModels | None, model: str, *, max_prompt_tokens: int) -> RoutedBody:
         """Returns the body with the tokens of its prompt, as far as they can be known here.
@@ -148,13 +150,18 @@ class RoutedBody:
             texts: Tokenizers of the served models.
             model: Name of the base model.
             max_prompt_tokens: Maximum number of tokens.
+
+        Raises:
+            RateLimited, Overloaded: too much text waits.
         """
         text = None if texts is None else texts.find(model)
         source = self.source
         if texts is None or text is None or source is None:
             return self
         try:
-            (token_ids,) = await texts.tokens(text, [source], max_prompt_tokens)
+            (token_ids,) = await texts.tokens(text, [source], max_prompt_tokens, salt=self.cache_salt)
+        except (RateLimited, Overloaded):
+            raise
         except KvRouterError:
             return self
         return replace(self, token_ids=token_ids, is_tokenized=True, source=None) if token_ids else self
@@ -170,11 +177,11 @@ class _Text:
         self._add_special_tokens = fields.add_special_tokens is not False
         self.characters = len(self._prompt)
 
-    def tokens(self, text: ModelText | None, limit: int) -> bytes:
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
         if self._prompt[:1] not in (b'"', b"["):
             raise BadRequest("prompt: expected a text or a list", field="prompt")
         prompts = parse_prompts(self._prompt, add_special_tokens=self._add_special_tokens, limit=limit)
-        return prompts[0].tokens(text, limit)
+        return (yield from prompts[0].slices(text, limit))
 
     def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
         return None  # The body has to be decoded first, as in a thread.
@@ -189,7 +196,7 @@ class _Chat:
         self._fields = fields
         self.characters = len(bytes(fields.messages)) + len(bytes(fields.tools))
 
-    def tokens(self, text: ModelText | None, limit: int) -> bytes:
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
         fields = self._fields
         if fields.add_special_tokens:
             raise BadRequest("add_special_tokens: not known for a chat", field="add_special_tokens")
@@ -204,7 +211,7 @@ class _Chat:
             reasoning_effort=fields.reasoning_effort,
             characters=self.characters,
         )
-        return prompt.tokens(text, limit)
+        return (yield from prompt.slices(text, limit))
 
     def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
         return None  # Its messages have to be decoded and rendered first.

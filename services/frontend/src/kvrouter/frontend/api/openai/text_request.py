@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.frontend.api.request_fields import SharedFields
+from kvrouter.frontend.client_work.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.tool_calls import ToolUse
@@ -20,11 +21,14 @@ class TokenPrompt:
     def __init__(self, token_ids: bytes) -> None:
         self._token_ids = token_ids
 
-    def tokens(self, text: ModelText | None, limit: int) -> bytes:  # noqa: ARG002
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        """Returns the token ids."""
+        return self.tokens_at_once(text, limit)
+        yield
+
+    def tokens_at_once(self, text: ModelText | None, limit: int) -> bytes:  # noqa: ARG002
         """Returns the token ids."""
         return self._token_ids
-
-    tokens_at_once = tokens
 
 
 class TextPrompt:
@@ -36,8 +40,8 @@ class TextPrompt:
         self.text = text
         self._add_special_tokens = add_special_tokens
 
-    def tokens(self, text: ModelText | None, limit: int) -> bytes:
-        """Returns the tokens of the text."""
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        """Tokenizes the text in slices, and returns its tokens."""
         assert text is not None, "a text is tokenized only for a model with a tokenizer"  # noqa: S101
         return text.tokenizer.encode(self.text, special_tokens=self._add_special_tokens, limit=limit, field=self.field)
 

@@ -12,6 +12,7 @@ from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.request_runner import RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.validation import Limits, context_length, longest_prompt, structured_workers
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.runtime.deadline import Deadline
@@ -35,7 +36,7 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     """Tokenizes the prompts of a request. Nothing is booked yet.
 
     Raises:
-        UnknownModel, NoWorkers, BadRequest, PromptTooLong.
+        UnknownModel, NoWorkers, BadRequest, PromptTooLong, RateLimited, Overloaded.
     """
     view, _ = models.resolve(request.fields.model)
     model = view.descriptor.model
@@ -50,9 +51,9 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     text = models.text_of(request.fields.model, needed) if needed else models.texts.find(model)
     limit = longest_prompt(pools, limits)
     if text is None:
-        prompts = [prompt.tokens(None, limit) for prompt in request.prompts]
+        prompts = [completed(prompt.slices(None, limit)) for prompt in request.prompts]
     else:
-        prompts = await models.texts.tokens(text, request.prompts, limit)
+        prompts = await models.texts.tokens(text, request.prompts, limit, salt=request.fields.cache_salt or "")
     for prompt, source in zip(prompts, request.prompts, strict=True):
         if not prompt:
             raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
