@@ -62,8 +62,8 @@ def test_prompts_equal_those_of_transformers(reference: Reference, directory: Pa
     for text, with_special, plain, decoded in zip(
         TEXTS, expected["texts"], expected["plain"], expected["decoded"], strict=True
     ):
-        assert ids(model.tokenizer.encode(text, special_tokens=True, limit=LIMIT)) == with_special
-        assert ids(model.tokenizer.encode(text, special_tokens=False, limit=LIMIT)) == plain
+        assert ids(completed(model.tokenizer.encode(text, special_tokens=True, limit=LIMIT))) == with_special
+        assert ids(completed(model.tokenizer.encode(text, special_tokens=False, limit=LIMIT))) == plain
         assert model.detokenizer(b"").feed(plain) == decoded
     if model.template is None:
         return
@@ -105,4 +105,6 @@ def test_tokens_with_the_cache_equal_those_without(model: ModelText) -> None:
     ]
     for _ in range(300):
         text = "".join(rng.choice(fragments) for _ in range(rng.randrange(1, 300)))
-        assert model.tokenizer.encode(text, special_tokens=False, limit=LIMIT) == model.tokenizer.encode_whole(text)
+        assert completed(
+            model.tokenizer.encode(text, special_tokens=False, limit=LIMIT)
+        ) == model.tokenizer.encode_whole(text)

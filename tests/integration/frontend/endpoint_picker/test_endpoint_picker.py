@@ -13,6 +13,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeade
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing.metrics import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
@@ -73,7 +74,9 @@ async def test_a_chat_is_routed_by_the_tokens_of_its_rendered_prompt(gateway: Ga
     messages = [{"role": "user", "content": "Tell me about prefix caches. " * 40}]
     template = text.template
     assert template is not None
-    tokens = text.tokenizer.encode(template.render(messages), special_tokens=False, limit=10_000)
+    tokens = completed(
+        text.tokenizer.encode(completed(template.rendering(messages)), special_tokens=False, limit=10_000)
+    )
     stream = gateway.stream()
     endpoints, _ = await stream.routed({"model": MODEL, "messages": messages, "field_of_the_engine": 1})
     worker_id = next(number for number, endpoint in engines.items() if endpoint == endpoints[0])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.reasoning import ReasoningParser, reasoning_format
 
@@ -75,7 +76,7 @@ def test_the_prompt_says_whether_reasoning_has_begun(
     model_files: dict[str, bytes], prompt: str, continues: bool, is_open: bool
 ) -> None:
     model = ModelText(model_files, cache_bytes=1 << 20, reasoning_format_name="qwen3")
-    tokens = model.tokenizer.encode(prompt, special_tokens=False, limit=1000)
+    tokens = completed(model.tokenizer.encode(prompt, special_tokens=False, limit=1000))
     parser = model.reasoning_parser(tokens, continues_message=continues)
     assert parser is not None
     assert parser.feed("so")[0] == ("so" if is_open else "")

@@ -144,8 +144,8 @@ class FrontendSettings(RoutingSettings):
     tokenizer_cache_bytes: int = Field(
         default=64 << 20,
         ge=1 << 16,
-        description="Memory of the cache of tokenized prefixes of each model, in bytes; isolated tenants and cache salts "
-        "have as much again.",
+        description="Memory of the cache of tokenized prefixes of each model, in bytes; isolated tenants and cache "
+        "salts have as much again.",
     )
     request_stream_usage: bool = Field(
         default=False,
