@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc.aio
@@ -47,6 +47,14 @@ async def until_closed(reader: asyncio.StreamReader) -> None:
 
 async def connect(target: str) -> GrpcConnection:
     return await GrpcConnection.open(target, "/test.Service/Echo", max_message_bytes=1 << 20)
+
+
+async def exchange_once(target: str) -> None:
+    opened_to = await connect(target)
+    try:
+        await opened_to.exchange(b"hello")
+    finally:
+        opened_to.close()
 
 
 @asynccontextmanager
@@ -138,10 +146,8 @@ def test_a_server_ends_the_call_before_its_first_message(
 
     async def main() -> None:
         async with serving(serve) as target:
-            opened_to = await connect(target)
             with pytest.raises(error, match=match):
-                await opened_to.exchange(b"hello")
-            opened_to.close()
+                await exchange_once(target)
 
     run(main())
 
@@ -230,3 +236,107 @@ def test_a_server_that_reads_nothing_holds_back_messages_and_does_not_delay_the_
             release.set()
 
     run(main())
+
+
+async def test_a_connect_that_is_cancelled_once_connected_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport may be handed over after whoever connected has given up."""
+    closed = asyncio.Event()
+    made: list[GrpcConnection] = []
+    reports: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, report: reports.append(report))
+
+    async def serve(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await until_closed(reader)
+        closed.set()
+
+    def connection_made(self: GrpcConnection, transport: asyncio.BaseTransport) -> None:
+        made.append(self)
+        original(self, transport)
+        opening.cancel()
+
+    original = GrpcConnection.connection_made
+    monkeypatch.setattr(GrpcConnection, "connection_made", connection_made)
+    async with serving(serve) as target:
+        opening = asyncio.create_task(connect(target))
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        (connection,) = made
+        assert connection._check is None or connection._check.cancelled()
+        connection._call.ping()
+        async with asyncio.timeout(60):
+            await closed.wait()
+    assert not reports
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_nothing_is_written_to_a_transport_that_is_closed(loop: str) -> None:
+    reports: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        async with echoing() as target:
+            opened_to = await connect(target)
+            await opened_to.exchange(b"hello")
+            assert opened_to._transport is not None
+            opened_to._transport.abort()
+            opened_to.wake()
+            opened_to._check_heard()
+            with pytest.raises(ConnectionLost):
+                await opened_to.wait_ended()
+            opened_to.close()
+        assert opened_to._check is not None
+        assert opened_to._check.cancelled()
+
+    (asyncio.run if loop == "asyncio" else uvloop.run)(main())
+    assert not reports
+
+
+@asynccontextmanager
+async def silent_listener(address: str, port: int) -> AsyncIterator[None]:
+    """Accepts connections and sends nothing, as a process does that is frozen."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await until_closed(reader)
+        writer.close()
+
+    async with await asyncio.start_server(serve, address, port):
+        yield
+
+
+@pytest.mark.parametrize("first", ["refuses", "is silent"])
+def test_every_address_is_tried_within_the_time(run: Run, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with echoing() as target:
+            port = int(target.rpartition(":")[2])
+
+            async def resolved(_host: str, _port: int) -> list[str]:
+                return ["127.0.0.2", "127.0.0.3", "127.0.0.1"]
+
+            monkeypatch.setattr(connection, "addresses_of", resolved)
+            async with silent_listener("127.0.0.2", port) if first == "is silent" else nothing():
+                opened_to = await asyncio.wait_for(connect(f"worker:{port}"), 60)
+                assert await opened_to.exchange(b"hello") == b"hello"
+                opened_to.close()
+
+    run(main())
+
+
+def test_a_host_with_no_address_that_answers_names_every_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def resolved(_host: str, _port: int) -> list[str]:
+        return ["127.0.0.2", "127.0.0.3"]
+
+    monkeypatch.setattr(connection, "addresses_of", resolved)
+
+    async def main() -> None:
+        with pytest.raises(ConnectionLost, match=r"at 127\.0\.0\.2: .*; .* at 127\.0\.0\.3: "):
+            await connect("worker:1")
+
+    run(main())
+
+
+@asynccontextmanager
+async def nothing() -> AsyncIterator[None]:
+    yield

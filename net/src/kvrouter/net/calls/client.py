@@ -5,39 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvrouter.net.calls.client_stream import ClientStream
+from kvrouter.net.calls.client_connection import ClientConnection, StreamEnded
 from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import CallError, NotSent, ProtocolViolation
-from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
-from kvrouter.net.calls.limits import VERSION, CallLimits
-from kvrouter.net.calls.parsing import parse
+from kvrouter.net.calls.errors import CallError, NotSent
+from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
-from kvrouter.net.calls.server import SERVICE
-from kvrouter.net.grpc_connection import ConnectionLost, GrpcConnection, Http2Violation, Metadata
+from kvrouter.net.grpc_connection import Metadata
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls
-from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 log = get_logger(__name__)
 
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
 """Silence after which a stream is given up: far above a round trip, far below a lease."""
-_PATH = f"/{SERVICE}/OpenCallStream"
 _LASTING_SECONDS = 1.0
 """A stream that lasted this long was healthy: it is opened again without a pause."""
 
 
+_MAX_RETIRED = 8
+"""Streams that finish their calls while another one takes the new ones. Beyond that the oldest is closed."""
+
+
 class _NotOpened(Exception):
     """No lasting stream could be opened; the client tries again after a pause."""
-
-
-class _Ended(Exception):
-    """The stream has ended."""
-
-    def __init__(self, reason: str, cause: str) -> None:
-        super().__init__(cause)
-        self.reason = reason
 
 
 class CallStreamClient:
@@ -79,7 +70,12 @@ class CallStreamClient:
         self._limits = CallLimits() if limits is None else limits
         self._heartbeat_timeout = heartbeat_timeout_seconds
         self._ends_when_silent = ends_when_silent
-        self._stream: ClientStream | None = None
+        self._latest: ClientConnection | None = None
+        """The stream for new calls, while it is open."""
+        self._retired: list[ClientConnection] = []
+        """Streams that take no new calls and finish those that run, the oldest first."""
+        self._reported: set[str] = set()
+        """Violations that were logged, so that a server that repeats them fills no log."""
         self._failure = ""
         """Why the latest attempt to open a stream failed; empty while none has failed since the last open stream."""
         self._changed = asyncio.Event()
@@ -87,12 +83,13 @@ class CallStreamClient:
     @property
     def ready(self) -> bool:
         """Whether a stream is open and takes calls."""
-        return self._stream is not None and not self._stream.draining
+        return self._latest is not None and not self._latest.stream.draining
 
     @property
     def running(self) -> int:
         """Number of calls that run or wait."""
-        return 0 if self._stream is None else self._stream.running
+        latest = 0 if self._latest is None else self._latest.stream.running
+        return latest + sum(each.stream.running for each in self._retired)
 
     async def wait_ready(self) -> None:
         """Returns when a stream is open and takes calls."""
@@ -102,8 +99,8 @@ class CallStreamClient:
 
     async def wait_lost(self) -> None:
         """Returns when the open stream has ended or takes no new calls, and at once if there is none."""
-        stream = self._stream
-        while stream is not None and stream is self._stream and not stream.draining:
+        latest = self._latest
+        while latest is not None and latest is self._latest and not latest.stream.draining:
             self._changed.clear()
             await self._changed.wait()
 
@@ -158,9 +155,9 @@ class CallStreamClient:
         Raises:
             NotSent: no stream is open, or the server does not accept the call.
         """
-        stream = self._stream
-        if stream is None:
+        if self._latest is None:
             raise NotSent(f"no call stream to {self._target} is open: {self._failure or 'it is being opened'}")
+        stream = self._latest.stream
         call = stream.start(method, request, receiver, time_left=time_left, urgent=urgent, trace_context=trace_context)
         if time_left is not None:
             call.timer = asyncio.get_running_loop().call_later(time_left, stream.time_out, call)
@@ -168,12 +165,13 @@ class CallStreamClient:
 
     async def run(self) -> None:
         """Keeps a stream open until cancelled."""
-        while True:
-            async for attempt in AsyncRetrying(
-                wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(_NotOpened)
-            ):
-                with attempt:
-                    await self._keep_stream()
+        async with asyncio.TaskGroup() as streams:
+            while True:
+                async for attempt in AsyncRetrying(
+                    wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(_NotOpened)
+                ):
+                    with attempt:
+                        await self._keep_stream(streams)
 
     async def wait_open(self, time_left: float | None = None) -> float | None:
         """Waits for a stream that is being opened. Returns the time left of that given.
@@ -192,124 +190,98 @@ class CallStreamClient:
             raise NotSent(f"no call stream to {self._target} was opened in time") from None
         return None if time_left is None else max(0.0, time_left - (loop.time() - began))
 
-    async def _keep_stream(self) -> None:
-        """Opens a stream and keeps it until it ends.
+    async def _keep_stream(self, streams: asyncio.TaskGroup) -> None:
+        """Opens a stream and keeps it until it has ended or takes no new calls.
 
         Raises:
-            _NotOpened: it was not opened, or lasted only for a moment.
+            _NotOpened: it was not opened, lasted only for a moment, or its server broke a rule.
         """
+        connection = await self._open()
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            await self._use_stream()
-        except _Ended as ended:
-            lasted = loop.time() - began >= _LASTING_SECONDS
-            self._failure = "" if lasted else str(ended) or ended.reason
-            self._changed.set()
-            if not lasted:
-                raise _NotOpened from None
-
-    async def _use_stream(self) -> None:
-        """Opens a stream and uses it until it ends.
-
-        Raises:
-            _Ended: always.
-        """
-        connection: GrpcConnection | None = None
-        try:
-            async with asyncio.timeout(self._heartbeat_timeout):
-                connection = await self._connect()
-                stream = await self._open(connection)
-        except TimeoutError:
-            raise _Ended("silent", f"no answer for {self._heartbeat_timeout:g} s") from None
-        except (ConnectionLost, Http2Violation, ProtocolViolation) as error:
-            ended = _end_of(error)
-            if ended.reason != "lost":
-                self.counts.ended[ended.reason] += 1
-            raise ended from None
-        else:
-            await self._use(connection, stream)
-        finally:
-            if connection is not None:
-                connection.close()
-
-    async def _connect(self) -> GrpcConnection:
-        return await GrpcConnection.open(
-            self._target,
-            _PATH,
-            tls=self._tls,
-            role=self._role,
-            metadata=self._metadata(),
-            max_message_bytes=self._limits.message_bytes,
-        )
-
-    async def _open(self, connection: GrpcConnection) -> ClientStream:
-        hello = CallStreamClientHello(
-            version=VERSION, client_name=self._client_name, max_message_bytes=self._limits.message_bytes
-        )
-        first = await connection.exchange(OpenCallStreamRequest(client_hello=hello).SerializeToString())
-        message = parse(OpenCallStreamResponse, first, self._limits)
-        stream = ClientStream(message.server_hello, self._limits, self.counts, connection.wake)
-
-        def receive(encoded: bytes) -> None:
-            stream.receive(encoded)
-            if stream.draining:
-                self._changed.set()
-
-        connection.start(receive, stream.next_message)
-        return stream
-
-    async def _use(self, connection: GrpcConnection, stream: ClientStream) -> None:
-        """Uses a stream until it ends.
-
-        Raises:
-            _Ended: always.
-        """
-        self._stream, self._failure = stream, ""
+        opened_at = loop.time()
+        self._latest, self._failure = connection, ""
         self._changed.set()
+        using = streams.create_task(self._use(connection), name="call-stream")
+        # Also if it is cancelled before its first step.
+        using.add_done_callback(lambda _: connection.close())
+        try:
+            await connection.replaceable.wait()
+        finally:
+            self._latest = None
+            self._changed.set()
+        ended = connection.ended
+        if ended is None:
+            self._retire(connection)
+        if loop.time() - opened_at < _LASTING_SECONDS or (ended is not None and ended.is_violation):
+            self._failure = "the server takes no calls on its new connections" if ended is None else str(ended)
+            raise _NotOpened
+        self._reported.clear()
+
+    async def _open(self) -> ClientConnection:
+        """Opens a stream. Tries once more at once if the server has not processed the first attempt.
+
+        Raises:
+            _NotOpened: it was not opened.
+        """
+        for is_last in (False, True):
+            try:
+                return await ClientConnection.open(
+                    self._target,
+                    self._client_name,
+                    tls=self._tls,
+                    role=self._role,
+                    metadata=self._metadata,
+                    limits=self._limits,
+                    counts=self.counts,
+                    timeout_seconds=self._heartbeat_timeout,
+                )
+            except StreamEnded as ended:
+                if ended.never_processed and not is_last:
+                    continue
+                if ended.reason != "lost":
+                    self.counts.ended[ended.reason] += 1
+                self._report(ended)
+                self._failure = str(ended)
+                self._changed.set()
+        raise _NotOpened
+
+    def _retire(self, connection: ClientConnection) -> None:
+        """Lets a stream finish its calls while another one takes the new ones."""
+        self._retired.append(connection)
+        log.info("call_stream.replaced", server=self._target, calls=connection.stream.running)
+        if len(self._retired) > _MAX_RETIRED:
+            self._retired[0].end(StreamEnded("draining", "too many streams of this server finish their calls"))
+
+    async def _use(self, connection: ClientConnection) -> None:
+        """Uses a stream until it has ended."""
         self.counts.opened += 1
         self.counts.streams += 1
         log.info("call_stream.opened", server=self._target)
-        ended = _Ended("closed", "the client was closed")
-        watching = asyncio.create_task(self._end_when_silent(connection, stream), name="call-stream-heartbeats")
+        ended = StreamEnded("closed", "the client was closed")
         try:
-            await connection.wait_ended()
-        except (ConnectionLost, Http2Violation, ProtocolViolation, _Ended) as error:
-            ended = _Ended("draining", "the server has stopped") if stream.draining else _end_of(error)
+            ended = await connection.use(self._heartbeat_timeout if self._ends_when_silent else None, self._changed.set)
         finally:
-            watching.cancel()
-            self._stream = None
-            self._changed.set()
             self.counts.streams -= 1
             self.counts.ended[ended.reason] += 1
-            stream.lose(str(ended))
+            connection.finish(ended)
+            self._report(ended)
+            if connection in self._retired:
+                self._retired.remove(connection)
+            self._changed.set()
             log.info("call_stream.ended", server=self._target, reason=ended.reason, cause=str(ended))
-            await asyncio.wait({watching})
-        raise ended
 
-    async def _end_when_silent(self, connection: GrpcConnection, stream: ClientStream) -> None:
-        if not self._ends_when_silent:
+    def _report(self, ended: StreamEnded) -> None:
+        """Logs a violation or a defect, once for as long as it is repeated."""
+        if not ended.is_violation or ended.reason in self._reported:
             return
-        monitor = HeartbeatMonitor()
-        while not monitor.silent:
-            await asyncio.sleep(self._heartbeat_timeout / MISSES)
-            if stream.heard:
-                monitor.heard()
-            stream.heard = False
-            monitor.tick()
-            stream.ping()
-        connection.end(_Ended("silent", f"no answer for {self._heartbeat_timeout:g} s"))
-
-
-def _end_of(error: Exception) -> _Ended:
-    """Returns how a stream ended that an error has ended."""
-    if isinstance(error, _Ended):
-        return error
-    if isinstance(error, ConnectionLost):
-        return _Ended("lost", str(error))
-    reason = error.reason if isinstance(error, Http2Violation | ProtocolViolation) else "lost"
-    log.warning("call_stream.violated", reason=reason, cause=str(error))
-    return _Ended(reason, str(error))
+        self._reported.add(ended.reason)
+        log.warning(
+            "call_stream.violated",
+            server=self._target,
+            reason=ended.reason,
+            cause=str(ended),
+            exc_info=ended.defect,
+        )
 
 
 class _Answer:

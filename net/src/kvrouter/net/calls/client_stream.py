@@ -1,7 +1,8 @@
 """The client's side of one call stream: messages to send, and the calls that run. Does no I/O.
 
 Each call ends once: answered, failed, or cancelled by its caller. A call gets its number when its first part is put
-into a message, and counts as sent once its last part is. So a call that is not sent when the stream ends was never run.
+into a message, and counts as sent once its last part is. So a call that is not sent when the stream ends was never run,
+and neither was one whose last part is in a message that was not written in whole.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvrouter.net.calls.errors import (
 from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
+from kvrouter.net.flood_budget import FloodBudget
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
     CallResponse,
@@ -43,6 +45,26 @@ _CANCEL_BYTES = 10
 _CALL_BYTES = 2 * ITEM_BYTES
 """Upper bound of what a call takes in a message beside its request."""
 _LEAST_MESSAGE_BYTES = 4096
+_FLOOD_ITEMS = 10_000
+_FLOOD_SECONDS = 10.0
+"""Items and messages that serve no running call which a server may send in this time. They take some 20 ms to read."""
+_ITEMS_OF_CANCEL = 100
+"""Responses of a cancelled call that may be under way."""
+
+
+_LEAST_PART_BYTES = 256
+"""Parts below this size are items of a flood: a server cuts long responses only."""
+
+
+class _PartedResponse:
+    """The parts of a response that have arrived."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+        """Memory of the parts, bytes."""
 
 
 class ClientStream:
@@ -60,9 +82,11 @@ class ClientStream:
             raise ProtocolViolation("version", f"expected version {VERSION} of the protocol, received {hello.version}")
         self.counts = counts
         self.draining = False
-        """Whether the server takes no new calls."""
+        """Whether the stream takes no new calls."""
         self.heard = False
         """Whether a message arrived since this was last set to False."""
+        self._drained = False
+        """Whether the server has said which is the last call that it runs."""
         self._limits = limits
         self._wake = wake
         self._methods = {name: index for index, name in enumerate(hello.methods)}
@@ -76,7 +100,11 @@ class ClientStream:
         self._max_request_bytes = hello.max_request_bytes or limits.request_bytes
         self._last_number = 0
         self._calls: dict[int, RunningCall] = {}
-        self._parts: dict[int, list[bytes]] = {}
+        self._parts: dict[int, _PartedResponse] = {}
+        self._parts_bytes = 0
+        self._flood = FloodBudget(_FLOOD_ITEMS, _FLOOD_SECONDS)
+        self._in_latest_message: list[RunningCall] = []
+        """Calls whose last part is in the latest message."""
         self._urgent: Lane = OrderedDict()
         self._short: Lane = OrderedDict()
         self._long: Lane = OrderedDict()
@@ -137,8 +165,10 @@ class ClientStream:
         self.counts.running -= 1
         self._leave_lane(call)
         if call.number:
-            self._parts.pop(call.number, None)
-            self._send_cancel(call.number)
+            self._forget_parts(call)
+            self._cancelled.append(call.number)
+            self._flood.earn(_ITEMS_OF_CANCEL)
+        self._wake()
 
     def time_out(self, call: RunningCall) -> None:
         """Ends a call because its time is up."""
@@ -156,6 +186,7 @@ class ClientStream:
     def next_message(self) -> bytes | None:
         """Returns the next message to write: all that fits of what waits. None if nothing does."""
         message = OpenCallStreamRequest()
+        self._in_latest_message = []
         room = self._message_bytes - ITEM_BYTES
         if self._cancelled:
             count = min(len(self._cancelled), room // 4 // _CANCEL_BYTES)
@@ -196,6 +227,8 @@ class ClientStream:
         if message.HasField("server_hello"):
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
         self.heard = True
+        if not message.whole_numbers and not message.responses:
+            self._spend(1)
         numbers, whole = message.whole_numbers, message.whole_responses
         if numbers or whole:
             self._receive_whole(numbers[:], whole[:])
@@ -212,17 +245,30 @@ class ClientStream:
         self.counts.messages_received += 1
         self.counts.items_received += len(numbers) + len(message.responses)
 
-    def lose(self, cause: str) -> None:
-        """Ends every call because the stream has ended."""
+    def retire(self) -> None:
+        """Takes no new calls. Those that run or wait go on."""
+        self.draining = True
+
+    def lose(self, cause: str, *, has_unwritten: bool = False) -> None:
+        """Ends every call because the stream has ended.
+
+        Args:
+            cause: Why it has ended.
+            has_unwritten: Whether a part of the latest message was not written.
+        """
         self.draining = True
         for call in [*self._urgent, *self._short, *self._long]:
             if not call.sent:
+                self._fail_unsent(call, cause)
+        if has_unwritten:
+            for call in self._in_latest_message:
                 self._fail_unsent(call, cause)
         for call in list(self._calls.values()):
             self._leave_lane(call)
             self._fail(call, OutcomeUnknown(f"the call stream ended before the answer: {cause}"), "unknown")
         self._calls.clear()
         self._parts.clear()
+        self._parts_bytes = 0
 
     def _why_not(self, method: str, size: int) -> str:
         if self.draining:
@@ -261,6 +307,7 @@ class ClientStream:
 
     def _sent(self, call: RunningCall) -> None:
         call.sent = True
+        self._in_latest_message.append(call)
         self._leave_lane(call)
 
     def _leave_lane(self, call: RunningCall) -> None:
@@ -270,10 +317,6 @@ class ClientStream:
             call.lane = None
             self._queued_bytes -= len(call.request)
             call.request = b""
-
-    def _send_cancel(self, number: int) -> None:
-        self._cancelled.append(number)
-        self._wake()
 
     def _running(self, number: int) -> RunningCall:
         call = self._calls.get(number)
@@ -295,6 +338,8 @@ class ClientStream:
         for number, response in zip(numbers, responses, strict=True):
             call = calls.get(number) or self._running(number)
             receiver = call.receiver
+            if receiver is None or not response:
+                self._spend(1)
             if receiver is not None:
                 try:
                     receiver.on_response(response)
@@ -308,14 +353,15 @@ class ClientStream:
             return
         response = item.response
         if kind in {_LAST, 0}:
-            parts = self._parts.pop(call.number, None)
+            parts = self._forget_parts(call)
             if parts is not None:
-                parts.append(response)
-                response = b"".join(parts)
+                response = b"".join((*parts.parts, response))
         elif kind in {_FAILED, _ENDED}:
-            self._parts.pop(call.number, None)
+            self._forget_parts(call)
         else:
             raise ProtocolViolation("unknown_kind", f"received a response of kind {kind}, which is not defined")
+        if not kind and (call.receiver is None or not response):
+            self._spend(1)
         try:
             if call.receiver is not None and kind in {_LAST, 0}:
                 call.receiver.on_response(response)
@@ -332,16 +378,35 @@ class ClientStream:
             receiver.on_end()
 
     def _take_part(self, call: RunningCall, part: bytes) -> None:
+        if len(part) < _LEAST_PART_BYTES or call.receiver is None:
+            self._spend(1)
         if call.receiver is None:
             return
-        parts = self._parts.setdefault(call.number, [])
-        parts.append(part)
-        if len(part) * len(parts) > self._limits.response_bytes and sum(map(len, parts)) > self._limits.response_bytes:
+        parts = self._parts.setdefault(call.number, _PartedResponse())
+        parts.parts.append(part)
+        size = max(len(part), ITEM_BYTES)
+        parts.size += size
+        self._parts_bytes += size
+        limit = self._limits.response_bytes
+        if parts.size > limit or self._parts_bytes > self._limits.parted_bytes:
             receiver = call.receiver
-            call.cancel()
-            receiver.on_error(
-                TooMuchUnread(f"the response is longer than the {self._limits.response_bytes} bytes that are accepted")
+            reason = (
+                f"the response is longer than the {limit} bytes that are accepted"
+                if parts.size > limit
+                else f"more than {self._limits.parted_bytes} bytes of responses on the stream are unfinished"
             )
+            call.cancel()
+            receiver.on_error(TooMuchUnread(reason))
+
+    def _forget_parts(self, call: RunningCall) -> _PartedResponse | None:
+        parts = self._parts.pop(call.number, None)
+        if parts is not None:
+            self._parts_bytes -= parts.size
+        return parts
+
+    def _spend(self, items: int) -> None:
+        if not self._flood.spend(items):
+            raise ProtocolViolation("flood", "received many messages or responses that serve no running call")
 
     def _end(self, call: RunningCall) -> ResponseReceiver | None:
         """Removes a call that the server has ended. Returns its receiver; None if it was cancelled."""
@@ -352,7 +417,8 @@ class ClientStream:
         if call.lane is not None:
             # The server refused it after some of its parts, and expects the others unless it is cancelled.
             self._leave_lane(call)
-            self._send_cancel(call.number)
+            self._cancelled.append(call.number)
+            self._wake()
         return receiver
 
     def _drain(self, last_call: int) -> None:
@@ -360,13 +426,15 @@ class ClientStream:
             raise ProtocolViolation(
                 "unknown_call", f"the last call is {last_call}, but only {self._last_number} were sent"
             )
-        self.draining = True
+        if self._drained:
+            raise ProtocolViolation("draining_twice", "expected one notice that the server stops, received another")
+        self.draining = self._drained = True
         for call in [*self._urgent, *self._short, *self._long]:
             if not 0 < call.number <= last_call:
                 self._fail_unsent(call, "the server is stopping")
         for number in [number for number in self._calls if number > last_call]:
             call = self._calls.pop(number)
-            self._parts.pop(number, None)
+            self._forget_parts(call)
             self._fail_unsent(call, "the server is stopping")
 
     def _fail_unsent(self, call: RunningCall, cause: str) -> None:

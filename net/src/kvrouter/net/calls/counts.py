@@ -15,7 +15,8 @@ class CallStreamCounts:
     opened: int = 0
     """Streams that were opened."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Streams that ended, by reason: ``closed``, ``lost``, ``silent``, ``draining``, ``unread``, or a violation."""
+    """Streams that ended, by reason: ``closed``, ``lost``, ``silent``, ``draining``, ``unread``, ``failed`` by a
+    defect, or a violation."""
     messages_sent: int = 0
     messages_received: int = 0
     items_sent: int = 0

@@ -22,6 +22,8 @@ class CallLimits:
     """Maximum size of a request, as over an ordinary RPC."""
     response_bytes: int = 64 << 20
     """Maximum size of a response, as over an ordinary RPC."""
+    parted_bytes: int = 128 << 20
+    """Size of all responses of a stream that have arrived in part. The call of a further part fails."""
     queued_bytes: int = 128 << 20
     """Maximum size of all requests that wait for the stream. One more is not sent."""
     unread_call_bytes: int = 4 << 20

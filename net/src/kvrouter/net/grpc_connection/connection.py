@@ -6,18 +6,24 @@ import asyncio
 import socket
 from collections.abc import Callable
 from typing import Any, cast
-from urllib.parse import urlsplit
 
+from kvrouter.net.grpc_connection.connecting import addresses_of, first_connection, host_and_port
 from kvrouter.net.grpc_connection.http2_call import Http2Call, Metadata
 from kvrouter.net.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
 from kvrouter.net.tls.tls import Tls
 
 _CHECK_SECONDS = KEEPALIVE_TIMEOUT_MS / 1000
 _CHECKS_TO_PING = KEEPALIVE_MS // KEEPALIVE_TIMEOUT_MS
+_CONNECT_SECONDS = 2.0
 
 
 class ConnectionLost(Exception):
     """The connection could not be made, or it or its call has ended."""
+
+    def __init__(self, cause: str, *, never_processed: bool = False) -> None:
+        """``never_processed`` tells that the server said so of the call."""
+        super().__init__(cause)
+        self.never_processed = never_processed
 
 
 class GrpcConnection(asyncio.Protocol):
@@ -27,18 +33,23 @@ class GrpcConnection(asyncio.Protocol):
         """Connects nothing yet; see ``open``."""
         self._call = call
         call.on_message = self._receive_first
+        self.on_going_away: Callable[[], None] = _ignore
+        """Called when ``going_away`` becomes true."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._answered: asyncio.Future[None] = self._loop.create_future()
+        """Done when the server has sent its first frames."""
         self._first: asyncio.Future[bytes] = self._loop.create_future()
         # Nobody may wait for them.
-        self._ended.add_done_callback(_retrieve)
-        self._first.add_done_callback(_retrieve)
+        for awaited in (self._ended, self._answered, self._first):
+            awaited.add_done_callback(_retrieve)
         self._early: list[bytes] = []
         """Messages between the server's first one and ``start``."""
         self._next_message: Callable[[], bytes | None] = lambda: None
         self._transport: asyncio.Transport | None = None
         self._writing_paused = False
         self._woken = False
+        self._reported_going_away = False
         self._heard = True
         self._silent_checks = 0
         self._check: asyncio.TimerHandle | None = None
@@ -53,8 +64,9 @@ class GrpcConnection(asyncio.Protocol):
         role: str = "",
         metadata: Metadata = (),
         max_message_bytes: int,
+        within_seconds: float = _CONNECT_SECONDS,
     ) -> GrpcConnection:
-        """Connects and starts the call.
+        """Connects to the first address of the server that answers, and starts the call.
 
         Args:
             target: Address of the server, host:port.
@@ -63,24 +75,43 @@ class GrpcConnection(asyncio.Protocol):
             role: What the server is, for the name in its certificate.
             metadata: Metadata of the call. It may be secret.
             max_message_bytes: Maximum size of a message of the server.
+            within_seconds: Time in which every address of the server must be tried, seconds. The caller ends the
+                attempt when its own time is up.
 
         Raises:
-            ConnectionLost: there is no connection to the address, or its certificate is not accepted.
+            ConnectionLost: no address answers, or its certificate is not accepted.
+            Http2Violation: the server broke a rule of HTTP/2.
         """
-        scheme = "http" if tls is None else "https"
-        connection = cls(Http2Call(path, target, scheme, metadata, max_message_bytes=max_message_bytes))
         try:
-            host, port = _address(target)
-            await connection._loop.create_connection(
-                lambda: connection,
-                host,
-                port,
-                ssl=None if tls is None else tls.call_context(),
-                server_hostname=None if tls is None else tls.peer_name(role) or host,
-            )
+            host, port = host_and_port(target)
+            addresses = await addresses_of(host, port)
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"UNAVAILABLE: cannot connect to {target}: {error}") from None
-        return connection
+
+        async def connect(address: str) -> GrpcConnection:
+            scheme = "http" if tls is None else "https"
+            call = Http2Call(path, target, scheme, metadata, max_message_bytes=max_message_bytes)
+            connection = cls(call)
+            try:
+                await connection._loop.create_connection(
+                    lambda: connection,
+                    address,
+                    port,
+                    ssl=None if tls is None else tls.call_context(),
+                    server_hostname=None if tls is None else tls.peer_name(role) or host,
+                )
+                await connection._answered
+            except BaseException as error:
+                connection.close()
+                if isinstance(error, OSError | ValueError):
+                    raise ConnectionLost(f"UNAVAILABLE: cannot connect to {target} at {address}: {error}") from None
+                raise
+            return connection
+
+        try:
+            return await first_connection(addresses, connect, within_seconds)
+        except ExceptionGroup as failed:
+            raise _cause(failed) from None
 
     async def exchange(self, message: bytes) -> bytes:
         """Sends the first message and returns the server's.
@@ -130,16 +161,26 @@ class GrpcConnection(asyncio.Protocol):
 
     def end(self, error: Exception) -> None:
         """Ends the call with an error, unless it has ended."""
-        for awaited in (self._ended, self._first):
+        for awaited in (self._ended, self._answered, self._first):
             if not awaited.done():
                 awaited.set_exception(error)
         if self._check is not None:
             self._check.cancel()
 
+    @property
+    def going_away(self) -> bool:
+        """Whether the server takes no further calls on this connection. The call goes on."""
+        return self._call.going_away
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether a part of the latest message is not written, so that the server cannot have processed it."""
+        return self._call.blocked
+
     def close(self) -> None:
         """Cancels the call and closes the connection."""
         self.end(ConnectionLost("the connection was closed"))
-        transport = self._transport
+        transport, self._transport = self._transport, None
         if transport is None or transport.is_closing():
             return
         self._call.cancel()
@@ -152,6 +193,10 @@ class GrpcConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implements asyncio.Protocol."""
+        if self._ended.done():
+            # Whoever connected has given up.
+            cast(asyncio.Transport, transport).abort()
+            return
         self._transport = cast(asyncio.Transport, transport)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             connected: socket.socket = transport.get_extra_info("socket")
@@ -184,10 +229,16 @@ class GrpcConnection(asyncio.Protocol):
         except Exception as error:
             self.end(error)
             return
+        if not self._answered.done():
+            self._answered.set_result(None)
         if call.ended is not None:
             code, details = call.ended
-            self.end(ConnectionLost(f"{code.name}: {details}"))
-        elif call.waiting:
+            self.end(ConnectionLost(f"{code.name}: {details}", never_processed=call.never_processed))
+            return
+        if call.going_away and not self._reported_going_away:
+            self._reported_going_away = True
+            self.on_going_away()
+        if call.waiting:
             self.wake()
 
     def _receive_first(self, message: bytes) -> None:
@@ -199,19 +250,18 @@ class GrpcConnection(asyncio.Protocol):
     def _flush(self) -> None:
         self._woken = False
         call, transport = self._call, self._transport
-        if transport is None or self._ended.done():
+        if transport is None or transport.is_closing() or self._ended.done():
             return
-        while not self._writing_paused:
-            try:
+        try:
+            while not self._writing_paused:
                 if not call.blocked and (message := self._next_message()) is not None:
                     call.send(message)
-            except Exception as error:
-                self.end(error)
-                return
-            data = call.take()
-            if not data:
-                return
-            transport.write(data)
+                data = call.take()
+                if not data:
+                    return
+                transport.write(data)
+        except Exception as error:
+            self.end(error)
 
     def _check_heard(self) -> None:
         """Detects a server that has vanished, as gRPC's keepalive does."""
@@ -226,16 +276,17 @@ class GrpcConnection(asyncio.Protocol):
         self._check = self._loop.call_later(_CHECK_SECONDS, self._check_heard)
 
 
-def _address(target: str) -> tuple[str, int]:
-    """Returns host and port.
+def _cause(failed: ExceptionGroup[Exception]) -> Exception:
+    """Returns one error for the failed attempts at all addresses: a violation rather than others."""
+    lost = [error for error in failed.exceptions if isinstance(error, ConnectionLost)]
+    for error in failed.exceptions:
+        if error not in lost:
+            return error
+    return lost[0] if len(lost) == 1 else ConnectionLost("; ".join(map(str, lost)))
 
-    Raises:
-        ValueError: the target is not of the form host:port.
-    """
-    address = urlsplit(f"//{target}")
-    if address.hostname is None or address.port is None:
-        raise ValueError(f"expected an address of the form host:port, received {target}")
-    return address.hostname, address.port
+
+def _ignore() -> None:
+    pass
 
 
 def _retrieve(awaited: asyncio.Future[Any]) -> None:

@@ -10,6 +10,8 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADER_BYTES = 9
 LEAST_MAX_FRAME_BYTES = 1 << 14
 """Size of a frame's payload that every peer accepts."""
+MOST_MAX_FRAME_BYTES = (1 << 24) - 1
+"""Size of a frame's payload that no peer may allow to be exceeded."""
 INITIAL_WINDOW_BYTES = (1 << 16) - 1
 """Bytes that may be sent before the receiver allows more."""
 MAX_31_BITS = (1 << 31) - 1
@@ -50,12 +52,14 @@ class Setting(IntEnum):
     ENABLE_PUSH = 0x2
     INITIAL_WINDOW_SIZE = 0x4
     MAX_FRAME_SIZE = 0x5
+    MAX_HEADER_LIST_SIZE = 0x6
 
 
 class ErrorCode(IntEnum):
     """Codes of RST_STREAM and GOAWAY."""
 
     NO_ERROR = 0x0
+    REFUSED_STREAM = 0x7
     CANCEL = 0x8
 
 

@@ -7,12 +7,13 @@ needs is here: stream 1, messages that are not compressed, no priorities, no pus
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
 import grpc
 import hpack
+from kvrouter.net.flood_budget import FloodBudget
 from kvrouter.net.grpc_connection.frames import (
     ACK,
     END_HEADERS,
@@ -21,6 +22,7 @@ from kvrouter.net.grpc_connection.frames import (
     INITIAL_WINDOW_BYTES,
     LEAST_MAX_FRAME_BYTES,
     MAX_31_BITS,
+    MOST_MAX_FRAME_BYTES,
     PADDED,
     PREFACE,
     PRIORITY,
@@ -39,16 +41,31 @@ _STREAM: Final = 1
 """Number of the only stream."""
 _WINDOW_BYTES: Final = 4 << 20
 """What the server may send before it is read. It is read at once, so this covers the way between the two."""
-_MAX_HEADER_BYTES: Final = 64 << 10
+_MAX_HEADER_BYTES: Final = 16 << 10
+"""Size of a header block, encoded and decoded, as gRPC limits it."""
 _MAX_REPLY_BYTES: Final = 64 << 10
 """Size of unsent answers to settings and pings at which the server is flooding."""
+_FLOOD_ITEMS: Final = 1_000
+_FLOOD_SECONDS: Final = 10.0
+"""What a server may send in this time that carries no message. It takes some 20 ms of a core to read."""
+_HEADER_ITEM_BYTES: Final = 16
+"""Bytes of a header block that count as one item of a flood: HPACK takes about 1 µs a byte."""
+_FRAME_ITEM_BYTES: Final = 64
+"""The same for other frames that carry no message."""
+_LEAST_USEFUL_BYTES: Final = 256
+"""Frames with data, and reads, below this size count as items of a flood, unless they complete a message."""
+_ITEMS_OF_MESSAGE: Final = 2
+"""A message, sent alone, comes in a read and a frame."""
+_ITEMS_OF_SENT_FRAME: Final = 4
+"""What a server may answer to data: window updates of stream and connection, a ping that measures, settings."""
 _PREFIX: Final = struct.Struct(">BI")
 """What precedes a gRPC message: whether it is compressed, and its length."""
 _PREFIX_BYTES: Final = _PREFIX.size
 _MAX_DETAILS: Final = 512
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+_STATUS_DIGITS: Final = 3
 _RESET_CODES: Final = {
-    0x7: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.REFUSED_STREAM.value: grpc.StatusCode.UNAVAILABLE,
     0x8: grpc.StatusCode.CANCELLED,
     0xB: grpc.StatusCode.RESOURCE_EXHAUSTED,
     0xC: grpc.StatusCode.PERMISSION_DENIED,
@@ -67,6 +84,12 @@ _HTTP_CODES: Final = {
 """gRPC's codes for HTTP statuses; UNKNOWN for others."""
 
 
+_OF_CONNECTION: Final = frozenset({Kind.SETTINGS, Kind.PING, Kind.GOAWAY})
+"""Kinds of frames that belong to no stream."""
+_OF_STREAMS: Final = frozenset({Kind.HEADERS, Kind.PRIORITY, Kind.RST_STREAM, Kind.PUSH_PROMISE, Kind.CONTINUATION})
+_SIZES: Final[Mapping[int, int]] = {Kind.PRIORITY: 5, Kind.RST_STREAM: 4, Kind.PING: 8, Kind.WINDOW_UPDATE: 4}
+_GOAWAY_BYTES: Final = 8
+
 Metadata = Sequence[tuple[str, str]]
 """Names and values."""
 
@@ -84,6 +107,12 @@ class MessageTooLong(Http2Violation):
     reason = "too_long"
 
 
+class Flood(Http2Violation):
+    """The server sends frames that carry no message."""
+
+    reason = "flood"
+
+
 class Http2Call:
     """One call. ``take`` returns the bytes to write, ``receive`` processes those that were read."""
 
@@ -95,7 +124,12 @@ class Http2Call:
         """Called with each message of the server."""
         self.ended: tuple[grpc.StatusCode, str] | None = None
         """The call's status, once the server has ended it."""
+        self.never_processed = False
+        """Whether the server ended the call and said that it processed nothing of it."""
+        self.going_away = False
+        """Whether the server takes no further calls on the connection. This one goes on."""
         self._max_message_bytes = max_message_bytes
+        self._flood = FloodBudget(_FLOOD_ITEMS, _FLOOD_SECONDS)
         self._decoder = hpack.Decoder(max_header_list_size=_MAX_HEADER_BYTES)
         self._unread = b""
         """The first part of a frame."""
@@ -117,7 +151,13 @@ class Http2Call:
         self._connection_window = INITIAL_WINDOW_BYTES
         self._replies = [
             PREFACE,
-            settings({Setting.ENABLE_PUSH: 0, Setting.INITIAL_WINDOW_SIZE: _WINDOW_BYTES}),
+            settings(
+                {
+                    Setting.ENABLE_PUSH: 0,
+                    Setting.INITIAL_WINDOW_SIZE: _WINDOW_BYTES,
+                    Setting.MAX_HEADER_LIST_SIZE: _MAX_HEADER_BYTES,
+                }
+            ),
             window_update(0, _WINDOW_BYTES - INITIAL_WINDOW_BYTES),
             frame(
                 Kind.HEADERS,
@@ -129,7 +169,10 @@ class Http2Call:
 
     @property
     def blocked(self) -> bool:
-        """Whether a message waits for the server's window, so that no further one can be sent."""
+        """Whether a part of the latest message is not written, so that no further one can be sent.
+
+        The server cannot have processed such a message.
+        """
         return bool(self._unsent)
 
     @property
@@ -162,6 +205,7 @@ class Http2Call:
                 break
             self._window -= size
             self._connection_window -= size
+            self._flood.earn(_ITEMS_OF_SENT_FRAME)
             chunks.append(frame_header(size, Kind.DATA, 0, _STREAM))
             if size == len(self._unsent):
                 chunks.append(self._unsent)
@@ -176,8 +220,10 @@ class Http2Call:
         """Processes bytes of the server.
 
         Raises:
-            Http2Violation: the server broke a rule.
+            Http2Violation: the server broke a rule, or floods the client.
         """
+        if len(data) < _LEAST_USEFUL_BYTES:
+            self._spend(1)
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
         while end - position >= HEADER_BYTES and self.ended is None:
@@ -204,16 +250,26 @@ class Http2Call:
         self._consumed += len(payload)
         if flags & PADDED:
             payload = _unpadded(payload)
+        if len(payload) < _LEAST_USEFUL_BYTES:
+            self._spend(1)
         if not self._message and len(payload) >= _PREFIX_BYTES and self._size(payload) == len(payload):
-            self.on_message(payload[_PREFIX_BYTES:])
+            self._deliver(payload[_PREFIX_BYTES:])
         else:
             self._message += payload
             while len(self._message) >= _PREFIX_BYTES and len(self._message) >= (size := self._size(self._message)):
                 message = bytes(self._message[_PREFIX_BYTES:size])
                 del self._message[:size]
-                self.on_message(message)
+                self._deliver(message)
         if flags & END_STREAM:
             self.ended = (grpc.StatusCode.UNKNOWN, "the server ended the call without a status")
+
+    def _deliver(self, message: bytes) -> None:
+        self._flood.earn(_ITEMS_OF_MESSAGE)
+        self.on_message(message)
+
+    def _spend(self, items: int) -> None:
+        if not self._flood.spend(items):
+            raise Flood("the server sends many frames that carry no message")
 
     def _size(self, data: bytes | bytearray) -> int:
         """Returns the size of a message with its prefix."""
@@ -227,6 +283,12 @@ class Http2Call:
     def _take_frame(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
         if self._headers is not None and kind != Kind.CONTINUATION:
             raise Http2Violation("expected the rest of a header block, received another frame")
+        if kind in (_OF_STREAMS if stream == 0 else _OF_CONNECTION):
+            raise Http2Violation(f"received a frame of kind {kind} on stream {stream}, where none is defined")
+        if kind in _SIZES and len(payload) != _SIZES[kind]:
+            raise Http2Violation(f"expected {_SIZES[kind]} bytes in a frame of kind {kind}, received {len(payload)}")
+        in_headers = kind in {Kind.HEADERS, Kind.CONTINUATION}
+        self._spend(1 + len(payload) // (_HEADER_ITEM_BYTES if in_headers else _FRAME_ITEM_BYTES))
         try:
             match kind:
                 case Kind.HEADERS:
@@ -239,10 +301,11 @@ class Http2Call:
                     self._take_window(stream, payload)
                 case Kind.PING:
                     if not flags & ACK:
-                        self._reply(frame(Kind.PING, payload[:8], flags=ACK))
+                        self._reply(frame(Kind.PING, payload, flags=ACK))
                 case Kind.RST_STREAM if stream == _STREAM:
                     code = int.from_bytes(payload, "big")
                     status = _RESET_CODES.get(code, grpc.StatusCode.INTERNAL)
+                    self.never_processed = code == ErrorCode.REFUSED_STREAM and not self._status
                     self.ended = (status, f"the server reset the call (error {code})")
                 case Kind.GOAWAY:
                     self._take_goaway(payload)
@@ -266,6 +329,7 @@ class Http2Call:
         if flags & PRIORITY:
             payload = payload[5:]
         self._headers, self._headers_flags = bytearray(payload), flags
+        self._check_headers_size()
         if flags & END_HEADERS:
             self._end_headers()
 
@@ -273,10 +337,13 @@ class Http2Call:
         if stream != _STREAM or self._headers is None:
             raise Http2Violation("received the rest of a header block without its beginning")
         self._headers += payload
-        if len(self._headers) > _MAX_HEADER_BYTES:
-            raise Http2Violation(f"expected headers of at most {_MAX_HEADER_BYTES} bytes, received more")
+        self._check_headers_size()
         if flags & END_HEADERS:
             self._end_headers()
+
+    def _check_headers_size(self) -> None:
+        if self._headers is not None and len(self._headers) > _MAX_HEADER_BYTES:
+            raise Http2Violation(f"expected headers of at most {_MAX_HEADER_BYTES} bytes, received more")
 
     def _end_headers(self) -> None:
         try:
@@ -284,15 +351,18 @@ class Http2Call:
         except hpack.HPACKError as error:
             raise Http2Violation(f"received headers that cannot be decoded: {error}") from None
         self._headers = None
-        status = headers.get(b":status", b"").decode("ascii", "replace")
+        status = headers.get(b":status", b"")[:_STATUS_DIGITS].decode("ascii", "replace")
+        last = bool(self._headers_flags & END_STREAM)
         if not self._status:
-            if status.startswith("1"):
+            if status.startswith("1") and not last:
                 return
             self._status = status or "none"
+        elif not last:
+            raise Http2Violation("expected headers that end the call, received further ones")
         if self._status != "200" and b"grpc-status" not in headers:
             code = _HTTP_CODES.get(self._status, grpc.StatusCode.UNKNOWN)
             self.ended = (code, f"expected the HTTP status 200, received {self._status}")
-        elif self._headers_flags & END_STREAM or b"grpc-status" in headers:
+        elif last:
             self.ended = _status_of(headers)
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
@@ -304,15 +374,15 @@ class Http2Call:
                     raise Http2Violation(f"received an initial window of {value} bytes, which is too large")
                 self._window += value - self._initial_window
                 self._initial_window = value
+                if self._window > MAX_31_BITS:
+                    raise Http2Violation(f"received an initial window of {value} bytes, which is too large")
             elif setting == Setting.MAX_FRAME_SIZE:
-                if value < LEAST_MAX_FRAME_BYTES:
-                    raise Http2Violation(f"received a maximum frame size of {value} bytes, which is too small")
+                if not LEAST_MAX_FRAME_BYTES <= value <= MOST_MAX_FRAME_BYTES:
+                    raise Http2Violation(f"received a maximum frame size of {value} bytes, which is not possible")
                 self._max_frame = value
         self._reply(frame(Kind.SETTINGS, flags=ACK))
 
     def _take_window(self, stream: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            raise Http2Violation(f"expected 4 bytes in a window update, received {len(payload)}")
         more = int.from_bytes(payload, "big") & MAX_31_BITS
         if stream == 0:
             self._connection_window += more
@@ -322,8 +392,14 @@ class Http2Call:
             raise Http2Violation(f"received a window update of {more} bytes, which is not possible")
 
     def _take_goaway(self, payload: bytes) -> None:
+        if len(payload) < _GOAWAY_BYTES:
+            raise Http2Violation("received a frame of kind 7 that is cut off")
         last = int.from_bytes(payload[:4], "big") & MAX_31_BITS
-        if last < _STREAM:
+        if last >= _STREAM:
+            self.going_away = True
+        else:
+            # A server that has answered has processed the call, whatever it says.
+            self.never_processed = not self._status
             code, details = int.from_bytes(payload[4:8], "big"), payload[8:].decode("utf-8", "replace")
             reason = f"the server takes no calls (error {code}) {details}".rstrip()
             self.ended = (grpc.StatusCode.UNAVAILABLE, reason[:_MAX_DETAILS])
@@ -359,5 +435,6 @@ def _unpadded(payload: bytes) -> bytes:
 
 def _status_of(headers: dict[bytes, bytes]) -> tuple[grpc.StatusCode, str]:
     number = headers.get(b"grpc-status", b"")
-    code = _CODES.get(int(number), grpc.StatusCode.UNKNOWN) if number.isdigit() else grpc.StatusCode.UNKNOWN
+    is_code = number.isdigit() and len(number) <= _STATUS_DIGITS
+    code = _CODES.get(int(number), grpc.StatusCode.UNKNOWN) if is_code else grpc.StatusCode.UNKNOWN
     return code, unquote(headers.get(b"grpc-message", b"")[:_MAX_DETAILS].decode("ascii", "replace"), errors="replace")

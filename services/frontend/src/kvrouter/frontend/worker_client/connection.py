@@ -15,7 +15,7 @@ from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamCounts, NotSent
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DependencyAway, KvRouterError
+from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import call_stream_client, open_channel, remote
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
@@ -30,6 +30,7 @@ _NO_ANSWER = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
 )
 """Codes that gRPC may generate without any answer from the worker. Any other code comes from its event loop."""
+_CONNECTING = frozenset({grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING})
 
 
 class Probe(Enum):
@@ -151,17 +152,28 @@ class WorkerConnection:
 
     async def _read(self, request: bytes, receiver: ResponseReceiver, deadline: Deadline) -> None:
         try:
+            await self._wait_connected(deadline)
             responses = self._stub.generate(request, deadline=deadline)
             del request  # gRPC keeps it for as long as it needs it.
             async with aclosing(responses):
                 async for response in responses:
                     receiver.on_response(response)
             receiver.on_end()
-        except DependencyAway as error:
-            receiver.on_error(NotSent(str(error)) if self._cannot_connect() else error)
         except Exception as error:
             receiver.on_error(error)
 
-    def _cannot_connect(self) -> bool:
-        """Returns whether the last attempt to connect has failed. A connection that breaks leaves another state."""
-        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    async def _wait_connected(self, deadline: Deadline) -> None:
+        """Waits for the connection before gRPC gets the request: after that nobody knows whether it was sent.
+
+        Raises:
+            NotSent: the worker cannot be connected to.
+        """
+        channel = self._channel
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                while (state := channel.get_state(try_to_connect=True)) in _CONNECTING:
+                    await channel.wait_for_state_change(state)
+        except TimeoutError:
+            return  # The call fails by its deadline.
+        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            raise NotSent("the worker cannot be connected to")
