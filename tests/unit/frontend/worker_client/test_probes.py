@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
 
+import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.connection import Probe
@@ -32,6 +33,7 @@ class Workers:
         self.forgotten: list[str] = []
         self.answering = {endpoint: asyncio.Event() for endpoint in endpoints}
         self.refusing: set[str] = set()
+        self.defective: set[str] = set()
         self._changed = asyncio.Event()
         for event in self.answering.values():
             event.set()
@@ -61,6 +63,8 @@ class Workers:
 
     async def probe(self, endpoint: str) -> Probe:
         self.requested[endpoint] += 1
+        if endpoint in self.defective:
+            raise ZeroDivisionError("a defect")
         if endpoint in self.refusing:
             return Probe.UNREACHABLE
         await self.answering[endpoint].wait()
@@ -109,6 +113,17 @@ async def test_a_worker_whose_port_refuses_is_suspected_at_once_and_probed_again
         await until(lambda: health.avoided(POOL) == [0])
         workers.refusing.clear()
         await until(lambda: health.avoided(POOL) == [])
+
+
+async def test_an_answer_that_hits_a_defect_counts_against_its_worker_alone() -> None:
+    workers = Workers("a:1", "b:1")
+    workers.defective.add("a:1")
+    with structlog.testing.capture_logs() as logs:
+        async with probing(workers, max_missed=1_000_000) as health:
+            await until(lambda: health.avoided(POOL) == [0] and workers.requested["a:1"] > 3)
+            workers.defective.clear()
+            await until(lambda: health.avoided(POOL) == [])
+    assert [entry["endpoint"] for entry in logs if entry["event"] == "worker.probe_failed"] == ["a:1"]
 
 
 async def test_a_gateway_whose_own_loop_stood_still_suspects_nobody() -> None:

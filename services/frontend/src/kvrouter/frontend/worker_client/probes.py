@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+import structlog
 from kvrouter.frontend.worker_client.connection import Probe
 from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.stall_trials import StallTrials
 from kvrouter.runtime.config.addresses import is_url
 from kvrouter.runtime.discovery.directory import Directory
+
+log = structlog.get_logger(component="frontend")
 
 _IDLE_PROBES_PER_SECOND = 200
 """Maximum rate of probes to workers without running requests. A probe costs about 0.3 ms of processor time."""
@@ -44,6 +47,8 @@ class WorkerProbes:
         self._trials = trials
         self._interval = interval_seconds
         self._probing: dict[str, asyncio.Task[None]] = {}
+        self._failing: set[str] = set()
+        """Addresses whose probes hit a defect, which was logged."""
         self._rng = Random()
 
     async def run(self) -> None:
@@ -81,6 +86,7 @@ class WorkerProbes:
                 await asyncio.sleep(self._interval)
         finally:
             del self._probing[endpoint]
+            self._failing.discard(endpoint)
         await self._pool.forget(endpoint)
 
     async def _ask(self, endpoint: str) -> None:
@@ -93,8 +99,9 @@ class WorkerProbes:
         try:
             while not (await asyncio.wait({probe}, timeout=self._interval))[0]:
                 self._health.missed(endpoint)
-            outcome = probe.result()
+            outcome = self._outcome_of(probe, endpoint)
             if outcome is Probe.ANSWERED:
+                self._failing.discard(endpoint)
                 self._health.answered(endpoint)
             else:
                 self._health.missed(endpoint, is_unreachable=outcome is Probe.UNREACHABLE)
@@ -102,3 +109,13 @@ class WorkerProbes:
             if not probe.done():
                 probe.cancel()
                 await asyncio.wait({probe})
+
+    def _outcome_of(self, probe: asyncio.Task[Probe], endpoint: str) -> Probe:
+        """Returns the outcome of a probe. A worker whose answer hits a defect is at fault alone."""
+        try:
+            return probe.result()
+        except Exception:
+            if endpoint not in self._failing:
+                self._failing.add(endpoint)
+                log.exception("worker.probe_failed", endpoint=endpoint)
+            return Probe.UNREACHABLE

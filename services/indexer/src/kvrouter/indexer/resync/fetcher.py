@@ -151,8 +151,14 @@ class Resync:
         try:
             async with self._slots, worker_at(worker.endpoint, self._tls) as stub:
                 return await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
-        except (KvRouterError, StateTooLarge) as error:
-            self._log.warning("worker.unreachable", worker_id=rank[0], dp_rank=rank[1], error=str(error))
+        except Exception as error:
+            self._log.warning(
+                "worker.unreachable",
+                worker_id=rank[0],
+                dp_rank=rank[1],
+                error=str(error),
+                exc_info=_defect(error),
+            )
             return None
 
     async def run(self, ready: asyncio.Event) -> None:
@@ -208,10 +214,15 @@ class Resync:
         outcome = _Outcome.FAILED
         try:
             outcome = await self._fetch(rank, reason, forced=forced)
-        except (KvRouterError, InvalidDump, StateTooLarge) as error:
+        except Exception as error:
             if not self._resync_queue.failing(rank):
                 self._log.warning(
-                    "resync.fetch_failed", worker_id=rank[0], dp_rank=rank[1], reason=reason, error=str(error)
+                    "resync.fetch_failed",
+                    worker_id=rank[0],
+                    dp_rank=rank[1],
+                    reason=reason,
+                    error=str(error),
+                    exc_info=_defect(error),
                 )
         finally:
             if outcome is _Outcome.FAILED:
@@ -301,3 +312,8 @@ def _outcome(reason: str, *, founded: bool) -> _Outcome:
 
 def _incarnation(worker: WorkerRegistration) -> tuple[str, int, list[int]]:
     return worker.endpoint, worker.transport, [rank.incarnation for rank in worker.ranks]
+
+
+def _defect(error: Exception) -> Exception | None:
+    """Returns an error that is not known to come of what workers do, to log where it was raised."""
+    return None if isinstance(error, KvRouterError | InvalidDump | StateTooLarge) else error

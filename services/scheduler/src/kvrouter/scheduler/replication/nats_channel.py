@@ -186,13 +186,13 @@ class SyncChannel:
                 raise StateBroken(
                     f"expected an answer of {scheduler_id!r}, received one of {chunk.scheduler_id[:64]!r}"
                 )
-        except (StateBroken, Undecodable, nats.errors.Error) as error:
+        except Exception as error:
             self._replicas.incarnations.unanswered(scheduler_id, self._replicas.now())
             log.info(
                 "replica.incarnation_unconfirmed",
                 origin=scheduler_id,
                 component_name=str(self._component),
-                cause=str(error),
+                cause=repr(error),
             )
         else:
             self._replicas.settle(scheduler_id, chunk.incarnation)
@@ -213,9 +213,9 @@ class SyncChannel:
                     break
                 await asyncio.sleep(0)
             outcome, cause = "done", ""
-        except (StateBroken, Undecodable, nats.errors.Error) as error:
+        except Exception as error:
             fetch.give_up()
-            outcome, cause = "failed", str(error)
+            outcome, cause = "failed", repr(error)
         finally:
             with suppress(nats.errors.Error):
                 await answers.unsubscribe()

@@ -254,6 +254,8 @@ class ForwardedRequest:
             receiver.on_error(error)
         except ConnectionError:
             return  # The client has left; aiohttp cancels its handler.
+        except Exception as error:
+            receiver.on_error(error)
 
     async def _read_prefill(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
         """Reads the response of a prefill engine, which the client does not get."""
