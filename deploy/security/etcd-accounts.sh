@@ -17,6 +17,7 @@ ctl=${ETCDCTL:-etcdctl}
 "$ctl" role grant-permission --prefix=true scheduler readwrite /kvrouter/v1/kvrouter/services/scheduler/
 "$ctl" role grant-permission --prefix=true scheduler readwrite /kvrouter/v1/kvrouter/thresholds/
 "$ctl" role grant-permission --prefix=true scheduler readwrite /kvrouter/v1/kvrouter/components/workers/drains/
+"$ctl" role grant-permission scheduler readwrite /kvrouter/v1/kvrouter/components/workers/descriptor
 "$ctl" user add scheduler --interactive=false < scheduler.etcd-password
 "$ctl" user grant-role scheduler scheduler
 "$ctl" role add indexer
@@ -32,7 +33,7 @@ ctl=${ETCDCTL:-etcdctl}
 "$ctl" user add admin --interactive=false < admin.etcd-password
 "$ctl" user grant-role admin admin
 "$ctl" role add worker-0000000000000001
-"$ctl" role grant-permission worker-0000000000000001 readwrite /kvrouter/v1/kvrouter/components/workers/descriptor
+"$ctl" role grant-permission worker-0000000000000001 read /kvrouter/v1/kvrouter/components/workers/descriptor
 "$ctl" role grant-permission worker-0000000000000001 readwrite /kvrouter/v1/kvrouter/components/workers/workers/0000000000000001
 "$ctl" role grant-permission worker-0000000000000001 readwrite /kvrouter/v1/kvrouter/components/workers/incarnations/0000000000000001
 "$ctl" user add worker-0000000000000001 --interactive=false < worker-0000000000000001.etcd-password

@@ -94,7 +94,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     OverloadBounds(OverloadLimits(0, 0, 0.0), frontend)
     FollowedKeys(None, frontend)
     FollowedSigningKeys("https://issuer.example/keys", MagicMock(), frontend)
-    TextModels(MagicMock(), None, {}, frontend, work=ClientWork(frontend), cache_bytes=0)
+    TextModels(MagicMock(), MagicMock(), {}, frontend, work=ClientWork(frontend), cache_bytes=0)
     _Connections(MagicMock(), frontend, "frontend")
     yield "Frontend", frontend
     scheduler = CollectorRegistry()

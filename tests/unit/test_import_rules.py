@@ -84,8 +84,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "serving": ("errors",),
         # Checks a worker from outside.
         "check": ("config", "errors", "events"),
-        "model_files": ("config", "publishing"),
-        "worker_server": ("errors", "publishing", "serving"),
+        "model_files": ("config",),
+        "worker_server": ("errors", "model_files", "publishing", "serving"),
         "worker": (
             "config",
             "errors",

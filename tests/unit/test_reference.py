@@ -17,7 +17,7 @@ from kvrouter.runtime.errors import KvRouterError
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.errors_pb2 import ErrorReason
-from kvrouter.v1.names import ComponentName, model_files_bucket, service_key, threshold_key
+from kvrouter.v1.names import ComponentName, service_key, threshold_key
 
 from ..reference_pages import REFERENCE, TYPES, named, rows, section
 
@@ -155,7 +155,7 @@ def test_names_are_those_of_the_code() -> None:
         *(service_key("NS", "KIND", "ID"), threshold_key("NS", "MODEL")),
         *(component.events_subject(worker, rank), component.live_subject(worker, rank)),
         *(component.load_subject(worker, rank), component.sync_subject, component.sync_state_subject("ID")),
-        *(component.stream, component.snapshot_bucket.replace("__2_", "__LEN_"), model_files_bucket("NS")),
+        *(component.stream, component.snapshot_bucket.replace("__2_", "__LEN_")),
     }
     for found, written in ids.items():
         names = {name.replace(found, written) for name in names}

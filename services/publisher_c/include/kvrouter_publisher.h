@@ -333,7 +333,8 @@ kvr_status kvr_report_load(kvr_worker *worker, const kvr_load *load);
 typedef enum kvr_message_kind {
     /* A request to run. */
     KVR_MESSAGE_REQUEST = 1,
-    /* A request ended early: its caller left, or it was aborted. What is still emitted for it is dropped. */
+    /* A polled request ended early: its caller left, or it was aborted. What is still emitted for it is dropped.
+       A request that ends before it is polled is never polled, and neither is an abort of it. */
     KVR_MESSAGE_ABORT = 2
 } kvr_message_kind;
 

@@ -12,6 +12,8 @@ use crate::error::{Error, Status};
 use crate::security::secret_files::{read_secret, read_secret_line};
 
 const CALL: Duration = Duration::from_secs(3);
+/// Part of etcd's answer to a user that may not do something.
+const FORBIDDEN: &str = "permission denied";
 /// Nanoseconds since 1970, in the year 2262. No worker begins a higher incarnation, so a higher value is invalid.
 const MAX_INCARNATION: u64 = 1 << 63;
 
@@ -115,6 +117,8 @@ pub async fn put_unchanged(
 }
 
 /// Returns the component's descriptor, and writes this worker's if there is none.
+///
+/// Where the worker's user may not write it, a Scheduler does so as soon as the worker is registered.
 pub async fn join_component(client: &mut Client, config: &Config) -> Result<ComponentDescriptor, EtcdError> {
     let (key, desired) = (config.component.descriptor_key(), config.descriptor());
     loop {
@@ -128,7 +132,10 @@ pub async fn join_component(client: &mut Client, config: &Config) -> Result<Comp
             // An entry that no reader accepts is replaced by the next worker to join.
             None => {
                 let revision = found.map_or(0, |entry| entry.mod_revision);
-                put_unchanged(client, &key, revision, desired.encode_to_vec(), 0).await?;
+                match put_unchanged(client, &key, revision, desired.encode_to_vec(), 0).await {
+                    Err(EtcdError::Away(error)) if error.contains(FORBIDDEN) => return Ok(desired),
+                    written => written?,
+                };
             }
         }
     }

@@ -28,7 +28,7 @@ const MAX_REQUESTS: usize = 16_384;
 pub enum Message {
     /// A request, under an id that no other one has.
     Request(Box<Request>),
-    /// The id of a request that ended early: its caller left, or it was aborted. Its further output is dropped.
+    /// The id of a polled request that ended early: its caller left, or it was aborted. Its further output is dropped.
     Abort(String),
 }
 
@@ -134,7 +134,7 @@ impl Requests {
                     ErrorInfo { advice: "Read the output as fast as it is produced.".into(), ..Default::default() };
                 let error = refusal(Code::ResourceExhausted, ErrorReason::TooMuchUnread, &message, info);
                 state.end(&engine_id, Some(Err(error)));
-                state.queue.push_back(Message::Abort(engine_id));
+                state.tell_aborted(&engine_id);
             } else if is_last {
                 state.end(&engine_id, Some(Ok(response)));
             } else {
@@ -150,7 +150,10 @@ impl Requests {
     pub fn refuse(&self, engine_id: &str, code: Code, message: &str) -> bool {
         let code = if code == Code::Ok { Code::InvalidArgument } else { code };
         let error = refusal(code, ErrorReason::BadRequest, message, ErrorInfo::default());
-        let ended = self.lock().end(engine_id, Some(Err(error)));
+        let mut state = self.lock();
+        let ended = state.end(engine_id, Some(Err(error)));
+        state.take_queued(engine_id);
+        drop(state);
         self.ended.notify_waiters();
         ended
     }
@@ -222,7 +225,7 @@ impl Requests {
     fn cancelled(&self, engine_id: &str) {
         let mut state = self.lock();
         if state.end(engine_id, None) {
-            state.queue.push_back(Message::Abort(engine_id.into()));
+            state.tell_aborted(engine_id);
         }
         drop(state);
         self.queued.notify_all();
@@ -247,8 +250,22 @@ impl State {
         let mut output = GenerateOutput::default();
         output.set_finish_reason(FinishReason::Abort);
         if self.end(engine_id, Some(Ok(Response { output: Some(output) }))) {
+            self.tell_aborted(engine_id);
+        }
+    }
+
+    /// Drops an ended request with its prompt if the engine has not polled it; otherwise the engine polls an abort.
+    fn tell_aborted(&mut self, engine_id: &str) {
+        if !self.take_queued(engine_id) {
             self.queue.push_back(Message::Abort(engine_id.into()));
         }
+    }
+
+    /// Removes a request from the queue. Returns whether it was there.
+    fn take_queued(&mut self, engine_id: &str) -> bool {
+        let is_it = |message: &Message| matches!(message, Message::Request(each) if each.request_id == engine_id);
+        let place = self.queue.iter().position(is_it);
+        place.and_then(|at| self.queue.remove(at)).is_some()
     }
 }
 

@@ -28,11 +28,18 @@ pub struct BatchSender {
 impl BatchSender {
     /// Sends a heartbeat first, and after each interval without events.
     pub async fn run(self) {
+        // The stream drops a message whose id it has seen, whoever sent that one: other workers must not guess the ids.
+        let secret = loop {
+            match getrandom::u64() {
+                Ok(number) => break number,
+                Err(_) => tokio::time::sleep(LONGEST_PAUSE).await,
+            }
+        };
         let mut heartbeat_due = true;
         loop {
             let events = self.rank.take(self.transport.room_for_events());
             if !events.is_empty() || heartbeat_due {
-                self.deliver(&events).await;
+                self.deliver(&events, secret).await;
             }
             if let Some(last) = events.last() {
                 self.rank.settle(last.id + 1);
@@ -45,12 +52,11 @@ impl BatchSender {
     }
 
     /// Sends a batch again until the transport has accepted or refused it.
-    async fn deliver(&self, events: &[NumberedEvent]) {
+    async fn deliver(&self, events: &[NumberedEvent], secret: u64) {
         let payload = bytes::Bytes::from(self.rank.encode(events));
         let head = &self.rank.head;
-        let message_id = events.first().zip(events.last()).map(|(first, last)| {
-            format!("{:x}.{}.{:x}.{}-{}", head.worker_id, head.dp_rank, head.incarnation, first.id, last.id)
-        });
+        let message_id =
+            events.first().zip(events.last()).map(|(first, last)| format!("{secret:x}.{}-{}", first.id, last.id));
         let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
         let mut tries = 0;
         let sent = &self.rank.sent;

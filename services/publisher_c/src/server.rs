@@ -13,7 +13,8 @@ use crate::config::Config;
 use crate::contract::worker_service_server::WorkerService;
 use crate::contract::{
     AbortRequest, AbortResponse, ErrorInfo, ErrorReason, GetEventsRequest, GetEventsResponse, GetLoadRequest,
-    GetLoadResponse, GetRankStateRequest, GetRankStateResponse, KvEventBatch, WorkerServiceGenerateRequest,
+    GetLoadResponse, GetModelFileRequest, GetModelFileResponse, GetRankStateRequest, GetRankStateResponse,
+    KvEventBatch, WorkerServiceGenerateRequest,
 };
 use crate::loads::Loads;
 use crate::rank::Rank;
@@ -50,6 +51,7 @@ impl WorkerService for Server {
     type GenerateStream = OutputStream;
     type GetRankStateStream = Responses<GetRankStateResponse>;
     type GetEventsStream = Responses<GetEventsResponse>;
+    type GetModelFileStream = Responses<GetModelFileResponse>;
 
     async fn generate(
         &self,
@@ -120,6 +122,18 @@ impl WorkerService for Server {
             Ok(GetEventsResponse { batch: Some(batch) })
         });
         Ok(Response::new(Box::pin(tokio_stream::iter(decoded))))
+    }
+
+    async fn get_model_file(
+        &self,
+        _request: Request<GetModelFileRequest>,
+    ) -> Result<Response<Self::GetModelFileStream>, Status> {
+        let info = ErrorInfo {
+            field: "sha256".into(),
+            advice: "Ask for a file that the worker registers, or ask another worker.".into(),
+            ..Default::default()
+        };
+        Err(refusal(Code::NotFound, ErrorReason::Unspecified, "this worker has no model files", info))
     }
 
     async fn get_load(&self, _request: Request<GetLoadRequest>) -> Result<Response<GetLoadResponse>, Status> {

@@ -224,7 +224,13 @@ impl Transport {
                 STORAGE_SHORT if config.max_bytes > STREAM_LEAST_BYTES => {
                     config.max_bytes = (config.max_bytes / 2).max(STREAM_LEAST_BYTES);
                 }
-                _ => return Err(format!("no stream {} exists, and none can be created: {error}", config.name)),
+                _ => {
+                    return Err(format!(
+                        "stream {} does not answer, and cannot be created ({error}); where a worker may not create it, \
+                         an Indexer does so as soon as it knows the component",
+                        config.name
+                    ));
+                }
             }
         }
         if config.max_bytes < STREAM_MAX_BYTES {

@@ -12,7 +12,6 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::{oneshot, watch};
 use tokio::task::{AbortHandle, JoinHandle};
-use tonic::service::interceptor::InterceptedService;
 use tonic::transport::server::TcpIncoming;
 use tonic_health::server::HealthReporter;
 
@@ -292,8 +291,7 @@ impl Parts {
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(usize::MAX);
         let (refused_connections, refused_calls) = (Arc::new(Refused::default()), Arc::new(Refused::default()));
-        let service =
-            InterceptedService::new(service, CallerCheck::new(&config.tls, refused_calls.clone(), log.clone()));
+        let service = CallerCheck::new(&config.tls, refused_calls.clone(), log.clone()).guarding(service);
         let (end_serving, end) = oneshot::channel();
         let router = tonic::transport::Server::builder()
             .http2_keepalive_interval(Some(KEEPALIVE))

@@ -44,6 +44,19 @@ async def test_a_component_is_forgotten_once_no_worker_is_registered(etcd_endpoi
         assert await client.get(name.descriptor_key.encode()) is None
 
 
+async def test_a_descriptor_that_workers_outvote_is_forgotten(etcd_endpoint: str, namespace: str) -> None:
+    name = ComponentName(namespace, "pool")
+    await put(
+        etcd_endpoint, name.descriptor_key, ComponentDescriptor(model="forged", block_size=32).SerializeToString()
+    )
+    for worker_id in (1, 2):
+        registration = WorkerRegistration(worker_id=worker_id, model="m", block_size=16)
+        await put(etcd_endpoint, name.worker_key(worker_id), registration.SerializeToString())
+    status, out, _ = await run("kvrouter.cli.main", "component", "forget", str(name), "--etcd", etcd_endpoint)
+    assert status == 0
+    assert "model 'forged'" in out
+
+
 def cause_of(output: str) -> str:
     """The cause in the last log line, which must be the only error and have no traceback."""
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]

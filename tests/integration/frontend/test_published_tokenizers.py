@@ -1,4 +1,4 @@
-"""A worker publishes its model's tokenizer, and Frontends serve text with it."""
+"""A worker serves its model's tokenizer, and Frontends serve text with it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
-from kvrouter.net.etcd import connect
-from kvrouter.v1.names import ComponentName
+from kvrouter.frontend.text.model_files import fetch_files, files_of
+from kvrouter.net.model_files import InvalidModelFiles, read_model_files
 
 from .gateway import MODEL, System, until
 
@@ -40,34 +40,45 @@ async def test_text_is_served_once_a_worker_has_published_its_tokenizer(system: 
     assert (await chat(system)).status == 200
 
 
-async def test_a_changed_chat_template_replaces_the_old_one(system: System, directory: Path, tmp_path: Path) -> None:
-    await system.start_worker(1, tokenizer=str(directory))
-    await until(lambda: system.frontend.models.has_text(MODEL))
+async def changed(directory: Path, tmp_path: Path) -> str:
+    """Copies the tokenizer with a chat template that raises an error."""
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('replaced') }}")
-    await system.start_worker(2, tokenizer=str(tmp_path))
+    return str(tmp_path)
+
+
+async def test_the_chat_template_of_most_workers_is_used(system: System, directory: Path, tmp_path: Path) -> None:
+    await system.start_worker(1, tokenizer=str(directory))
+    await until(lambda: system.frontend.models.has_text(MODEL))
     texts = system.frontend.models.texts
     old = texts.find(MODEL)
+    other = await changed(directory, tmp_path)
+    await system.start_worker(2, tokenizer=other)
+    await until(lambda: any(len(view.workers) == 2 for view in system.runtime.directory.components.values()))
+    assert (await chat(system)).status == 200
+    assert texts.find(MODEL) is old, "one worker of two cannot replace it"
+    await system.start_worker(3, tokenizer=other)
     await until(lambda: texts.find(MODEL) is not old)
     assert "replaced" in (await (await chat(system)).json())["error"]["message"]
 
 
-async def test_the_files_survive_the_loss_of_the_descriptor(system: System, directory: Path) -> None:
-    worker = await system.start_worker(1, tokenizer=str(directory))
-    await until(lambda: system.frontend.models.has_text(MODEL))
-    component = ComponentName(system.where["namespace"], "workers")
-    async with connect(system.where["etcd"]) as client:
-        # Both are lost, as when etcd is restored from an old backup; the worker writes both again.
-        await client.delete(component.descriptor_key.encode())
-        await client.delete(component.worker_key(1).encode())
-    await worker.registered()
-    await until(lambda: bool(system.runtime.directory.components))
-
-    def named() -> bool:
-        views = system.runtime.directory.components.values()
-        return any(view.descriptor.model_files and view.workers for view in views)
-
-    await until(named)
+async def test_a_worker_that_sends_other_content_is_passed_over(
+    system: System, directory: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    await system.start_worker(1, tokenizer=str(tmp_path))
+    await system.start_worker(2, tokenizer=str(directory))
+    await until(lambda: any(len(view.workers) == 2 for view in system.runtime.directory.components.values()))
+    (view,) = system.runtime.directory.components.values()
+    files = files_of(view.workers[2])
+    assert files_of(view.workers[1]) == files
+    # What worker 1 has registered is no longer what it reads.
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    expected = read_model_files(directory)
+    for _ in range(8):  # in any order
+        assert await fetch_files(files, list(view.workers.values()), None) == expected
+    with pytest.raises(InvalidModelFiles, match=r"tokenizer_config\.json cannot be fetched: worker 1 sent"):
+        await fetch_files(files, [view.workers[1]], None)
 
 
 async def test_files_that_are_no_tokenizer_are_refused_by_the_worker(system: System, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from kvrouter.devtools.system.accounts import Namespace
 from kvrouter.devtools.system.credentials import Credentials
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 
+from ...faults import newer_etcd
+
 
 @pytest.fixture(scope="session")
 def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
@@ -27,7 +29,8 @@ def secure_nats(credentials: Credentials, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def secure_etcd(credentials: Credentials, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("secure-etcd"), credentials=credentials, token_seconds=1)
+    folder = tmp_path_factory.mktemp("secure-etcd")
+    server = EtcdServer(folder, binary=newer_etcd.find(), credentials=credentials, token_seconds=1)
     asyncio.run(server.start())
     yield server
     asyncio.run(server.kill())

@@ -12,6 +12,7 @@ from kvrouter.cli.etcd import command_etcd
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.net.etcd import AWAY, InvalidEndpoint, connect
+from kvrouter.runtime.discovery.registry_views import build_views
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
 
@@ -29,7 +30,7 @@ def forget(
 ) -> None:
     """Delete a component's descriptor, so that workers of another model or block size can form it anew.
 
-    Refused while a worker of the component is registered.
+    Refused while a worker of the component is registered, unless the workers disagree with the descriptor.
     """
     name = component_name(component)
     try:
@@ -43,9 +44,12 @@ def forget(
 
 async def _forget(name: ComponentName, etcd: str) -> str:
     async with connect(command_etcd(etcd)) as client:
-        registered = await client.get_prefix(name.workers_prefix.encode(), keys_only=True)
-        workers = [_worker_of(entry.key) for entry in registered]
-        if workers:
+        entries = {
+            entry.key.decode(errors="replace"): entry.value for entry in await client.get_prefix(name.prefix.encode())
+        }
+        workers = [_worker_of(key) for key in entries if key.startswith(name.workers_prefix)]
+        _, not_followed = build_views(entries, name.namespace)
+        if workers and name.descriptor_key not in not_followed:
             shown = ", ".join(workers[:8]) + (", …" if len(workers) > 8 else "")
             raise CommandFailed(
                 f"{name} has registered workers ({len(workers)}: {shown}): stop them and wait until their leases expire"
@@ -57,9 +61,8 @@ async def _forget(name: ComponentName, etcd: str) -> str:
         return _described(found.value)
 
 
-def _worker_of(encoded: bytes) -> str:
+def _worker_of(key: str) -> str:
     """Returns the worker id of a registration as it is shown everywhere, or the key if it has none."""
-    key = encoded.decode(errors="replace")
     worker_id = worker_id_of_key(key)
     return key if worker_id is None else str(worker_id)
 

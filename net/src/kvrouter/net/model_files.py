@@ -1,22 +1,15 @@
-"""The files of a model's tokenizer and chat template, and where a namespace stores them.
+"""The files of a model's tokenizer and chat template: which there are, and how a worker describes them.
 
-A file is stored under the hash of its content. So a file is written once however many workers publish it, and what was
-read is known to be what was published.
+A file is known by the hash of its content, so that whoever fetches it knows that it is the one that was described.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import nats.js.errors
-from kvrouter.v1.names import model_files_bucket
 from kvrouter.v1.registry_pb2 import ModelFile
-from nats.js import JetStreamContext
-from nats.js.errors import APIError
-from nats.js.object_store import ObjectStore
 
 TOKENIZER = "tokenizer.json"
 OUTPUT_FORMAT = "output_format.json"
@@ -32,8 +25,8 @@ NAMES = (
 """Names of the files that Frontends use: as Hugging Face names them, and one of kvrouter's own."""
 MAX_BYTES = 256 << 20
 """Maximum size of all files of a model."""
-
-_GONE = (nats.js.errors.NotFoundError, nats.js.errors.ObjectNotFoundError, nats.js.errors.BucketNotFoundError)
+PIECE_BYTES = 1 << 20
+"""Bytes of a file that travel in one message."""
 
 
 class InvalidModelFiles(ValueError):
@@ -64,56 +57,3 @@ def describe_files(files: Mapping[str, bytes]) -> list[ModelFile]:
         ModelFile(name=name, sha256=hashlib.sha256(content).digest(), size=len(content))
         for name, content in sorted(files.items())
     ]
-
-
-async def store_files(js: JetStreamContext, namespace: str, files: Mapping[str, bytes]) -> None:
-    """Stores the files that are not stored yet.
-
-    Raises:
-        nats.errors.Error, TimeoutError, OSError: NATS is away or stores nothing.
-    """
-    store = await _bucket(js, namespace)
-    for content in files.values():
-        name = hashlib.sha256(content).hexdigest()
-        try:
-            if (await store.get_info(name)).size == len(content):
-                continue
-        except _GONE:
-            pass
-        await store.put(name, io.BytesIO(content))
-
-
-async def fetch_files(js: JetStreamContext, namespace: str, described: Iterable[ModelFile]) -> dict[str, bytes]:
-    """Returns the content of described files by name.
-
-    Raises:
-        InvalidModelFiles: a file is not stored, is damaged, or the files are too large.
-        nats.errors.Error, TimeoutError, OSError: NATS is away.
-    """
-    described = [file for file in described if file.name in NAMES]
-    if sum(file.size for file in described) > MAX_BYTES:
-        raise InvalidModelFiles(f"the published files are larger than {MAX_BYTES} bytes")
-    files = {}
-    for file in described:
-        try:
-            store = await js.object_store(model_files_bucket(namespace))
-            content = (await store.get(file.sha256.hex())).data or b""
-        except _GONE:
-            raise InvalidModelFiles(f"{file.name} is not stored (any more): a worker must publish it again") from None
-        if hashlib.sha256(content).digest() != file.sha256:
-            raise InvalidModelFiles(f"{file.name} is damaged: its hash differs")
-        files[file.name] = content
-    if TOKENIZER not in files:
-        raise InvalidModelFiles(f"expected {TOKENIZER} among the published files, found none")
-    return files
-
-
-async def _bucket(js: JetStreamContext, namespace: str) -> ObjectStore:
-    bucket = model_files_bucket(namespace)
-    try:
-        return await js.object_store(bucket)
-    except _GONE:
-        try:
-            return await js.create_object_store(bucket)
-        except APIError:
-            return await js.object_store(bucket)  # Another worker has created it at the same time.

@@ -55,11 +55,6 @@ def threshold_key(namespace: str, model: str) -> str:
     return f"{namespace_prefix(namespace)}thresholds/{model}"
 
 
-def model_files_bucket(namespace: str) -> str:
-    """Returns the name of the NATS object store of the model files of a namespace."""
-    return f"kvrouter-v1-model-files_{check_name(namespace)}"
-
-
 @dataclass(frozen=True, slots=True)
 class ComponentName:
     """A component's name, and the names derived from it."""

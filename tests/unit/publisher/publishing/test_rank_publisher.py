@@ -86,7 +86,9 @@ async def test_what_is_recorded_while_a_batch_is_under_way_makes_up_the_next() -
     assert [[event.event_id for event in batch.events] for batch in outbox.batches] == [[0], list(range(1, 49))]
     assert [batch.next_event_id for batch in outbox.batches] == [1, 49]
     assert outbox.batches[-1].digest == rank.stats().digest
-    assert outbox.message_ids == ["3.1.9.0-0", "3.1.9.1-48"]
+    (secret, first), (again, second) = (str(each).split(".") for each in outbox.message_ids)
+    assert (first, second) == ("0-0", "1-48")
+    assert secret == again
 
 
 async def test_a_batch_is_sent_again_until_it_is_safe_under_the_same_id() -> None:
@@ -95,7 +97,8 @@ async def test_a_batch_is_sent_again_until_it_is_safe_under_the_same_id() -> Non
     store(rank, 1)
     async with sending(rank, outbox):
         await rank.flush()
-    assert outbox.message_ids == ["3.1.9.0-0"] * 3
+    assert len(outbox.message_ids) == 3
+    assert len(set(outbox.message_ids)) == 1
     assert len(outbox.batches) == 1
     assert rank.stats().retries == 2
 

@@ -54,10 +54,58 @@ def test_a_worker_that_differs_is_left_out_with_the_reason(change: dict[str, obj
     assert len(differences(DESCRIPTOR, worker(2, **change))) == 1
 
 
-def test_a_worker_without_a_component_is_left_out() -> None:
-    views, ignored = build_views(entries(worker(1), descriptor=None), "ns")
-    assert views == {}
+def test_workers_describe_a_component_without_a_descriptor() -> None:
+    views, ignored = build_views(entries(worker(1), worker(2, model="x"), worker(3), descriptor=None), "ns")
+    assert views[POOL].descriptor.model == "m"
+    assert set(views[POOL].workers) == {1, 3}
+    assert not views[POOL].is_written
+    assert list(ignored) == [POOL.worker_key(2)]
+
+
+def test_a_replaced_descriptor_is_not_followed_while_workers_disagree() -> None:
+    forged = ComponentDescriptor(model="x", block_size=64, hash_scheme="xxh3-1337")
+    before, _ = build_views(entries(worker(1), worker(2)), "ns")
+    attacker = worker(2, model="x", block_size=64)
+    for former in (before, {}):
+        views, ignored = build_views(entries(worker(1), attacker, worker(3), descriptor=forged), "ns", former)
+        followed = views[POOL].descriptor
+        assert (followed.model, followed.block_size) == ("m", 16)
+        assert set(views[POOL].workers) == {1, 3}
+        assert set(ignored) == {POOL.descriptor_key, POOL.worker_key(2)}
+        assert "conflict" in ignored[POOL.descriptor_key]
+
+
+def test_of_two_workers_the_established_one_stays() -> None:
+    forged = ComponentDescriptor(model="x", block_size=64, hash_scheme="xxh3-1337")
+    before, _ = build_views(entries(worker(2)), "ns")
+    attacker = worker(1, model="x", block_size=64)
+    views, _ = build_views(entries(attacker, worker(2), descriptor=forged), "ns", before)
+    assert set(views[POOL].workers) == {2}
+
+
+@pytest.mark.parametrize("field", ["role", "max_model_len", "default_transport"])
+def test_no_field_of_a_descriptor_changes_while_its_workers_live(field: str) -> None:
+    forged = ComponentDescriptor()
+    forged.CopyFrom(DESCRIPTOR)
+    setattr(forged, field, 1)
+    before, _ = build_views(entries(worker(1)), "ns")
+    views, ignored = build_views(entries(worker(1), descriptor=forged), "ns", before)
+    assert views[POOL].descriptor == DESCRIPTOR
+    assert POOL.descriptor_key in ignored
+
+
+def test_one_worker_alone_does_not_outvote_a_descriptor() -> None:
+    views, ignored = build_views(entries(worker(1, model="x")), "ns")
+    assert views[POOL].descriptor == DESCRIPTOR
     assert list(ignored) == [POOL.worker_key(1)]
+
+
+def test_a_component_is_formed_anew_once_its_workers_have_left() -> None:
+    before, _ = build_views(entries(worker(1), worker(2)), "ns")
+    again = ComponentDescriptor(model="x", block_size=64, hash_scheme="xxh3-1337")
+    views, ignored = build_views(entries(worker(1, model="x", block_size=64), descriptor=again), "ns", before)
+    assert views[POOL].descriptor.model == "x"
+    assert not ignored
 
 
 def test_an_undecodable_entry_does_not_affect_others() -> None:

@@ -6,13 +6,10 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrouter.v1.names import (
-    ComponentName,
-    components_prefix,
-    model_files_bucket,
-    namespace_prefix,
-    services_prefix,
-)
+from kvrouter.v1.names import ComponentName, components_prefix, namespace_prefix, services_prefix
+
+SERVICES_ACCOUNT = "KVROUTER"
+"""NATS account of the services and administrators. It has the streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +57,9 @@ class Namespace:
 
 def publish_subjects(account: Account, namespace: Namespace) -> list[str]:
     """Returns the NATS subjects to which an account may publish."""
-    model_files = model_files_bucket(namespace.name)
     if account.role == "worker":
-        component = ComponentName(namespace.name, account.component)
-        own = f"{account.worker_id:016x}.*"
-        prefix = f"kvrouter.v1.{namespace.name}.{account.component}"
-        return [
-            *(f"{prefix}.{kind}.{own}" for kind in ("events", "live", "load")),
-            f"$JS.API.STREAM.INFO.{component.stream}",
-            f"$JS.API.STREAM.INFO.OBJ_{model_files}",
-            f"$JS.API.STREAM.CREATE.OBJ_{model_files}",
-            f"$JS.API.STREAM.MSG.GET.OBJ_{model_files}",
-            *_direct_gets(f"OBJ_{model_files}"),
-            f"$O.{model_files}.>",
-        ]
+        own = f"kvrouter.v1.{namespace.name}.{account.component}.{{}}.{account.worker_id:016x}.*"
+        return [own.format(kind) for kind in ("events", "live", "load")]
     if account.role == "indexer":
         subjects = ["$JS.API.STREAM.NAMES", "$JS.FC.>"]
         for component in namespace.named():
@@ -84,10 +70,8 @@ def publish_subjects(account: Account, namespace: Namespace) -> list[str]:
         names = [f"kvrouter.v1.{namespace.name}.{component}" for component in namespace.components]
         # Schedulers answer each other's requests for state.
         return [*(f"{name}.{kind}" for name in names for kind in ("sync", "sync-state.*")), f"{account.inbox_prefix}.>"]
-    if account.role == "frontend":
-        stream = f"OBJ_{model_files}"
-        return ["$JS.API.STREAM.NAMES", "$JS.FC.>", f"$JS.API.STREAM.INFO.{stream}", *_reading(stream)]
-    return [">"]
+    # Frontends need nothing of NATS. An empty list would allow everything.
+    return [f"{account.inbox_prefix}.>"] if account.role == "frontend" else [">"]
 
 
 def subscribe_subjects(account: Account, namespace: Namespace) -> list[str]:
@@ -109,16 +93,13 @@ def _managed_stream(stream: str) -> list[str]:
 def _reading(stream: str) -> list[str]:
     return [
         f"$JS.API.STREAM.MSG.GET.{stream}",
-        *_direct_gets(stream),
+        f"$JS.API.DIRECT.GET.{stream}",
+        f"$JS.API.DIRECT.GET.{stream}.>",
         f"$JS.API.CONSUMER.CREATE.{stream}",
         f"$JS.API.CONSUMER.*.{stream}.>",
         f"$JS.API.CONSUMER.*.*.{stream}.>",
         f"$JS.ACK.{stream}.>",
     ]
-
-
-def _direct_gets(stream: str) -> list[str]:
-    return [f"$JS.API.DIRECT.GET.{stream}", f"$JS.API.DIRECT.GET.{stream}.>"]
 
 
 def etcd_grants(account: Account, namespace: Namespace) -> list[Grant]:
@@ -129,12 +110,14 @@ def etcd_grants(account: Account, namespace: Namespace) -> list[Grant]:
     if account.role == "worker":
         component = ComponentName(namespace.name, account.component)
         own = (component.worker_key(account.worker_id), component.incarnation_key(account.worker_id))
-        return [Grant("readwrite", key) for key in (component.descriptor_key, *own)]
+        return [Grant("read", component.descriptor_key), *(Grant("readwrite", key) for key in own)]
     grants = [Grant("read", everything), Grant("readwrite", services_prefix(namespace.name, account.role))]
     if account.role == "scheduler":
         grants.append(Grant("readwrite", f"{everything}thresholds/"))
         prefix = components_prefix(namespace.name)
         grants += [Grant("readwrite", f"{prefix}{component}/drains/") for component in namespace.components]
+        # A component's first descriptor.
+        grants += [Grant("readwrite", component.descriptor_key) for component in namespace.named()]
     if account.role == "indexer":
         for component in namespace.named():
             grants += [Grant("readwrite", key) for key in (component.snapshot_key, component.snapshot_lock_key)]
@@ -142,28 +125,58 @@ def etcd_grants(account: Account, namespace: Namespace) -> list[Grant]:
     return grants
 
 
-def nats_authorization(accounts: Iterable[tuple[Account, str]], namespace: Namespace) -> str:
-    """Returns the block ``authorization`` of a nats-server's configuration.
+def nats_accounts(accounts: Iterable[tuple[Account, str]], namespace: Namespace) -> str:
+    """Returns the block ``accounts`` of a nats-server's configuration.
+
+    Services share an account. Each worker has one of its own, without JetStream, out of which only its own subjects
+    lead. The server answers a worker in its account: a reply subject of the services leads nowhere there.
 
     Args:
         accounts: Each account with its public NKEY; the seed stays with its holder.
         namespace: The namespace that they use.
     """
-    lines = ["authorization {", "  users: ["]
-    for account, public_key in accounts:
-        lines += [
-            f"    # {account.name}",
-            f"    {{ nkey: {public_key}",
-            "      permissions: {",
-            f"        publish: {{ allow: {_listed(publish_subjects(account, namespace))} }}",
-            f"        subscribe: {{ allow: {_listed(subscribe_subjects(account, namespace))} }}",
-            "      } }",
+    users = [(account, _user(account, public_key, namespace)) for account, public_key in accounts]
+    workers = [(account, user) for account, user in users if account.role == "worker"]
+    exports = [
+        f"      {{ service: {json.dumps(subject)}, accounts: [{worker.name}] }}"
+        for worker, _ in workers
+        for subject in publish_subjects(worker, namespace)
+    ]
+    lines = [
+        "accounts {",
+        f"  {SERVICES_ACCOUNT}: {{",
+        "    jetstream: enabled",
+        *("    users: [", *(line for account, user in users if account.role != "worker" for line in user), "    ]"),
+        *("    exports: [", *exports, "    ]"),
+        "  }",
+    ]
+    for worker, user in workers:
+        imports = [
+            f"      {{ service: {{ account: {SERVICES_ACCOUNT}, subject: {json.dumps(subject)} }} }}"
+            for subject in publish_subjects(worker, namespace)
         ]
-    return "\n".join([*lines, "  ]", "}", ""])
+        lines += [
+            f"  {worker.name}: {{",
+            *("    users: [", *user, "    ]"),
+            *("    imports: [", *imports, "    ]"),
+            "  }",
+        ]
+    return "\n".join([*lines, "}", ""])
+
+
+def _user(account: Account, public_key: str, namespace: Namespace) -> list[str]:
+    return [
+        f"      # {account.name}",
+        f"      {{ nkey: {public_key}",
+        "        permissions: {",
+        f"          publish: {{ allow: {_listed(publish_subjects(account, namespace))} }}",
+        f"          subscribe: {{ allow: {_listed(subscribe_subjects(account, namespace))} }}",
+        "        } }",
+    ]
 
 
 def _listed(subjects: Sequence[str]) -> str:
-    return "[" + "".join(f"\n          {json.dumps(subject)}" for subject in subjects) + "\n        ]"
+    return "[" + "".join(f"\n            {json.dumps(subject)}" for subject in subjects) + "\n          ]"
 
 
 def etcd_commands(account: Account, namespace: Namespace) -> list[list[str]]:

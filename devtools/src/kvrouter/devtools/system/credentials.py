@@ -15,7 +15,7 @@ from kvrouter.net.etcd import EtcdAccess
 from kvrouter.net.nats_access import NatsAccess
 from kvrouter.net.tls import Tls, TlsOptions
 
-from .accounts import Account, Namespace, etcd_commands, nats_authorization
+from .accounts import Account, Namespace, etcd_commands, nats_accounts
 from .certificates import LOOPBACK, PEER_DOMAIN, CertificatePaths, DevelopmentAuthority, write_file
 
 SERVICES = ("frontend", "scheduler", "indexer")
@@ -79,12 +79,12 @@ class Credentials:
         self.root_password = self._password(ROOT)
         """Password file of the user that administers etcd."""
         self.nats_config = folder / "nats-accounts.conf"
-        """Users of NATS with their permissions, to include in nats-server's configuration. It has no secrets."""
+        """Accounts and users of NATS, to include in nats-server's configuration. It has no secrets."""
         self.etcd_script = folder / "etcd-accounts.sh"
         """Creates the users of etcd and turns authentication on."""
         self._service_token()
         public = [(each.account, _public_key(each.nkey)) for each in self.identities.values()]
-        write_file(self.nats_config, nats_authorization(public, namespace).encode(), 0o644)
+        write_file(self.nats_config, nats_accounts(public, namespace).encode(), 0o644)
         write_file(self.etcd_script, self._etcd_script().encode(), 0o755)
 
     def admin_tls(self) -> Tls:

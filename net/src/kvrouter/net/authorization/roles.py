@@ -41,6 +41,7 @@ SERVICE_ROLES: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
             "Abort": _FRONTEND,
             # Frontends and Schedulers with listed workers ask these what they serve.
             "GetLoad": frozenset({"frontend", "scheduler"}),
+            "GetModelFile": _FRONTEND,
             "GetRankState": frozenset({"indexer"}),
             "GetEvents": frozenset({"indexer"}),
         },

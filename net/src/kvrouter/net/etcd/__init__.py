@@ -4,7 +4,7 @@ Each lease and each watch has a connection of its own, so that a lost connection
 """
 
 from kvrouter.net.etcd.access import EtcdAccess, InvalidEndpoint, parse_endpoints
-from kvrouter.net.etcd.connection import AWAY, EtcdAway, connect
+from kvrouter.net.etcd.connection import AWAY, EtcdAway, connect, is_forbidden
 from kvrouter.net.etcd.leased_keys import DEFAULT_TTL_SECONDS, KeyTaken, LeasedKeys
 from kvrouter.net.etcd.secure_client import EtcdRefused
 from kvrouter.net.etcd.watch import Change, Delete, Put, Snapshot, watch_prefix
@@ -23,6 +23,7 @@ __all__ = [
     "Put",
     "Snapshot",
     "connect",
+    "is_forbidden",
     "parse_endpoints",
     "watch_prefix",
 ]

@@ -63,7 +63,7 @@ async def connect(target: str | EtcdAccess) -> AsyncIterator[aetcd.Client]:
                 raise
             except AWAY as error:
                 # A user that may not read the key got an answer all the same.
-                if _FORBIDDEN not in str(error):
+                if not is_forbidden(error):
                     errors.append(f"{host}:{port}: {_reason(error)}")
                     continue
             yield client
@@ -71,6 +71,11 @@ async def connect(target: str | EtcdAccess) -> AsyncIterator[aetcd.Client]:
         finally:
             await client.close()
     raise EtcdAway("; ".join(errors))
+
+
+def is_forbidden(error: BaseException) -> bool:
+    """Returns whether etcd answered that the user may not do this."""
+    return _FORBIDDEN in str(error)
 
 
 def _reason(error: BaseException) -> str:

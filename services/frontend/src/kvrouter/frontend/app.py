@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.frontend.text.model_files import fetch_files
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.web.opening import open_page
 from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
@@ -43,7 +44,6 @@ from kvrouter.frontend.worker_client.health import WorkerHealth
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
 from kvrouter.frontend.worker_client.stall_trials import StallTrials
-from kvrouter.net.model_files import fetch_files
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.contracts import Indexer
@@ -55,7 +55,6 @@ from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
-from kvrouter.v1.registry_pb2 import ModelFile
 from prometheus_client import CollectorRegistry
 
 _DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
@@ -112,11 +111,12 @@ async def running(
     work = ClientWork(runtime.registry, _owner_of_work)
     texts = TextModels(
         runtime.directory,
-        None if settings.static_workers else lambda namespace, files: _fetch_files(runtime, namespace, files),
+        lambda files, workers: fetch_files(files, workers, runtime.tls),
         {model: Path(directory) for model, directory in settings.tokenizers.items()},
         runtime.registry,
         work=work,
         cache_bytes=settings.tokenizer_cache_bytes,
+        pinned_files=settings.pinned_files(),
         tool_call_formats=settings.tool_call_parsers,
         reasoning_formats=settings.reasoning_parsers,
     )
@@ -165,10 +165,6 @@ async def running(
             await pool.close()
             await indexers.close()
             work.close()
-
-
-async def _fetch_files(runtime: Runtime, namespace: str, files: Sequence[ModelFile]) -> Mapping[str, bytes]:
-    return await fetch_files((await runtime.nats()).jetstream(), namespace, files)
 
 
 @asynccontextmanager

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tool_formats import ToolFormatName
+from kvrouter.net.model_files import NAMES
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
 from kvrouter.runtime.config.static_workers import StaticEndpoints
-from pydantic import AfterValidator, AliasChoices, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, StringConstraints, model_validator
 
 
 def _checked_file(text: str) -> str:
@@ -36,6 +38,16 @@ JwtAlgorithm = Literal[
     "ES512",
     "EdDSA",
 ]
+
+
+def _checked_model_file(name: str) -> str:
+    model, _, file = name.rpartition("/")
+    if not model or file not in NAMES:
+        raise ValueError(f"expected MODEL/FILE with FILE one of {', '.join(NAMES)}, received {name!r}")
+    return name
+
+
+Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 class FrontendSettings(RoutingSettings):
@@ -131,7 +143,12 @@ class FrontendSettings(RoutingSettings):
     )
     tokenizers: dict[str, str] = Field(
         default_factory=dict,
-        description="Directories with tokenizer files by model, instead of the files that its workers publish.",
+        description="Directories with tokenizer files by model, instead of the files that its workers serve.",
+    )
+    pinned_model_files: dict[Annotated[str, AfterValidator(_checked_model_file)], Sha256] = Field(
+        default_factory=dict,
+        description="SHA-256 of tokenizer files by MODEL/FILE. Of a model that has some, only these files are used, "
+        "from any worker; of other models, the files that most workers agree on.",
     )
     tool_call_parsers: dict[str, ToolFormatName] = Field(
         default_factory=dict,
@@ -212,6 +229,14 @@ class FrontendSettings(RoutingSettings):
         if self.jwt_keys and not (self.jwt_issuer and self.jwt_audience and self.jwt_algorithms):
             raise ValueError("--jwt-keys also needs --jwt-issuer, --jwt-audience and --jwt-algorithms")
         return self
+
+    def pinned_files(self) -> dict[str, Files]:
+        """Returns the files that the operator demands by model."""
+        found: dict[str, Files] = {}
+        for name, sha256 in sorted(self.pinned_model_files.items()):
+            model, _, file = name.rpartition("/")
+            found[model] = (*found.get(model, ()), DescribedFile(file, sha256))
+        return found
 
     def static_endpoints(self) -> StaticEndpoints | None:
         """Returns the listed workers, Indexers and Schedulers; None if workers are discovered in etcd."""

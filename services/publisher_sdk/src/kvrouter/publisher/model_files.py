@@ -1,77 +1,49 @@
-"""Publishes the files of a model's tokenizer and chat template, so that Frontends need no shared disk."""
+"""The files of a worker's tokenizer and chat template, which it serves, so that Frontends need no shared disk."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import aetcd
-import nats.errors
-from kvrouter.net.etcd import AWAY, connect
 from kvrouter.net.logs import get_logger
-from kvrouter.net.model_files import InvalidModelFiles, describe_files, read_model_files, store_files
-from kvrouter.net.registry_entries import read_descriptor
+from kvrouter.net.model_files import PIECE_BYTES, InvalidModelFiles, describe_files, read_model_files
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.publisher.publishing.transport import NatsLink, TransportAway
-from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ModelFile
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 log = get_logger(__name__)
 
-_FAILURES = (*AWAY, TransportAway, nats.errors.Error, TimeoutError, OSError)
-_LONGEST_WAIT_SECONDS = 30
 
+class ModelFiles:
+    """Files of one model. They are read again for each Frontend, so that the worker keeps none in memory."""
 
-async def publish_model_files(config: WorkerConfig, link: NatsLink) -> Sequence[ModelFile]:
-    """Stores the files of the worker's tokenizer and names them in its component's descriptor.
+    def __init__(self, directory: Path = Path(), described: Sequence[ModelFile] = ()) -> None:
+        """Serves the described files of a directory; by default none."""
+        self.described = described
+        """What the worker registers."""
+        self._paths = {file.sha256: directory / file.name for file in described}
 
-    Waits while NATS or etcd is away. Returns what the descriptor names: nothing if ``config.tokenizer`` is no directory
-    of this machine, or has no usable files.
-    """
-    directory = Path(config.tokenizer)
-    if not config.tokenizer or not await asyncio.to_thread(directory.is_dir):
-        return ()
-    try:
-        files = await asyncio.to_thread(read_model_files, directory)
-    except InvalidModelFiles as error:
-        log.warning("model_files.invalid", error=str(error), consequence="Frontends take no text for this model")
-        return ()
-    described = await asyncio.to_thread(describe_files, files)
-    async for attempt in AsyncRetrying(
-        retry=retry_if_exception_type(_FAILURES),
-        wait=wait_random_exponential(multiplier=0.2, max=_LONGEST_WAIT_SECONDS),
-        reraise=True,
-    ):
-        with attempt:
-            await store_files(link.client.jetstream(), config.component.namespace, files)
-            async with connect(config.etcd) as client:
-                await name_model_files(client, config.component, described)
-    log.info("model_files.published", component=str(config.component), files=sorted(files))
-    return described
+    @classmethod
+    async def of(cls, config: WorkerConfig) -> ModelFiles:
+        """Returns the files of ``config.tokenizer``; none if that is no directory with usable files."""
+        directory = Path(config.tokenizer)
+        if not config.tokenizer or not await asyncio.to_thread(directory.is_dir):
+            return cls()
+        try:
+            described = await asyncio.to_thread(lambda: describe_files(read_model_files(directory)))
+        except InvalidModelFiles as error:
+            log.warning("model_files.invalid", error=str(error), consequence="Frontends take no text for this model")
+            return cls()
+        log.info("model_files.served", component=str(config.component), files=[file.name for file in described])
+        return cls(directory, described)
 
+    def pieces(self, sha256: bytes) -> Iterator[bytes]:
+        """Yields the content of a file. Blocks.
 
-async def name_model_files(
-    client: aetcd.Client, component: ComponentName, described: Sequence[ModelFile], *, replace: bool = True
-) -> None:
-    """Names files in a component's descriptor; without ``replace`` only if it names none.
-
-    Raises:
-        One of ``kvrouter.net.etcd.AWAY``: etcd is away.
-        Undecodable: the descriptor is invalid.
-    """
-    key = component.descriptor_key.encode()
-    while (found := await client.get(key)) is not None:
-        descriptor = read_descriptor(component, found.value)
-        if list(descriptor.model_files) == list(described) or (descriptor.model_files and not replace):
-            return
-        del descriptor.model_files[:]
-        descriptor.model_files.extend(described)
-        written, _ = await client.transaction(
-            compare=[client.transactions.mod(key) == found.mod_revision],
-            success=[client.transactions.put(key, descriptor.SerializeToString())],
-            failure=[],
-        )
-        if written:
-            return
+        Raises:
+            KeyError: the worker has no such file.
+            OSError: the file cannot be read any more.
+        """
+        with self._paths[sha256].open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece

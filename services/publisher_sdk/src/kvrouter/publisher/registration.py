@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import aetcd
 from kvrouter.net.decoding import Undecodable, decode_message
-from kvrouter.net.etcd import KeyTaken
+from kvrouter.net.etcd import AWAY, KeyTaken, is_forbidden
 from kvrouter.net.logs import get_logger
 from kvrouter.net.registry_entries import read_descriptor
 from kvrouter.publisher.errors import DescriptorMismatch
@@ -26,19 +26,16 @@ async def join_component(
 ) -> ComponentDescriptor:
     """Returns the component's descriptor, and writes ``desired`` if there is none.
 
+    Where the worker's user may not write it, a Scheduler does so as soon as the worker is registered.
+
     Raises:
         DescriptorMismatch: a property that all workers must share differs.
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.descriptor_key.encode()
-    await client.transaction(
-        compare=[client.transactions.create(name) == 0],
-        success=[client.transactions.put(name, desired.SerializeToString())],
-        failure=[],
-    )
     found = await client.get(name)
-    if found is None:  # an operator deleted it at this moment
-        return await join_component(client, component, desired)
+    if found is None:
+        return await _create_descriptor(client, component, desired)
     try:
         settled = read_descriptor(component, found.value)
     except Undecodable as error:
@@ -60,6 +57,23 @@ async def join_component(
     if differences:
         raise DescriptorMismatch(str(component), differences)
     return settled
+
+
+async def _create_descriptor(
+    client: aetcd.Client, component: ComponentName, desired: ComponentDescriptor
+) -> ComponentDescriptor:
+    name = component.descriptor_key.encode()
+    try:
+        written, _responses = await client.transaction(
+            compare=[client.transactions.create(name) == 0],
+            success=[client.transactions.put(name, desired.SerializeToString())],
+            failure=[],
+        )
+    except AWAY as error:
+        if not is_forbidden(error):
+            raise
+        return desired
+    return desired if written else await join_component(client, component, desired)
 
 
 async def begin_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, now_ns: int) -> int:

@@ -19,7 +19,7 @@ from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidLoad, UnknownRank
 from kvrouter.publisher.journal.journal import Recovered
 from kvrouter.publisher.journal.resume import claimed, places, recover_worker
-from kvrouter.publisher.model_files import name_model_files, publish_model_files
+from kvrouter.publisher.model_files import ModelFiles
 from kvrouter.publisher.publish_only import PublishOnly
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.rank_stats import RankStats
@@ -43,7 +43,6 @@ from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport
-from kvrouter.v1.registry_pb2 import ModelFile
 from kvrouter.v1.worker_pb2 import GetLoadResponse
 from nats.errors import Error as NatsError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
@@ -97,8 +96,12 @@ class Worker:
         incarnation: int,
         transport: Transport,
         recovered: Mapping[int, Recovered],
+        files: ModelFiles,
     ) -> None:
-        """``incarnation`` and ``transport`` were negotiated in etcd; ``recovered`` has the journals to resume from."""
+        """``incarnation`` and ``transport`` were negotiated in etcd; ``recovered`` has the journals to resume from.
+
+        ``files`` are those of the model's tokenizer.
+        """
         component = config.component
         self.config = config
         self.incarnation = incarnation
@@ -136,6 +139,7 @@ class Worker:
             lambda: load_response(config, self.load_reports()),
             Tls.of(config.tls),
             ServiceToken.of(config.service_token_file),
+            files,
             structured_output=config.structured_output,
             spans=_spans(config),
         )
@@ -148,8 +152,7 @@ class Worker:
             companions=companions(component, config.worker_id, incarnation),
         )
         self._registered_unix_ns = time.time_ns()
-        self._model_files: Sequence[ModelFile] = ()
-        """What this worker has published."""
+        self._model_files = files.described
         self._load_reports_sent = 0
         self._report_numbers = itertools.count(1)
         self._draining = False
@@ -235,7 +238,6 @@ class Worker:
         self._register()
         self._leasing = tasks.create_task(self._keys.run())
         self._background.append(tasks.create_task(self._link.run()))
-        self._background.append(tasks.create_task(self._publish_model_files()))
         if self.config.load_report_seconds:
             self._background.append(tasks.create_task(self._report_load()))
         for rank in self._ranks.values():
@@ -295,6 +297,7 @@ class Worker:
         for rank in registration.ranks:
             rank.events_lost = self._ranks[rank.dp_rank].is_partial
         registration.serves_call_stream = True
+        registration.model_files.extend(self._model_files)
         self._keys.put(self.config.component.worker_key(self.config.worker_id), registration.SerializeToString())
 
     async def _restore_component(self) -> None:
@@ -302,11 +305,6 @@ class Worker:
         async with connect(self.config.etcd) as client:
             await join_component(client, self.config.component, self.config.descriptor())
             await keep_incarnation(client, self.config.component, self.config.worker_id, self.incarnation)
-            if self._model_files:
-                await name_model_files(client, self.config.component, self._model_files, replace=False)
-
-    async def _publish_model_files(self) -> None:
-        self._model_files = await publish_model_files(self.config, self._link)
 
     async def _report_load(self) -> None:
         while True:
@@ -384,9 +382,8 @@ async def running(config: WorkerConfig, engine: StepEngine | Engine | None = Non
         recovered = await asyncio.to_thread(recover_worker, config)
         former = next((found.head.incarnation for found in recovered.values()), None)
         incarnation, transport = await _settle(config, former)
-        worker = Worker(
-            config, engine or PublishOnly(), incarnation, transport, recovered if incarnation == former else {}
-        )
+        resumed = recovered if incarnation == former else {}
+        worker = Worker(config, engine or PublishOnly(), incarnation, transport, resumed, await ModelFiles.of(config))
         try:
             async with asyncio.TaskGroup() as tasks:
                 await worker._start(tasks)

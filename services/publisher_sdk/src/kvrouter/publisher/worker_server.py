@@ -20,6 +20,7 @@ from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
+from kvrouter.publisher.model_files import ModelFiles
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.engine import Engine, StepEngine
 from kvrouter.publisher.serving.generate_call import GenerateCall
@@ -35,6 +36,8 @@ from kvrouter.v1.worker_pb2 import (
     GetEventsResponse,
     GetLoadRequest,
     GetLoadResponse,
+    GetModelFileRequest,
+    GetModelFileResponse,
     GetRankStateRequest,
     WorkerServiceGenerateRequest,
 )
@@ -62,12 +65,14 @@ class WorkerServer:
         load: Callable[[], GetLoadResponse],
         tls: Tls | None = None,
         token: ServiceToken | None = None,
+        files: ModelFiles | None = None,
         *,
         structured_output: bool = False,
         spans: RequestSpans | None = None,
     ) -> None:
-        """``spans`` records requests; None records none."""
+        """``files`` are those of the model's tokenizer. ``spans`` records requests; None records none."""
         self._tls = tls
+        self._files = files or ModelFiles()
         self._spans = spans
         self._requests = RunningRequests(engine, structured_output=structured_output)
         self._ranks = ranks
@@ -102,6 +107,7 @@ class WorkerServer:
             "GetRankState": grpc.unary_stream_rpc_method_handler(self._guarded(self._get_rank_state)),
             "GetEvents": grpc.unary_stream_rpc_method_handler(self._guarded(self._get_events)),
             "GetLoad": grpc.unary_unary_rpc_method_handler(self._guarded(self._get_load), response_serializer=_encode),
+            "GetModelFile": grpc.unary_stream_rpc_method_handler(self._guarded(self._get_model_file)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         self._call_streams.add_streaming(f"{SERVICE}/Generate", self._generate_on_stream)
@@ -227,6 +233,21 @@ class WorkerServer:
     async def _get_load(self, data: bytes, _context: _Context) -> GetLoadResponse:
         _parse(GetLoadRequest, data)
         return self._load()
+
+    async def _get_model_file(self, data: bytes, context: _Context) -> None:
+        request = _parse(GetModelFileRequest, data)
+        pieces = self._files.pieces(request.sha256)
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                await context.write(GetModelFileResponse(content=piece).SerializeToString())
+        except (KeyError, OSError):
+            raise RequestRefused(
+                f"this worker has no model file {request.sha256.hex()[:64]} any more",
+                code=grpc.StatusCode.NOT_FOUND,
+                reason=ErrorReason.ERROR_REASON_UNSPECIFIED,
+                field="sha256",
+                advice="Ask for a file that the worker registers, or ask another worker.",
+            ) from None
 
     def _rank(self, dp_rank: int) -> RankPublisher:
         rank = self._ranks.get(dp_rank)

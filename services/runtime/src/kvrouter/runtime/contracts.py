@@ -248,3 +248,9 @@ class Worker(Protocol):
     async def get_load(self, request: worker.GetLoadRequest, *, deadline: Deadline) -> worker.GetLoadResponse:
         """Returns the load of every rank."""
         ...
+
+    def get_model_file(
+        self, request: worker.GetModelFileRequest, *, deadline: Deadline
+    ) -> Stream[worker.GetModelFileResponse]:
+        """Yields the content of a file of the model in pieces."""
+        ...

@@ -37,6 +37,7 @@ from kvrouter.scheduler.replication.sync import ReplicaSync
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.scheduler.workers.descriptors import write_descriptors
 
 log = structlog.get_logger(component="scheduler")
 
@@ -157,6 +158,7 @@ async def running(
         queued=selector.queued,
         sync=sync,
         directory_age=lambda: runtime.directory.age_seconds,
+        ignored=lambda: runtime.directory.ignored,
     )
     service = SchedulerService(
         pools,
@@ -178,6 +180,7 @@ async def running(
     ]
     if shared is not None:
         tasks.append(runtime.spawn(shared.run(), "thresholds"))
+        tasks.append(runtime.spawn(write_descriptors(runtime.directory, runtime.etcd), "descriptors"))
         tasks.append(runtime.spawn(listener.run(), "load reports"))
     if link is not None:
         tasks.append(runtime.spawn(link.run(), "replica sync"))

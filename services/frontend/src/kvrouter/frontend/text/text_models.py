@@ -1,39 +1,37 @@
-"""Loads the tokenizers and chat templates of the served models: from the operator's directories, or as published."""
+"""Loads the tokenizers and chat templates of the served models: from the operator's directories or the workers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import structlog
 from kvrouter.frontend.client_work.client_work import ClientWork, Lane, Slices
+from kvrouter.frontend.text.model_files import Files, agreed_files
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer
 from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
-from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.errors import BadRequest
-from kvrouter.v1.registry_pb2 import ModelFile
-from nats.errors import Error as NatsError
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _RETRY_SECONDS = 5.0
 """Pause before files that could not be fetched or loaded are tried again."""
-_FETCH_SECONDS = 60.0
 SHORT_CHARACTERS = 64 << 10
 """Maximum size of prompts that the thread for short texts takes."""
-_AWAY = (NatsError, TimeoutError, OSError)
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 
 log = structlog.get_logger(component="frontend")
 
-Fetch = Callable[[str, Sequence[ModelFile]], Awaitable[Mapping[str, bytes]]]
-"""Returns the content of files that were published in a namespace."""
+Fetch = Callable[[Files, Sequence[WorkerRegistration]], Awaitable[Mapping[str, bytes]]]
+"""Returns the content of files that some of the workers serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,9 @@ class _Source:
     """Where the files of a model are."""
 
     directory: Path | None
-    namespace: str
-    files: tuple[bytes, ...]
-    """Encoded ModelFiles."""
+    files: Files
+    workers: tuple[WorkerRegistration, ...] = field(default=(), compare=False)
+    """Those that may serve the files."""
 
 
 class TextModels:
@@ -52,24 +50,26 @@ class TextModels:
     def __init__(
         self,
         directory: Directory,
-        fetch: Fetch | None,
+        fetch: Fetch,
         directories: Mapping[str, Path],
         registry: CollectorRegistry,
         *,
         work: ClientWork,
         cache_bytes: int,
+        pinned_files: Mapping[str, Files] = MappingProxyType({}),
         tool_call_formats: Mapping[str, ToolFormatName] = MappingProxyType({}),
         reasoning_formats: Mapping[str, ReasoningFormatName] = MappingProxyType({}),
     ) -> None:
         """Loads nothing yet.
 
         Args:
-            directory: The served models, with their published files.
-            fetch: Fetches published files; None without NATS.
+            directory: The served models, with the files of their workers.
+            fetch: Fetches files from workers.
             directories: Directories of the operator's choice, by model. They take precedence.
             registry: Registry for the metrics.
             work: Threads for rendering and tokenizing.
             cache_bytes: Memory of the cache of each model's tokenizer.
+            pinned_files: Files by model that are used instead of those that most workers register.
             tool_call_formats: Formats of tool calls by model, instead of that of the files or the chat template.
             reasoning_formats: Formats of reasoning by model, instead of that of the files.
         """
@@ -79,6 +79,7 @@ class TextModels:
         self._fetch = fetch
         self._directories = directories
         self._cache_bytes = cache_bytes
+        self._pinned_files = pinned_files
         self._tool_call_formats = tool_call_formats
         self._reasoning_formats = reasoning_formats
         self._loaded: dict[str, ModelText] = {}
@@ -167,14 +168,19 @@ class TextModels:
                     continue
 
     def _wanted(self, directory: Directory) -> dict[str, _Source]:
+        views_by_model: dict[str, list[ComponentView]] = {}
+        for view in directory.components.values():
+            views_by_model.setdefault(view.descriptor.model, []).append(view)
         sources: dict[str, _Source] = {}
-        for name, view in sorted(directory.components.items(), key=lambda item: str(item[0])):
-            model = view.descriptor.model
+        for model, views in sorted(views_by_model.items()):
             if model in self._directories:
-                sources[model] = _Source(self._directories[model], name.namespace, ())
-            elif view.descriptor.model_files and model not in sources:
-                files = tuple(file.SerializeToString(deterministic=True) for file in view.descriptor.model_files)
-                sources[model] = _Source(None, name.namespace, files)
+                sources[model] = _Source(self._directories[model], ())
+                continue
+            known = self._sources.get(model)
+            in_use = known.files if known is not None and model in self._loaded else ()
+            files = agreed_files(views, in_use, self._pinned_files.get(model, ()))
+            if files:
+                sources[model] = _Source(None, files, tuple(each for view in views for each in view.workers.values()))
         return sources
 
     async def _load_all(self, sources: Mapping[str, _Source]) -> bool:
@@ -195,11 +201,8 @@ class TextModels:
         try:
             if source.directory is not None:
                 files: Mapping[str, bytes] = await asyncio.to_thread(read_model_files, source.directory)
-            elif self._fetch is None:
-                raise InvalidModelFiles("published files need NATS: set a directory")
             else:
-                async with asyncio.timeout(_FETCH_SECONDS):
-                    files = await self._fetch(source.namespace, [ModelFile.FromString(file) for file in source.files])
+                files = await self._fetch(source.files, source.workers)
             text = await asyncio.to_thread(
                 ModelText,
                 files,
@@ -207,7 +210,7 @@ class TextModels:
                 tool_call_format=self._tool_call_formats.get(model),
                 reasoning_format_name=self._reasoning_formats.get(model),
             )
-        except (InvalidModelFiles, InvalidTokenizer, *_AWAY) as error:
+        except (InvalidModelFiles, InvalidTokenizer, OSError) as error:
             reason = str(error) or repr(error)
             if self._failures.get(model) != reason:
                 log.warning("tokenizer.failed", model=model, error=reason, consequence="requests need token ids")

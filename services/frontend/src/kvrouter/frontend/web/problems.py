@@ -15,6 +15,7 @@ from kvrouter.v1.scheduler_pb2 import ComponentStatus
 _ETCD_SILENT_SECONDS = 15.0
 """Age of the last contact with etcd from which it counts as away; normally there is one every 5 s."""
 _BEHIND_MESSAGES = 10_000
+_IGNORED_REMEDY = "Correct or stop the process that wrote it. A descriptor is deleted by kvrouter component forget."
 _NAMED = 5
 """Maximum number of ranks or workers that a problem names."""
 
@@ -60,6 +61,9 @@ def _services(system: System) -> Iterator[Problem]:
             "no Indexer is registered: requests are routed on load alone",
             "Start kvrouter-indexer, unless the Schedulers predict caches themselves (--no-kv-events).",
         )
+    ignored = {entry.key: entry.reason for status in system.statuses for entry in status.ignored_entries}
+    for key, reason in sorted(ignored.items()):
+        yield Problem("error", f"{key} is not followed: {reason}", _IGNORED_REMEDY)
     for status in system.statuses:
         if not status.ready:
             what = f"Scheduler {status.scheduler_id} is not ready"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -51,6 +52,8 @@ class BatchSender:
         self._events = events
         self._lock = lock
         self._kept = kept
+        # The stream drops a message whose id it has seen, whoever sent that one: other workers must not guess the ids.
+        self._secret = secrets.token_hex(8)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = asyncio.Event()
         self._sent = asyncio.Condition()
@@ -147,7 +150,7 @@ class BatchSender:
         if events:
             # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
             span = f"{events[0].event_id}-{events[-1].event_id}"
-            message_id = f"{self._head.worker_id:x}.{self._rank}.{self._head.incarnation:x}.{span}"
+            message_id = f"{self._secret}.{span}"
         try:
             async for attempt in AsyncRetrying(
                 retry=retry_if_exception_type(TransportAway),

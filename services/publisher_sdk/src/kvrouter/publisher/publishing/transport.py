@@ -21,6 +21,7 @@ log = get_logger(__name__)
 
 _ACK_SECONDS = 2.0
 _HEADERS_BYTES = 1024
+_REFUSED_API = 'permissions violation for publish to "$js.api.stream.'
 _NATS_ERRORS = (nats.errors.Error, TimeoutError, OSError)
 """TimeoutError is asyncio's, too; APIError and the like are nats.errors.Error."""
 
@@ -56,6 +57,8 @@ class NatsLink:
         self._closed = asyncio.Event()
         self._reported = False
         self._ending = False
+        self.may_create_streams = True
+        """Whether the server has not refused requests about streams to this worker's account."""
 
     async def run(self) -> None:
         """Keeps the connection until cancelled.
@@ -118,6 +121,7 @@ class NatsLink:
 
     async def _on_connected(self) -> None:
         self._reported = False
+        self.may_create_streams = True
         log.info("nats.connected", url=self._url)
 
     async def _on_disconnected(self) -> None:
@@ -129,6 +133,9 @@ class NatsLink:
         self._closed.set()
 
     async def _on_error(self, error: Exception) -> None:
+        if _REFUSED_API in str(error).lower():
+            self.may_create_streams = False
+            return
         # Logged once per outage, because the library reports every attempt.
         if not self._reported:
             self._reported = True
@@ -162,11 +169,7 @@ class DurableTransport:
         try:
             await js.publish(subject, payload, stream=self._component.stream, headers=headers)
         except NoStreamResponseError as error:
-            try:
-                await ensure_stream(js, self._component)
-            except _NATS_ERRORS as failure:
-                raise TransportAway(f"no stream stores {subject}, and none can be created: {failure!r}") from failure
-            raise TransportAway(f"no stream stored {subject}; it was created now") from error
+            raise TransportAway(await self._missing(js) or f"no stream stored {subject}; it was created now") from error
         except nats.errors.MaxPayloadError as error:
             raise MessageRefused(repr(error)) from error
         except APIError as error:
@@ -184,12 +187,29 @@ class DurableTransport:
         """
         if not self._link.connected:
             return ""
+        if missing := await self._missing(js):
+            return missing
         try:
-            await ensure_stream(js, self._component)
             refused = await write_error(js, self._component.stream)
         except _NATS_ERRORS:
             return ""
         return f"stream {self._component.stream} takes no messages: {refused}" if refused else ""
+
+    async def _missing(self, js: JetStreamContext) -> str:
+        """Creates the stream if it is missing. Returns why it cannot; empty if the stream exists now."""
+        stream = self._component.stream
+        if self._link.may_create_streams:
+            try:
+                await ensure_stream(js, self._component)
+            except _NATS_ERRORS as error:
+                if self._link.may_create_streams:
+                    return f"stream {stream} does not answer, and cannot be created: {error!r}"
+            else:
+                return ""
+        return (
+            f"stream {stream} does not answer, and this worker's account may not create it: an Indexer of component "
+            f"{self._component} creates it as soon as it knows the component"
+        )
 
 
 class CoreNatsTransport:

@@ -17,12 +17,9 @@ from kvrouter.net.tls import Tls
 from kvrouter.runtime.discovery.registry_views import (
     KINDS,
     ComponentView,
-    DescriptorKey,
-    WorkerKey,
     build_services,
     build_views,
     differences,
-    parse_key,
     process_of,
     read_entry,
 )
@@ -35,6 +32,7 @@ __all__ = ["ComponentView", "Directory", "ServiceRegistrar", "build_views", "dif
 
 log = structlog.get_logger(component="discovery")
 
+_CONFLICT_ADVICE = "find out who wrote it; kvrouter component forget deletes it"
 _REST = 20.0
 """Pause between two rebuilds, in multiples of the time that the last one took."""
 
@@ -74,7 +72,6 @@ class Directory:
         self._retains = source is None
         self._retention = Retention(self._drop, tls)
         self._undecodable: dict[str, str] = {}
-        self._lost_descriptors: dict[str, ComponentName] = {}
         self._confirmed_at: float | None = None
         self._namespace = namespace
         self._entries: dict[str, bytes] = {}
@@ -90,6 +87,12 @@ class Directory:
             "Registrations ignored because they do not fit their component.",
             registry=registry,
         )
+        conflicts = Gauge(
+            "kvrouter_directory_conflicts",
+            "Descriptors in etcd that are not followed, because live workers disagree with them.",
+            registry=registry,
+        )
+        conflicts.set_function(lambda: len(self._conflicts(self._ignored)))
         workers = Gauge("kvrouter_directory_workers", "Live workers.", registry=registry)
         workers.set_function(lambda: sum(len(view.workers) for view in self._components.values()))
         retained = Gauge(
@@ -118,6 +121,10 @@ class Directory:
     def ignored(self) -> Mapping[str, str]:
         """Registrations that are left out, by key, with the reason."""
         return self._ignored
+
+    def _conflicts(self, ignored: Mapping[str, str]) -> set[str]:
+        keys = {name.descriptor_key for name in self._components}
+        return keys & ignored.keys() - self._undecodable.keys()
 
     @property
     def is_synced(self) -> bool:
@@ -188,7 +195,6 @@ class Directory:
             return
         self._release(key)
         self._entries[key] = value
-        self._lost_descriptors.pop(key, None)
         if self._retention:
             self._retention.registered(key, process_of(key, value, self._namespace))
 
@@ -202,11 +208,8 @@ class Directory:
         if value is None:
             return
         process = process_of(key, value, self._namespace) if self._retains else None
-        name = parse_key(key, self._namespace)
         if process is not None:
             self._retention.keep(key, process, tasks)
-        elif self._retains and isinstance(name, DescriptorKey):
-            self._lost_descriptors[key] = name.component
         else:
             self._drop(key)
 
@@ -225,23 +228,17 @@ class Directory:
         # When thousands of entries change at once, rebuilds and their readers must leave time for other tasks.
         self._rest_seconds = _REST * (time.perf_counter() - began)
 
-    def _drop_descriptors_without_workers(self) -> None:
-        """Drops lost descriptors of components without workers. Workers would write the descriptor again."""
-        names = (parse_key(key, self._namespace) for key in self._entries)
-        served = {name.component for name in names if isinstance(name, WorkerKey)}
-        for key, component in list(self._lost_descriptors.items()):
-            if component not in served:
-                del self._lost_descriptors[key], self._entries[key]
-
     def _read_entries(self) -> None:
-        if self._lost_descriptors:
-            self._drop_descriptors_without_workers()
-        self._components, ignored = build_views(self._entries, self._namespace)
+        self._components, ignored = build_views(self._entries, self._namespace, self._components)
         self._services = build_services(self._entries, self._namespace)
         ignored |= {key: reason for key, reason in self._undecodable.items() if key not in self._entries}
         for key in ignored.keys() - self._ignored.keys():
             self._ignored_total.inc()
-            if key not in self._undecodable:
+            if key in self._undecodable:
+                continue
+            if key in self._conflicts(ignored):
+                log.error("descriptor.conflict", key=key, reason=ignored[key], advice=_CONFLICT_ADVICE)
+            else:
                 log.warning("registration.ignored", key=key, reason=ignored[key])
         self._ignored = ignored
         self._synced.set()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 
 from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.net.registry_entries import read_descriptor, read_service, read_worker
+from kvrouter.runtime.discovery.descriptors import followed_descriptor
 from kvrouter.runtime.discovery.retention import Process
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.names import (
@@ -53,6 +55,8 @@ class ComponentView:
     """Live workers by id, without those that differ from the descriptor."""
     drains: Mapping[int, WorkerDrain] = field(default_factory=dict)
     """Drains that operators requested, by worker id. Their workers' registrations say that they drain."""
+    is_written: bool = True
+    """Whether etcd has a descriptor, so that the followed one need not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,41 +169,51 @@ def differences(descriptor: ComponentDescriptor, worker: WorkerRegistration) -> 
 
 
 def build_views(
-    entries: Mapping[str, bytes], namespace: str
+    entries: Mapping[str, bytes], namespace: str, former: Mapping[ComponentName, ComponentView] = MappingProxyType({})
 ) -> tuple[dict[ComponentName, ComponentView], dict[str, str]]:
     """Returns the components of a namespace, and for each entry that was left out, the reason by key.
 
-    A worker is left out if it cannot be decoded, has no component descriptor, or differs from the descriptor.
+    A worker is left out if it cannot be decoded, or differs from its component's descriptor. A descriptor is left out
+    if it cannot be decoded, or live workers outvote it.
+
+    Args:
+        entries: Values by key.
+        namespace: The namespace.
+        former: The components as they were before the last change.
     """
-    views: dict[ComponentName, ComponentView] = {}
-    found: list[tuple[str, ComponentName, WorkerRegistration]] = []
+    written: dict[ComponentName, ComponentDescriptor] = {}
+    registered: dict[ComponentName, dict[int, WorkerRegistration]] = {}
     ignored: dict[str, str] = {}
     drains: dict[ComponentName, dict[int, WorkerDrain]] = {}
     for key, raw in entries.items():
         try:
             match parse_key(key, namespace):
                 case DescriptorKey(component):
-                    views[component] = ComponentView(component, _descriptor(component, raw))
+                    written[component] = _descriptor(component, raw)
                 case WorkerKey(component, worker_id):
-                    found.append((key, component, _worker(component, worker_id, raw)))
+                    registered.setdefault(component, {})[worker_id] = _worker(component, worker_id, raw)
                 case DrainKey(component, worker_id):
                     drains.setdefault(component, {})[worker_id] = _drain(raw)
         except Undecodable as error:
             ignored[key] = str(error)
-    workers: dict[ComponentName, dict[int, WorkerRegistration]] = {name: {} for name in views}
-    for key, component, worker in found:
-        if component not in views:
-            ignored[key] = "the component has no descriptor"
-        elif wrong := differences(views[component].descriptor, worker):
-            ignored[key] = f"differs from its component: {', '.join(wrong)}"
-        else:
-            drained = worker.worker_id in drains.get(component, ())
-            workers[component][worker.worker_id] = (
-                _drained(component, worker.worker_id, entries[key]) if drained else worker
-            )
-    for name, view in views.items():
-        view.workers = workers[name]
-        view.drains = drains.get(name, {})
+    views: dict[ComponentName, ComponentView] = {}
+    for name in dict.fromkeys([*written, *registered]):
+        workers, known = registered.get(name, {}), former.get(name)
+        found = written.get(name)
+        descriptor = followed_descriptor(name, found, None if known is None else known.descriptor, workers.values())
+        if descriptor is None:
+            continue
+        if found is not None and found != descriptor:
+            ignored[name.descriptor_key] = "conflict: the component's workers do not agree with this descriptor"
+        view = views[name] = ComponentView(name, descriptor, {}, drains.get(name, {}), is_written=found is not None)
+        fitting: dict[int, WorkerRegistration] = {}
+        for worker_id, worker in workers.items():
+            key = name.worker_key(worker_id)
+            if wrong := differences(descriptor, worker):
+                ignored[key] = f"differs from its component: {', '.join(wrong)}"
+            else:
+                fitting[worker_id] = _drained(name, worker_id, entries[key]) if worker_id in view.drains else worker
+        view.workers = fitting
     return views, ignored
 
 

@@ -14,6 +14,7 @@ from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
+from kvrouter.runtime.process.etcd_version import warn_if_outdated
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.callers import CallerMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
@@ -134,6 +135,7 @@ async def _running(
         runtime.spawn(runtime.directory.run(), "directory")
         if runtime.listed is None:
             runtime.spawn(runtime.keys.run(), "keys")
+            runtime.spawn(warn_if_outdated(runtime.etcd), "etcd version")
         try:
             yield runtime
         finally:

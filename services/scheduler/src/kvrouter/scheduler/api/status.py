@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.leases import BookingLeases
@@ -19,10 +19,18 @@ from kvrouter.scheduler.replication.sync import ReplicaSync
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusRequest, GetStatusResponse, QueueStatus, RankStatus
+from kvrouter.v1.scheduler_pb2 import (
+    ComponentStatus,
+    GetStatusRequest,
+    GetStatusResponse,
+    IgnoredEntry,
+    QueueStatus,
+    RankStatus,
+)
 
 MAX_LISTED = 100
-"""Maximum number of decisions, and of queued requests of a component, in one response."""
+"""Maximum number of decisions, of ignored entries, and of queued requests of a component, in one response."""
+_KEY_CHARACTERS = 200
 
 
 class Status:
@@ -42,10 +50,12 @@ class Status:
         queued: QueuedRequests | None = None,
         sync: ReplicaSync | None = None,
         directory_age: Callable[[], float | None] = lambda: None,
+        ignored: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """``mode`` is the default policy; ``clock`` returns the seconds by which load reports are stamped.
 
-        ``directory_age`` returns the seconds since etcd last confirmed what is registered.
+        ``directory_age`` returns the seconds since etcd last confirmed what is registered, ``ignored``
+        the reasons by key why entries in etcd are not followed.
         """
         self._pools = pools
         self._booking_table = booking_table
@@ -58,6 +68,7 @@ class Status:
         self._queued = queued
         self._sync = sync
         self._directory_age = directory_age
+        self._ignored = ignored
         self._started_unix_ns = time.time_ns()
 
     def answer(self, request: GetStatusRequest, *, ready: bool) -> GetStatusResponse:
@@ -81,6 +92,10 @@ class Status:
             components=[self._component(pool, min(request.queued_requests, MAX_LISTED)) for pool in pools],
             decisions=[decided.to_short_message() for decided in newest],
             directory_age_seconds=self._directory_age(),
+            ignored_entries=[
+                IgnoredEntry(key=key[:_KEY_CHARACTERS], reason=reason)
+                for key, reason in sorted(self._ignored().items())[:MAX_LISTED]
+            ],
         )
 
     def _component(self, pool: Pool, listed: int) -> ComponentStatus:
