@@ -46,9 +46,8 @@ async def test_a_component_is_forgotten_once_no_worker_is_registered(etcd_endpoi
 
 async def test_a_descriptor_that_workers_outvote_is_forgotten(etcd_endpoint: str, namespace: str) -> None:
     name = ComponentName(namespace, "pool")
-    await put(
-        etcd_endpoint, name.descriptor_key, ComponentDescriptor(model="forged", block_size=32).SerializeToString()
-    )
+    forged = ComponentDescriptor(model="forged", block_size=32)
+    await put(etcd_endpoint, name.descriptor_key, forged.SerializeToString())
     for worker_id in (1, 2):
         registration = WorkerRegistration(worker_id=worker_id, model="m", block_size=16)
         await put(etcd_endpoint, name.worker_key(worker_id), registration.SerializeToString())

@@ -35,10 +35,9 @@ async def warn_if_outdated(etcd: EtcdAccess) -> None:
         with attempt:
             async with connect(etcd) as client:
                 # Not `client.status`, which asks for the members as well: only administrators may list them.
-                asking = client.maintenancestub.Status(
-                    rpc.StatusRequest(), metadata=client.metadata, timeout=_CALL_SECONDS
-                )
-                version = str((await asking).version)
+                status = client.maintenancestub.Status
+                answer = await status(rpc.StatusRequest(), metadata=client.metadata, timeout=_CALL_SECONDS)
+                version = str(answer.version)
     if is_outdated(version):
         advice = f"use {', '.join('.'.join(map(str, each)) for each in REPAIRED)} or newer"
         log.warning("etcd.outdated", version=version, consequence="users read and write all keys", advice=advice)
