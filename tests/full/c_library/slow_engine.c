@@ -1,4 +1,5 @@
-/* An engine that emits one token of each request and never ends one. Prints what it polls: "request ID", "abort ID". */
+/* An engine that emits one token of each request and never ends one. Prints what it polls: "request ID", "abort ID". It
+   begins to poll when it reads a line. */
 #include <stdio.h>
 
 #include "kvrouter_publisher.h"
@@ -18,6 +19,7 @@ int main(int argc, char **argv) {
     if (kvr_get_info(worker, &info) != KVR_OK) return 2;
     printf("serving %s\n", info.endpoint);
     fflush(stdout);
+    while (getchar() != '\n') continue;
     kvr_message *message;
     while (kvr_poll(worker, UINT32_MAX, &message) == KVR_OK) {
         if (message->kind == KVR_MESSAGE_REQUEST) {

@@ -28,6 +28,7 @@ class SlowEngine:
 
     channel: grpc.aio.Channel
     output: asyncio.StreamReader
+    input: asyncio.StreamWriter
 
     def generate(self, request_id: str, attempt: int = 0) -> grpc.aio.UnaryStreamCall:
         method = self.channel.unary_stream(
@@ -48,21 +49,31 @@ class SlowEngine:
         )
         return int((await method(AbortRequest(request_ids=request_ids))).aborted)
 
+    def begin(self) -> None:
+        """Lets the engine poll."""
+        self.input.write(b"\n")
+
     async def polled(self) -> str:
         return (await self.output.readline()).decode().rstrip()
 
 
 @pytest.fixture
-async def engine(rig: Rig, tmp_path: Path) -> AsyncIterator[SlowEngine]:
+async def engine(rig: Rig, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[SlowEngine]:
     program = compiled(HERE / "slow_engine.c", tmp_path)
     process = await asyncio.create_subprocess_exec(
-        program, str(COMPONENT), rig.etcd.endpoint, rig.nats.url, stdout=asyncio.subprocess.PIPE
+        *(program, str(COMPONENT), rig.etcd.endpoint, rig.nats.url),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     try:
         assert process.stdout is not None
+        assert process.stdin is not None
         said = (await process.stdout.readline()).decode().split()
         async with grpc.aio.insecure_channel(said[1]) as channel:
-            yield SlowEngine(channel, process.stdout)
+            slow = SlowEngine(channel, process.stdout, process.stdin)
+            if not getattr(request, "param", False):
+                slow.begin()
+            yield slow
     finally:
         process.kill()
         await process.communicate()
@@ -88,6 +99,20 @@ async def test_an_engine_learns_of_a_caller_that_left(engine: SlowEngine) -> Non
     assert await first(call) == [7]
     call.cancel()
     assert [await engine.polled(), await engine.polled()] == ["request a", "abort a"]
+
+
+@pytest.mark.parametrize("engine", [True], indirect=True, ids=["polls later"])
+async def test_a_request_that_ends_before_it_is_polled_is_dropped(engine: SlowEngine) -> None:
+    aborted, cancelled, kept = engine.generate("a"), engine.generate("b"), engine.generate("c")
+    for call in (aborted, cancelled, kept):
+        await call.initial_metadata()
+    assert await engine.abort("a") == 1
+    cancelled.cancel()
+    await engine.abort("b")  # the worker may not have noticed that its caller left
+    engine.begin()
+    assert await first(kept) == [7]
+    kept.cancel()
+    assert [await engine.polled(), await engine.polled()] == ["request c", "abort c"]
 
 
 async def test_a_later_attempt_replaces_an_earlier_one(engine: SlowEngine) -> None:

@@ -16,8 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority, write_file
 from kvrouter.devtools.system.credentials import Credentials
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
+from kvrouter.net.authorization import may_call
 from kvrouter.net.event_stream import ensure_stream
 from kvrouter.net.nats_client import TolerantClient
+from kvrouter.v1 import worker_pb2
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import GetLoadRequest, GetLoadResponse
 
@@ -158,6 +160,19 @@ async def test_a_worker_publishes_and_serves_with_its_own_identity_only(secure: 
     assert counted.next_event_id == 1
     assert f"worker.{PEER_DOMAIN}" in await secure.logged("caller.refused")
     assert await secure.logged("tls.connection_refused")
+
+
+@pytest.mark.parametrize("role", ["frontend", "scheduler", "indexer", "worker-0000000000000002", "admin"])
+async def test_a_role_calls_its_own_methods_only(secure: Secure, role: str) -> None:
+    worker, opened = await secure.start()
+    assert opened.status == 0, opened
+    authority = secure.credentials.authority
+    caller = Caller(authority.paths(role), authority.certificate_path)
+    async with caller.channel(worker.obey("where").error) as channel:
+        for method in worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods:
+            path = f"kvrouter.v1.WorkerService/{method.name}"
+            code = await channel.unary_unary(f"/{path}")(b"").code()
+            assert (code is not grpc.StatusCode.PERMISSION_DENIED) == may_call({role.partition("-")[0]}, path), path
 
 
 async def test_renewed_certificates_are_used_and_broken_ones_are_not(secure: Secure, tmp_path: Path) -> None:
