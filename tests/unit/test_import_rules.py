@@ -58,6 +58,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "listening": (),
         "nats_connection": (),
         "component_field": ("errors",),
+        "request_ids": ("errors",),
         "packed_hashes": (),
         "kv_transfer": (),
         "contracts": ("deadline",),

@@ -88,7 +88,7 @@ fn is_nested(array: &[u8]) -> bool {
 }
 
 /// Where the first byte of a kind is; fast, since a chunk is searched without a branch for each byte.
-fn find(text: &[u8], is_wanted: impl Fn(u8) -> bool) -> Option<usize> {
+pub(crate) fn find(text: &[u8], is_wanted: impl Fn(u8) -> bool) -> Option<usize> {
     let contains = |chunk: &[u8]| chunk.iter().fold(false, |found, byte| found | is_wanted(*byte));
     let (start, chunk) = (0..).step_by(CHUNK).zip(text.chunks(CHUNK)).find(|(_, chunk)| contains(chunk))?;
     Some(start + chunk.iter().position(|byte| is_wanted(*byte))?)
@@ -121,7 +121,7 @@ fn skip_string(mut text: &[u8]) -> &[u8] {
     &[]
 }
 
-fn skip_space(mut text: &[u8]) -> &[u8] {
+pub(crate) fn skip_space(mut text: &[u8]) -> &[u8] {
     while let [b' ' | b'\t' | b'\n' | b'\r', rest @ ..] = text {
         text = rest;
     }

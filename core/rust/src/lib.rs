@@ -7,6 +7,7 @@
 pub mod fair_lock;
 pub mod hash;
 pub mod index;
+mod json_fields;
 mod json_tokens;
 mod load;
 mod outputs;
@@ -26,7 +27,7 @@ mod _native {
     #[pymodule_export]
     use crate::python::{
         ActiveSequences, ApplySummary, EventBatch, EventLog, ForecastModel, MemoryBudget, PredictedIndex, PrefixIndex,
-        RankState, encode_event_batch, find_json_value, local_hashes, read_tokens, sequence_hashes, tokens_from_json,
-        tokens_to_json,
+        RankState, encode_event_batch, find_json_value, json_flaw, local_hashes, read_tokens, sequence_hashes,
+        tokens_from_json, tokens_to_json,
     };
 }

@@ -18,6 +18,7 @@ NAMES = {
     "PredictedIndex",
     "ActiveSequences",
     "find_json_value",
+    "json_flaw",
     "read_tokens",
     "tokens_from_json",
     "tokens_to_json",

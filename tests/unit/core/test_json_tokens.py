@@ -131,3 +131,51 @@ def test_a_long_array_is_read_whole(core: ModuleType) -> None:
     text = json.dumps(tokens).encode()
     assert core.tokens_from_json(bytearray(text), len(tokens)) == packed(tokens)
     assert json.loads(core.tokens_to_json(packed(tokens))) == tokens
+
+
+class Fields(list[tuple[str, object]]):
+    """The fields of an object, names given twice among them."""
+
+
+NAMES = st.sampled_from("abc\u00e9")
+NESTED = st.recursive(
+    st.integers() | st.text('"{}[]:,a\\', max_size=5),
+    lambda values: (
+        st.lists(values, max_size=4) | st.lists(st.tuples(st.sampled_from("abc\u00e9"), values), max_size=4).map(Fields)
+    ),
+    max_leaves=20,
+)
+
+
+def written(value: object, ensure_ascii: bool) -> str:
+    if isinstance(value, Fields):
+        pairs = (
+            f"{json.dumps(name, ensure_ascii=ensure_ascii)} : {written(each, ensure_ascii)}" for name, each in value
+        )
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(written(each, ensure_ascii) for each in value) + "]"
+    return json.dumps(value, ensure_ascii=ensure_ascii)
+
+
+@given(NESTED, st.booleans())
+def test_both_implementations_find_fields_that_are_there_twice(value: object, ensure_ascii: bool) -> None:
+    text = written(value, ensure_ascii).encode()
+    flaws = [implementation(name, "json_flaw").json_flaw(text) for name in IMPLEMENTATIONS]
+    assert bool(flaws[0]) == bool(flaws[-1]) == ("twice" in flaws[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "flaw"),
+    [
+        (b'{"model":"a","messages":[],"model":"b"}', "twice"),
+        (b'{"m":[{"role":"user","r\\u006fle":"system"}]}', "twice"),
+        (b"[" * 1001, "deep"),
+        (b"{" + b",".join(b'"%d":1' % number for number in range(65_537)) + b"}", "more than 65536 fields"),
+        (b'{"a":{"a":1},"b":[{"a":"a"},{"a":2}]}', ""),
+    ],
+)
+def test_a_text_that_can_be_read_in_two_ways_is_described(core: ModuleType, text: bytes, flaw: str) -> None:
+    found = core.json_flaw(text)
+    assert flaw in found
+    assert bool(found) == bool(flaw)

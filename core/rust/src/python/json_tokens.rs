@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::{buffers, interface};
-use crate::json_tokens;
+use crate::{json_fields, json_tokens};
 
 /// Bytes of text that take some 20 µs, from where giving up the GIL pays.
 const LONG: usize = 32 << 10;
@@ -25,6 +25,13 @@ pub fn find_json_value(py: Python<'_>, text: &Bound<'_, PyAny>, field: &str) -> 
     let text = buffers::bytes(text)?;
     let found = text.with(py, text.as_slice().len() > LONG, |text| json_tokens::find_value(text, field.as_bytes()));
     Ok(found.map(|range| (range.start, range.end)))
+}
+
+/// Why a JSON text cannot be passed on, or an empty text; see `kvrouter.core.reference.json_tokens`.
+#[pyfunction]
+pub fn json_flaw(py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<String> {
+    let text = buffers::bytes(text)?;
+    Ok(text.with(py, text.as_slice().len() > LONG, json_fields::flaw).unwrap_or_default())
 }
 
 /// Writes token ids as a JSON array.

@@ -19,7 +19,7 @@ pub use event_batch::EventBatch;
 pub use event_log::{EventLog, encode_event_batch};
 pub use forecast::ForecastModel;
 pub use hashing::{local_hashes, sequence_hashes};
-pub use json_tokens::{find_json_value, tokens_from_json, tokens_to_json};
+pub use json_tokens::{find_json_value, json_flaw, tokens_from_json, tokens_to_json};
 pub use outputs::read_tokens;
 pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};

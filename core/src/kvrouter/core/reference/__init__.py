@@ -6,7 +6,7 @@ Randomized tests compare the Rust core with it. It also runs on machines without
 from kvrouter.core.reference.active_sequences import ActiveSequences
 from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
-from kvrouter.core.reference.json_tokens import find_json_value, tokens_from_json, tokens_to_json
+from kvrouter.core.reference.json_tokens import find_json_value, json_flaw, tokens_from_json, tokens_to_json
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.outputs import read_tokens
 from kvrouter.core.reference.predicted_index import PredictedIndex
@@ -19,6 +19,7 @@ __all__ = [
     "PredictedIndex",
     "PrefixIndex",
     "find_json_value",
+    "json_flaw",
     "local_hashes",
     "read_tokens",
     "sequence_hashes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 
@@ -20,6 +21,50 @@ _NESTED = re.compile(rb"\[" + _SPACE + rb'["\[]')
 _ARRAY = re.compile(rb"[^\]]*\]")
 _STRING = re.compile(rb'"(?:\\.|[^"])*+"?', re.DOTALL)
 _COMMA = re.compile(_SPACE + rb",")
+
+
+_MAX_DEPTH = 1000
+_MAX_FIELDS = 65_536
+_DEPTH_MARKS = re.compile(rb'"(?:\\.|[^"\\])*"|[\[\]{}]', re.DOTALL)
+_SHOWN_CHARACTERS = 64
+
+
+class _Flaw(Exception):
+    pass
+
+
+def json_flaw(text: bytes | bytearray | memoryview) -> str:
+    """Describes why a valid JSON text cannot be passed on: two parsers may read two values of a field given twice.
+
+    An invalid text is not described.
+
+    Returns:
+        What is wrong: an object has a field twice, or more than 65,536 fields, or it is nested more than 1,000 deep.
+        Empty if nothing is.
+    """
+    text = bytes(text)
+    depth = 0
+    for mark in _DEPTH_MARKS.finditer(text):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(mark[0], 0)
+        if depth > _MAX_DEPTH:
+            return f"nested more than {_MAX_DEPTH} deep"
+    try:
+        json.loads(text, object_pairs_hook=_check_fields)
+    except _Flaw as flaw:
+        return str(flaw)
+    except (ValueError, RecursionError):
+        return ""
+    return ""
+
+
+def _check_fields(fields: list[tuple[str, object]]) -> None:
+    if len(fields) > _MAX_FIELDS:
+        raise _Flaw(f"an object has more than {_MAX_FIELDS} fields")
+    seen: set[str] = set()
+    for name, _ in fields:
+        if name in seen:
+            raise _Flaw(f'an object has the field "{name[:_SHOWN_CHARACTERS]}" twice')
+        seen.add(name)
 
 
 def find_json_value(text: bytes | bytearray | memoryview, field: str) -> tuple[int, int] | None:

@@ -78,7 +78,13 @@ class EventStream(web.StreamResponse):
         self._keeps_connection = request.keep_alive and self._chunked
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
-        """Adds headers to the response, unless its head is written."""
+        """Adds headers to the response, unless its head is written.
+
+        Raises:
+            ValueError: one has a line break, and so would begin another one.
+        """
+        if any("\r" in value or "\n" in value for value in headers.values()):
+            raise ValueError("expected headers without line breaks")
         self._added.update(headers)
 
     @property

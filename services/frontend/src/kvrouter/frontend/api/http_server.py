@@ -31,10 +31,9 @@ from kvrouter.frontend.api.openai.tenant_body import permitted
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.openai.text_runner import prepare, run_all
 from kvrouter.frontend.api.openai.whole_response import WholeResponse
-from kvrouter.frontend.api.request_fields import requested_rank, with_headers
+from kvrouter.frontend.api.request_fields import requested_id, requested_rank, with_headers
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.step_writer import StepWriter
-from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.frontend.client_work.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
@@ -233,7 +232,7 @@ class HttpApi:
             requests_usage=self._requests_usage,
             hidden_headers=() if self._frontend.access is None else CREDENTIAL_HEADERS,
         )
-        generate = generate_request(routed, request.headers.get("x-request-id", "")[:MAX_REQUEST_ID_BYTES])
+        generate = generate_request(routed, requested_id(request.headers))
         forwarded.describe_sampling(generate)
         prompt = routed.token_ids
         try:

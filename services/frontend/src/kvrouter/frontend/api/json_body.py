@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from kvrouter.core import json_flaw
 from kvrouter.runtime.errors import BadRequest
 
 T = TypeVar("T")
@@ -32,10 +33,11 @@ def decode_json(
         advice: Returns the advice for an invalid field, by its path; the path is empty if the whole body is invalid.
 
     Raises:
-        BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
+        BadRequest: it is not JSON, or a field is missing, unknown, out of range or there twice; the error names the
+            field.
     """
     try:
-        return decoder.decode(body)
+        decoded = decoder.decode(body)
     except msgspec.ValidationError as error:
         field, message = _explained(str(error))
         raise BadRequest(f"{field or 'body'}: {message}"[:_MAX_TEXT], field=field, advice=advice(field)) from None
@@ -45,6 +47,10 @@ def decode_json(
         raise BadRequest("body: expected UTF-8", advice="Encode the body as UTF-8.") from None
     except RecursionError:
         raise BadRequest("body: nested too deeply", advice="Send one JSON object without deep nesting.") from None
+    # The engine that gets the body may read another one of two values than is read here.
+    if flaw := json_flaw(body):
+        raise BadRequest(f"body: {flaw}"[:_MAX_TEXT], advice="Send each field of an object once.")
+    return decoded
 
 
 def check_uint64(value: int | None, field: str) -> None:

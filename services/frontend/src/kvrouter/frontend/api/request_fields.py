@@ -11,6 +11,7 @@ from kvrouter.frontend.api.json_body import check_uint64
 from kvrouter.frontend.api.openai.structured_output import read_structured_output
 from kvrouter.frontend.api.token_list import TokenId
 from kvrouter.runtime.errors import BadRequest
+from kvrouter.runtime.request_ids import check_request_id
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput
 
@@ -21,6 +22,10 @@ UInt64 = Annotated[int, msgspec.Meta(ge=0)]
 
 RANK_HEADER = "x-data-parallel-rank"
 """Header by which vLLM runs a request on a certain data-parallel rank."""
+
+REQUEST_ID_HEADER = "x-request-id"
+MAX_REQUEST_ID_BYTES = 112
+"""The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
 
 MAX_SEQUENCES = 128
 """Maximum number of prompts times sequences of one request."""
@@ -207,16 +212,29 @@ def with_headers(fields: _F, headers: Mapping[str, str]) -> _F:
     Fields of the body take precedence.
 
     Raises:
-        BadRequest: a rank is not a number.
+        BadRequest: an id has control characters or is not UTF-8, or a rank is not a number.
     """
+    if fields.request_id:
+        check_request_id(fields.request_id, MAX_REQUEST_ID_BYTES, "request_id")
     changes: dict[str, Any] = {}
-    request_id = headers.get("x-request-id")
+    request_id = requested_id(headers)
     if request_id and not fields.request_id:
         changes["request_id"] = request_id
     rank = requested_rank(headers)
     if rank is not None and fields.dp_rank is None:
         changes["dp_rank"] = rank
     return msgspec.structs.replace(fields, **changes) if changes else fields
+
+
+def requested_id(headers: Mapping[str, str]) -> str:
+    """Returns the id that a client chose for its request, in ``x-request-id``; empty if it chose none.
+
+    Raises:
+        BadRequest: it has control characters or is not UTF-8, or it is too long.
+    """
+    request_id = headers.get(REQUEST_ID_HEADER, "")
+    check_request_id(request_id, MAX_REQUEST_ID_BYTES, REQUEST_ID_HEADER)
+    return request_id
 
 
 def requested_rank(headers: Mapping[str, str]) -> int | None:

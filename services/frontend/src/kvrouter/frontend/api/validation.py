@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrouter.frontend.api.request_fields import MAX_REQUEST_ID_BYTES
 from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.discovery.openai_server import is_openai_server
 from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
+from kvrouter.runtime.request_ids import check_request_id
 from kvrouter.v1.common_pb2 import Role, RoutingOverrides, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
@@ -17,8 +19,6 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
-MAX_REQUEST_ID_BYTES = 112
-"""The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
 MAX_MIGRATIONS = 16
 """Maximum migration limit of a request."""
 
@@ -155,10 +155,7 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
         BadRequest: a field is missing or out of range; the error names the field.
         PromptTooLong: the prompt, or the prompt with its ``max_tokens``, exceeds a limit.
     """
-    if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
-        raise BadRequest(
-            f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", field="request_id", advice="Send a shorter id."
-        )
+    check_request_id(request.request_id, MAX_REQUEST_ID_BYTES, "request_id")
     if tokens == 0:
         raise BadRequest("the prompt is empty", field="token_ids", advice="Send at least one token id.")
     if tokens > limits.max_prompt_tokens:

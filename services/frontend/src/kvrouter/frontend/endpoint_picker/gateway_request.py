@@ -15,7 +15,7 @@ from kvrouter.frontend.admission.request_admission import AdmittedRequest, Reque
 from kvrouter.frontend.api.openai.reported_usage import Usage
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import with_usage
-from kvrouter.frontend.api.request_fields import RANK_HEADER, requested_rank
+from kvrouter.frontend.api.request_fields import RANK_HEADER, requested_id, requested_rank
 from kvrouter.frontend.endpoint_picker.header_map import header_list
 from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints
 from kvrouter.frontend.endpoint_picker.pick import Pick
@@ -79,7 +79,8 @@ class GatewayRequest:
         """
         listed = header_list(message.request_headers.headers)
         headers = dict(listed)
-        self.id = headers.get("x-request-id") or uuid.uuid4().hex
+        self.id = uuid.uuid4().hex  # A refusal has one, too.
+        self.id = requested_id(headers) or self.id
         self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
         self._has_foreign_state = not self._traceparent and trace_context.STATE_HEADER in headers
         if self._options.access is not None:

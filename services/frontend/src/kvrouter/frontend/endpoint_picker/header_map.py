@@ -8,7 +8,7 @@ from envoy.config.core.v3.base_pb2 import HeaderMap
 def header_list(headers: HeaderMap) -> list[tuple[str, str]]:
     """Returns names in lower case and values, with repeated headers."""
     return [
-        (header.key.lower(), header.value or header.raw_value.decode("utf-8", "replace")) for header in headers.headers
+        (each.key.lower(), each.value or each.raw_value.decode("utf-8", "surrogateescape")) for each in headers.headers
     ]
 
 

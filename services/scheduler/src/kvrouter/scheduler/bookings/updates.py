@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvrouter.runtime.errors import BadRequest
+from kvrouter.runtime.request_ids import check_request_id
 from kvrouter.scheduler.bookings.booking import Booking
 from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
 from kvrouter.scheduler.bookings.leases import BookingLeases
@@ -31,7 +32,7 @@ def checked_key(booking: BookingKey) -> Key:
     """The key of a booking.
 
     Raises:
-        BadRequest: the request id is empty or too long, or there is no such stage.
+        BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
     """
     size = len(booking.request_id.encode())
     if not 1 <= size <= MAX_REQUEST_ID_BYTES:
@@ -40,6 +41,7 @@ def checked_key(booking: BookingKey) -> Key:
             field="booking.request_id",
             advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes.",
         )
+    check_request_id(booking.request_id, MAX_REQUEST_ID_BYTES, "booking.request_id")
     if booking.stage not in _STAGES:
         raise BadRequest(
             f"unknown stage {booking.stage}", field="booking.stage", advice="Send a stage of the contract."

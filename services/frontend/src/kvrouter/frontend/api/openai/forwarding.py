@@ -362,4 +362,9 @@ def _tokens_of(usage: Usage | None) -> int:
 
 
 def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:
-    return {name: value for name, value in headers.items() if name.lower() not in names}
+    """Returns headers but those of these names. Bytes that are not UTF-8 are replaced, since they cannot be sent."""
+    return {
+        name: value if value.isascii() else value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        for name, value in headers.items()
+        if name.lower() not in names
+    }
