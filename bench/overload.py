@@ -1,11 +1,16 @@
 """Throughput and latency of a whole system from half to four times its capacity, and how fast it refuses the rest.
 
     python bench/overload.py [--loads 0.5,1,2,3,4] [--seconds 20] [--max-work 2] [--workers 2]
+    python bench/overload.py --tenants [--seconds 20] [--workers 2] [--flood 80]
 
 The capacity is measured first: completed requests per second of as many clients as fill the engines, each of which
 sends its next request when the last one has ended. Then requests arrive at random times (Poisson) at multiples of that
 rate, whether earlier ones have ended or not. Every prompt is a new one, so that no cache helps. Refused requests are
 not repeated. The engines are simulated; their time is real.
+
+With ``--tenants``, a quiet tenant of FLOODS fewer clients is measured alone, and then beside a tenant that floods the
+system with as many requests as its clients can have in flight. This is done with engines that are short of slots, and
+with engines that are short of KV cache.
 """
 
 from __future__ import annotations
@@ -23,12 +28,17 @@ from typing import Any
 
 import aiohttp
 from kvrouter.devtools.system.stack import StackOptions, running_stack
+from kvrouter.frontend.access.key_file import KeyEntry, KeyFile, TenantEntry, new_key, write_key_file
 from rich.console import Console
 from rich.table import Table
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
 BLOCKS, BLOCK_SIZE = 1024, 16
 """KV cache of an engine: room for 28 requests."""
+FLOODS = 20
+"""Clients of the tenant that floods the system, for each client of the quiet one."""
+SHORT_OF = {"slots": {"sequences": 8}, "KV cache": {"blocks": 8 * (PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE}}
+"""What the engines of ``--tenants`` have room for: eight requests each."""
 _SETTLE_SECONDS = 10.0
 """Time at the beginning of a run that is not counted: longer than an admitted request takes."""
 _END_SECONDS = 120.0
@@ -43,6 +53,8 @@ class Run:
     seconds: float
     completed: list[float] = field(default_factory=list)
     """Durations of completed requests that arrived while it was counted, seconds."""
+    first_tokens: list[float] = field(default_factory=list)
+    """Times to their first tokens, seconds; only of streamed ones."""
     refused: list[float] = field(default_factory=list)
     """Durations of refused requests, seconds."""
     completed_within: int = 0
@@ -59,7 +71,7 @@ class Run:
         """Time until which it is counted."""
         return self.began + self.seconds
 
-    def add(self, status: int, began: float, ended: float) -> None:
+    def add(self, status: int, began: float, ended: float, first: float | None = None) -> None:
         """Adds the outcome of a request."""
         if status == 200:
             self.completed_within += self.began <= ended <= self.until
@@ -67,6 +79,8 @@ class Run:
             return
         if status == 200:
             self.completed.append(ended - began)
+            if first is not None:
+                self.first_tokens.append(first - began)
         elif status in (429, 503):
             self.refused.append(ended - began)
         else:
@@ -76,24 +90,32 @@ class Run:
 class Client:
     """Sends requests to a Frontend."""
 
-    def __init__(self, http: aiohttp.ClientSession, model: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, model: str, key: str = "", seed: int = 7) -> None:
+        """Requests with a ``key`` are streamed."""
         self._http = http
         self._model = model
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._numbers = itertools.count(1)
-        self._random = random.Random(7)
+        self._random = random.Random(seed)
 
     async def send(self, run: Run) -> bool:
         """Sends one request and adds its outcome to the run. Returns whether it completed."""
         prompt = [next(self._numbers), *(self._random.randrange(1000) for _ in range(PROMPT_TOKENS - 1))]
         body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS}
+        first: float | None = None
         began = time.perf_counter()
         try:
-            async with self._http.post("/v1/completions", json=body) as response:
+            async with self._http.post(
+                "/v1/completions", json=body | {"stream": bool(self._headers)}, headers=self._headers
+            ) as response:
+                if self._headers:
+                    await response.content.readany()
+                    first = time.perf_counter()
                 await response.read()
                 status = response.status
         except (aiohttp.ClientError, TimeoutError):
             status = 0
-        run.add(status, began, time.perf_counter())
+        run.add(status, began, time.perf_counter(), first)
         return status == 200
 
     async def closed_loop(self, clients: int, seconds: float) -> Run:
@@ -177,6 +199,65 @@ async def measure(loads: Sequence[float], seconds: float, max_work: float, worke
             console.print(table)
 
 
+def keys_of(tenants: Sequence[str], path: Path) -> dict[str, str]:
+    """Writes a file of API keys. Returns the key of each tenant."""
+    keys = {tenant: new_key(tenant) for tenant in tenants}
+    entries = [KeyEntry(id=tenant, hash=digest, tenant=tenant) for tenant, (_, digest) in keys.items()]
+    write_key_file(path, KeyFile(keys=entries, tenants=[TenantEntry(name=tenant) for tenant in tenants]))
+    return {tenant: key for tenant, (key, _) in keys.items()}
+
+
+async def measure_tenants(seconds: float, workers: int, flood: int) -> None:
+    """Prints the times to first token of a quiet tenant, alone and beside a flood."""
+    console = Console()
+    table = Table(
+        *("short of", "requests of", "clients", "completed/s", "first token p50 ms", "p99 ms"),
+        *("p50 / alone", "p99 / alone", "failed"),
+    )
+    for bottleneck, engine in SHORT_OF.items():
+        with tempfile.TemporaryDirectory(prefix="kvrouter-") as directory:
+            keys = keys_of(("quiet", "flood"), Path(directory) / "keys.json")
+            options = StackOptions(
+                Path(directory),
+                Path(directory),
+                workers=workers,
+                block_size=BLOCK_SIZE,
+                frontend_options=("--api-keys", str(Path(directory) / "keys.json")),
+                api_key=keys["quiet"],
+                **engine,
+            )
+            async with (
+                running_stack(options, lambda words: console.print(f"{words} ...")) as stack,
+                aiohttp.ClientSession(
+                    f"http://{stack.http}",
+                    connector=aiohttp.TCPConnector(limit=0),
+                    timeout=aiohttp.ClientTimeout(total=_END_SECONDS),
+                ) as http,
+            ):
+                quiet = Client(http, options.model, keys["quiet"])
+                other = Client(http, options.model, keys["flood"], seed=8)
+                few = max(1, flood // FLOODS)
+                alone = await quiet.closed_loop(few, seconds)
+                flooding = asyncio.create_task(other.closed_loop(flood, seconds))
+                beside = await quiet.closed_loop(few, seconds)
+                for name, clients, run in (
+                    ("the quiet tenant, alone", few, alone),
+                    ("the same beside the flood", few, beside),
+                    ("the flood", flood, await flooding),
+                ):
+                    table.add_row(bottleneck, name, str(clients), *cells(run, alone))
+    console.print(table)
+
+
+def cells(run: Run, alone: Run) -> Iterator[str]:
+    """Yields the cells of a tenant's run, compared with the quiet tenant's alone."""
+    times = [(percentile(run.first_tokens, share), percentile(alone.first_tokens, share)) for share in (0.5, 0.99)]
+    yield f"{run.completed_within / run.seconds:.1f}"
+    yield from (milliseconds(each) for each, _ in times)
+    yield from ("-" if each is None or not base else f"{each / base:.2f}" for each, base in times)
+    yield str(run.failed + len(run.refused))
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -184,7 +265,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--max-work", type=float, default=2.0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tenants", action="store_true")
+    parser.add_argument("--flood", type=int, default=80)
     given = parser.parse_args()
+    if given.tenants:
+        asyncio.run(measure_tenants(given.seconds, given.workers, given.flood))
+        return
     loads = [float(each) for each in given.loads.split(",")]
     asyncio.run(measure(loads, given.seconds, given.max_work, given.workers))
 

@@ -61,7 +61,7 @@ async def test_why_a_request_waits_is_shown_and_how_long_it_did(
         # Shown once only: a request does not wait for long, and a busy machine takes seconds for a command.
         _, out, _ = await eventually(lambda: run("second", "--scheduler", at), lambda shown: shown[0] == 0)
         assert "no rank by mode forecast" in out
-        assert "queued for worker_1: the cheapest rank has no room" in out
+        assert "queued for worker_1: the cheapest rank lacks KV blocks" in out
         await stack.scheduler.free(FreeRequest(booking=BookingKey(request_id="first")), deadline=soon())
         assert (await waiting).queued_us > 0
         _, out, _ = await run("second", "--scheduler", at)

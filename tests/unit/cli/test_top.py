@@ -190,11 +190,13 @@ def test_a_decision_shows_the_next_cheapest_and_why() -> None:
 
 
 def test_held_requests_are_shown_with_the_longest() -> None:
-    waiting = QueuedRequest(request_id="r", rank=Rank(worker_id=2), age_ms=1200, reason="the cheapest rank has no room")
+    waiting = QueuedRequest(
+        request_id="r", rank=Rank(worker_id=2), age_ms=1200, reason="the cheapest rank lacks KV blocks"
+    )
     queued = QueueStatus(requests=1, capacity=64, oldest_age_ms=1200, refused_full=2, longest=[waiting])
     found = lines(system([scheduler(pool(rank(2, queued_requests=1), queued=queued))]))
     assert "queued 1 of at most 64, the oldest for 1.2 s; refused 2 for lack of room, 0 too late anyway" in found
-    assert "  r for 1.2 s, for rank 2:0: the cheapest rank has no room" in found
+    assert "  r for 1.2 s, for rank 2:0: the cheapest rank lacks KV blocks" in found
     assert "+1 queued" in line(found, "2:0")
 
 

@@ -28,6 +28,7 @@ def context(count: int, **columns: Any) -> SchedulingContext:
         "active_blocks": zeros,
         "leading_active_blocks": zeros,
         "active_requests": zeros,
+        "free_slots": [math.inf] * count,
         "total_blocks": zeros,
         "max_batched_tokens": zeros,
         "head_prefill_tokens": zeros,

@@ -329,7 +329,7 @@ async def test_depth_age_and_reason_are_shown(monkeypatch: pytest.MonkeyPatch) -
         announced = status(parts)
         assert (announced.requests, announced.capacity, announced.oldest_age_ms // 100) == (2, 100, 80)
         assert [(each.request_id, each.rank.worker_id) for each in announced.longest] == [("b", 1), ("a", 1)]
-        assert "room" in announced.longest[0].reason
+        assert "KV blocks" in announced.longest[0].reason
         assert queue(parts).waiting_for(POOL) == {(1, 0): 2}
         assert queue(parts).depths()[POOL].requests == 2
         kept = parts.decisions.by_request("a")

@@ -221,9 +221,54 @@ def test_a_look_that_comes_too_soon_is_made_up_for() -> None:
     queue: RequestQueue[str] = RequestQueue()
     queue.add("a", hold(1), 0.0)
     assert names(queue, 1.0, {"a": 1}) == []
-    assert names(queue, 1.0 + INTERVAL_S / 2) == []
-    assert queue.next_due() == 1.0 + INTERVAL_S
+    assert not queue.is_behind
+    assert names(queue, 1.0 + INTERVAL_S / TRIES / 2) == []
+    assert queue.is_behind
+    assert queue.next_due() == 1.0 + INTERVAL_S / TRIES
     assert names(queue, queue.next_due()) == ["a"]
+    assert not queue.is_behind
+
+
+def test_without_a_free_slot_nothing_goes_and_nothing_is_tried() -> None:
+    queue: RequestQueue[str] = RequestQueue()
+    for name in "ab":
+        queue.add(name, hold(1), 0.0)
+    free = {(1, 0)}
+    assert not list(queue.release(PATIENCE_S + 1, go, set))
+    assert queue.next_due() == math.inf, "only a slot that becomes free helps"
+    for name, _ in queue.release(PATIENCE_S + 1, go, lambda: free):
+        assert name == "a"
+        free.clear()
+    assert len(queue) == 1
+
+
+def test_a_slot_goes_to_a_request_whose_cheapest_rank_it_is() -> None:
+    queue: RequestQueue[str] = RequestQueue()
+    for name, rank in (("a", 1), ("b", 2), ("c", 1)):
+        queue.add(name, Wait(0, WHY, rank=(rank, 0), for_slot=True), 0.0)
+    free = {(2, 0)}
+    order: list[str] = []
+    for name, _ in queue.release(1.0, go, lambda: free):
+        order.append(name)
+        if len(order) == 2:
+            free.clear()
+    assert order == ["b", "a"], "without one that fits the first goes"
+
+
+def test_long_waits_for_a_slot_change_the_order_once_in_a_while_only() -> None:
+    queue: RequestQueue[str] = RequestQueue()
+    for name in ("old", "older"):
+        queue.add(name, Wait(0, WHY, room_tokens=10**9, for_slot=True), 0.0)
+    for number in range(20):
+        queue.add(f"new{number}", Wait(0, WHY, for_slot=True), PATIENCE_S)
+    order: list[str] = []
+    for tenth in range(15):
+        for name, _ in queue.release(
+            PATIENCE_S + 0.1 * tenth, go, lambda step=tenth: {(1, 0)} if len(order) <= step else set()
+        ):
+            order.append(name)
+    assert order.index("old") == 0
+    assert order.index("older") == 10
 
 
 def test_it_is_bounded_and_forgets_who_left() -> None:

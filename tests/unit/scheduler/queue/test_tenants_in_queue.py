@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -53,14 +54,36 @@ def test_tenants_receive_room_by_weight_and_tokens() -> None:
     assert Counter(released(queue, 1.0, 50)) == {"small": 40, "large": 10}
 
 
-def test_turns_go_on_over_passes_and_idleness_earns_nothing() -> None:
+def test_a_tenant_that_uses_less_is_next_until_both_use_as_much() -> None:
     queue = Queue()
     add(queue, FLOOD, range(100))
-    for step in range(1, 21):
-        assert released(queue, step * 2 * INTERVAL_S, 1) == ["flood"]
+    running = [request for request, _ in itertools.islice(queue.release(1.0, lambda _: Choice(0, WHY)), 20)]
+    for request in running[:10]:
+        queue.ended(request)
     add(queue, QUIET, range(100), 1.0)
-    order = [released(queue, 2.0 + step * 2 * INTERVAL_S, 1)[0] for step in range(20)]
-    assert Counter(order) == {"flood": 10, "quiet": 10}
+    order = [released(queue, 2.0 + step * 2 * INTERVAL_S, 1)[0] for step in range(30)]
+    assert order[:10] == ["quiet"] * 10
+    assert Counter(order[10:]) == {"flood": 10, "quiet": 10}
+
+
+def test_what_was_used_before_counts_no_more() -> None:
+    queue = Queue()
+    add(queue, QUIET, range(50))
+    assert len(released(queue, 1.0, 50)) == 50
+    for number in range(50):
+        queue.ended(("quiet", number))
+    add(queue, QUIET, range(100, 150), 2.0)
+    add(queue, FLOOD, range(50), 2.0)
+    assert Counter(released(queue, 3.0, 20)) == {"flood": 10, "quiet": 10}
+
+
+def test_requests_that_did_not_wait_count_for_their_tenant() -> None:
+    queue = Queue()
+    for number in range(10):
+        queue.dispatched(("flood", number), FLOOD, 1000)
+    add(queue, FLOOD, range(10, 50))
+    add(queue, QUIET, range(50), 1.0)
+    assert released(queue, 2.0, 10) == ["quiet"] * 10
 
 
 def test_priority_goes_before_turns() -> None:

@@ -56,6 +56,8 @@ class StackOptions:
     """KV blocks of each engine, at least 1."""
     block_size: int = 16
     """Tokens per block, at least 1."""
+    sequences: int = 256
+    """Requests that each engine runs at once, at least 1."""
     clock: float = 1.0
     """Engine seconds in one wall second, above 0."""
     prefill: int = 0
@@ -86,12 +88,14 @@ class StackOptions:
 
     frontend_options: tuple[str, ...] = ()
     """Further flags of the Frontend."""
+    api_key: str = ""
+    """Key with which to ask the Frontend whether it is ready, if ``frontend_options`` name a file of API keys."""
 
     log_level: str = "info"
     """Least level of the services' log lines."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "blocks", "block_size", "stream_interval"):
+        for name in ("workers", "blocks", "block_size", "sequences", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name.replace('_', ' ')} is {getattr(self, name)}: expected 1 or more")
         if self.prefill < 0:
@@ -203,6 +207,7 @@ class Stack:
                         str(number),
                     ),
                     *("--num-blocks", str(options.blocks), "--block-size", str(options.block_size)),
+                    *("--max-sequences", str(options.sequences)),
                     *text,
                     *("--clock-factor", str(options.clock), "--stream-interval", str(options.stream_interval)),
                     account=Account("worker", number, self._component(number)),
@@ -284,7 +289,9 @@ class Stack:
                 for name, (target, service) in services.items():
                     missing = f"the {name} is not ready"
                     await until_serving(target, service, self.tls, name.lower())
-                async with open_channel(self.frontend, tls=self.tls, role="frontend") as channel:
+                async with open_channel(
+                    self.frontend, tls=self.tls, role="frontend", api_key=self.options.api_key
+                ) as channel:
                     while missing := await self._missing_workers(channel):  # noqa: ASYNC110 - asks another process
                         await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:

@@ -130,6 +130,8 @@ class Router:
             prefill_pools=() if self._prefill is None else (self._prefill.pool,),
         )
         decision = self._decide(request, now)
+        if self._queued.is_behind and self._options.queues and isinstance(decision.verdict, Choice):
+            decision = decision.behind_the_queue()
         if isinstance(decision.verdict, Wait) and self._queued.add(number, decision.verdict, now):
             self._requests[number] = request
             return None
@@ -155,7 +157,7 @@ class Router:
             assert decision.verdict is not None  # noqa: S101 - else there is a refusal
             return decision.verdict
 
-        for number, _ in self._queued.release(now, decide_again):
+        for number, _ in self._queued.release(now, decide_again, lambda: self.pool.open_ranks(now)):
             yield number, self._book(number, self._requests.pop(number), decisions[number])
         for number in refused:
             del self._requests[number]
@@ -190,13 +192,15 @@ class Router:
 
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
         """Notes the output of a request so far."""
-        if generated == 1 or finished:
+        if finished:
+            self._queued.ended(number)
+        elif generated == 1:
             self._queued.started(number)
         self._take(Announcement(self._key(number), generated, freed=finished))
 
     def lost(self, number: int) -> None:
         """Frees the booking of a request whose engine has restarted. The request may be routed again."""
-        self._queued.started(number)
+        self._queued.ended(number)
         self._take(Announcement(self._key(number), 0, freed=True))
         self._attempts[number] = self._attempts.get(number, 0) + 1
 

@@ -36,7 +36,7 @@ from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.overlap.predictions import Predictions
-from kvrouter.scheduler.policies.interface import Explanation, Wait, rank_label
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait, rank_label
 from kvrouter.scheduler.queue.fair_order import Tenant
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
@@ -266,9 +266,15 @@ class Selector:
             self._metrics.load_only.labels(reason=overlaps.failure).inc()
 
         # From here to the booking nothing is awaited.
+        is_behind = self.queued is not None and self.queued.catch_up(context.pool.name)
         decision = self.decide(context, overlaps)
+        if is_behind and context.options.queues and isinstance(decision.verdict, Choice):
+            decision = decision.behind_the_queue()
         if self.queued is None or context.booking.key is None or not isinstance(decision.verdict, Wait):
-            return self.settle(context, overlaps, decision)
+            response = self.settle(context, overlaps, decision)
+            if self.queued is not None:
+                self.queued.dispatched(context, decision, _tenant_of(request))
+            return response
         self._record(decision._replace(chosen=None, explanation=_waiting_reason(decision)))
         if request.time_left_ms:
             deadline = deadline.within(request.time_left_ms / 1e3)

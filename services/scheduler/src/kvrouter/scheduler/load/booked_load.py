@@ -14,6 +14,7 @@ from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.latency_calibration import LatencyCalibration
 from kvrouter.scheduler.load.prefill_queues import Head, Heads, PrefillQueues
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
+from kvrouter.scheduler.load.slots import BookingPeaks, TimeInFlight
 from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors
@@ -100,6 +101,8 @@ class BookedLoad:
         self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
         self.prefill_times = PrefillTimes()
+        self.time_in_flight = TimeInFlight()
+        self._peaks = BookingPeaks()
         self._clock = clock
 
     def __len__(self) -> int:
@@ -136,6 +139,15 @@ class BookedLoad:
         """Returns the distinct active blocks of each registered rank, in order of rank."""
         active: Column = self._registered_of(self._sequences.loads())[0]
         return active
+
+    def requests(self) -> Column:
+        """Returns the bookings of each registered rank, in order of rank."""
+        requests: Column = self._registered_of(self._sequences.loads())[2]
+        return requests
+
+    def most_booked(self, rank: Rank) -> int:
+        """Returns the most bookings of a rank since the report before the last, when another one arrives."""
+        return self._peaks.reported(rank, self._bookings.get(rank, 0))
 
     def load_by_rank(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
         """Returns the load of every rank that is registered or has bookings, for display."""
@@ -192,8 +204,10 @@ class BookedLoad:
         try:
             booked = self._sequences.book(request)
             if booked:
-                self._bookings[rank] = self._bookings.get(rank, 0) + 1
+                self._bookings[rank] = bookings = self._bookings.get(rank, 0) + 1
+                self._peaks.booked(rank, bookings)
                 now = self._clock()
+                self.time_in_flight.began(now)
                 if prefill_tokens:
                     self._prefills.enter(rank, key, prefill_tokens, now)
                 if forecast_ms is not None:
@@ -254,6 +268,7 @@ class BookedLoad:
             return False
         now = self._clock()
         self._sequences.free(key)
+        self.time_in_flight.ended(now)
         self._prefills.leave(rank, key, now)
         if prefilled:
             self.latency_calibration.first_token(key, now)
@@ -272,3 +287,4 @@ class BookedLoad:
     def _forget_if_idle(self, rank: Rank) -> None:
         if rank not in self._registered and rank not in self._bookings:
             self._sequences.remove_rank(rank)
+            self._peaks.forget(rank)

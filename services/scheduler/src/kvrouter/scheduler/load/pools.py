@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 from kvrouter.core import Rank
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import UnknownComponent, UnknownModel
@@ -14,6 +15,8 @@ from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits
 from kvrouter.scheduler.load.prediction_check import PredictionCheck
 from kvrouter.scheduler.load.reported_load import LoadReports
+from kvrouter.scheduler.load.slots import capacity, free_slots
+from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.common_pb2 import Role, Stage
@@ -43,7 +46,7 @@ class Pool:
     ) -> None:
         self.name = view.name
         self.booked_load = BookedLoad(view.descriptor.block_size, accounting, clock=clock)
-        self.reports = LoadReports(report_age_seconds)
+        self.reports = LoadReports(report_age_seconds, self.booked_load.most_booked)
         self.cache_hits = CacheHits()
         self.prediction_check = PredictionCheck(clock)
         self.previous: dict[str, Rank] = {}
@@ -51,6 +54,8 @@ class Pool:
         self.worker_set = WorkerSet(())
         """Every registered rank."""
         self.view: ComponentView | None = None
+        self._capacity: tuple[WorkerSet, float, Amounts] | None = None
+        """Requests that each rank may have, with the ranks and the mean time in flight that it is computed from."""
         self.follow(view)
 
     def follow(self, view: ComponentView) -> None:
@@ -64,6 +69,29 @@ class Pool:
         incarnations = [(candidate.rank, candidate.incarnation) for candidate in self.candidates]
         self.reports.set_ranks(incarnations)
         self.booked_load.latency_calibration.relative.set_ranks(incarnations)
+
+    def free_slots(self, requests: Column, now: float) -> Amounts:
+        """Returns how many further requests each rank may have, in order of rank; infinite without a known limit.
+
+        Args:
+            requests: Bookings of each rank.
+            now: Seconds, by the clock that stamps load reports.
+        """
+        ranks, seconds = self.worker_set, self.booked_load.time_in_flight.seconds
+        if self._capacity is None or self._capacity[0] is not ranks or self._capacity[1] != seconds:
+            self._capacity = ranks, seconds, capacity(ranks.slots, seconds)
+        return free_slots(self._capacity[2], ranks.slots, requests, self.reports.others(now))
+
+    def open_ranks(self, now: float) -> Collection[Rank] | None:
+        """Returns the ranks that accept requests and have a free slot; None if one has no known limit, or none accepts.
+
+        ``now``: seconds, by the clock that stamps load reports.
+        """
+        ranks, accepting = self.worker_set, self.worker_set.accepting
+        if not ranks.limits_requests:
+            return None
+        places = np.flatnonzero(accepting & (self.free_slots(self.booked_load.requests(), now) >= 1))
+        return {ranks.ranks[place] for place in places.tolist()}
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,33 +27,45 @@ class Reported(NamedTuple):
     prefill_tokens: Column
 
 
+class _Arrived(NamedTuple):
+    report: LoadReport
+    at: float
+    """Time of its arrival, seconds."""
+    others: int
+    """Requests in it beyond those booked."""
+
+
 class LoadReports:
     """The newest report of each registered rank. A rank without a recent report is judged by booked load alone."""
 
-    def __init__(self, max_age_seconds: float) -> None:
+    def __init__(self, max_age_seconds: float, most_booked: Callable[[Rank], int] = lambda _: 0) -> None:
         """Starts without reports.
 
         Args:
             max_age_seconds: How long a report counts after its arrival.
+            most_booked: Returns how many of the requests in a report that arrives may be booked here.
         """
         self._max_age = max_age_seconds
-        self._reports: dict[Rank, tuple[LoadReport, float]] = {}
+        self._most_booked = most_booked
+        self._reports: dict[Rank, _Arrived] = {}
         self._registered: dict[Rank, int] = {}
         self._places: dict[Rank, int] = {}
         self._shares = np.zeros(0)
         self._prefill_tokens: Column = np.zeros(0, np.int64)
+        self._others: Column = np.zeros(0, np.int64)
         self._heard = np.zeros(0)
 
     def set_ranks(self, registered: Iterable[tuple[Rank, int]]) -> None:
         """Replaces the registered ranks and their incarnations, in the order of the columns."""
         self._registered = dict(registered)
         self._places = {rank: place for place, rank in enumerate(self._registered)}
-        self._reports = {rank: entry for rank, entry in self._reports.items() if self._is_current(rank, entry[0])}
+        self._reports = {rank: entry for rank, entry in self._reports.items() if self._is_current(rank, entry.report)}
         count = len(self._places)
         self._shares, self._prefill_tokens = np.zeros(count), np.zeros(count, np.int64)
+        self._others = np.zeros(count, np.int64)
         self._heard = np.full(count, -np.inf)
-        for rank, (report, came) in self._reports.items():
-            self._show(rank, report, came)
+        for rank, arrived in self._reports.items():
+            self._show(rank, arrived)
 
     def take(self, encoded: bytes, now: float) -> str:
         """Applies an encoded report.
@@ -69,43 +81,53 @@ class LoadReports:
         if rank not in self._registered:
             return "unknown_rank"
         before = self._reports.get(rank)
-        if not self._is_current(rank, report) or (before is not None and self._is_outrun(report, *before, now)):
+        if not self._is_current(rank, report) or (before is not None and self._is_outrun(report, before, now)):
             return "old"
-        self._reports[rank] = (report, now)
-        self._show(rank, report, now)
+        others = max(0, report.running_requests + report.waiting_requests - self._most_booked(rank))
+        self._reports[rank] = arrived = _Arrived(report, now, others)
+        self._show(rank, arrived)
         return ""
 
     def of(self, rank: Rank, now: float) -> LoadReport | None:
         """Returns the rank's newest report; None if it is too old to count."""
         entry = self._reports.get(rank)
-        return entry[0] if entry is not None and now - entry[1] <= self._max_age else None
+        return entry.report if entry is not None and now - entry.at <= self._max_age else None
 
     def age_seconds(self, rank: Rank, now: float) -> float | None:
         """Returns the age in seconds of the rank's newest report, even if it no longer counts; None without one."""
         entry = self._reports.get(rank)
-        return None if entry is None else max(0.0, now - entry[1])
+        return None if entry is None else max(0.0, now - entry.at)
 
     def columns(self, now: float) -> Reported:
         """Returns the reported load of every registered rank."""
         counts = now - self._heard <= self._max_age
         return Reported(self._shares * counts, self._prefill_tokens * counts)
 
-    def _show(self, rank: Rank, report: LoadReport, came: float) -> None:
-        place = self._places[rank]
+    def others(self, now: float) -> Column | None:
+        """Returns the requests that every registered rank reports beyond those booked; None if none reports any."""
+        if not self._others.any():
+            return None
+        others: Column = self._others * (now - self._heard <= self._max_age)
+        return others
+
+    def _show(self, rank: Rank, arrived: _Arrived) -> None:
+        place, report = self._places[rank], arrived.report
         self._shares[place] = report.active_blocks / report.total_blocks if report.total_blocks else 0.0
         self._prefill_tokens[place] = min(report.prefill_tokens, _LARGEST)
-        self._heard[place] = came
+        self._others[place] = arrived.others
+        self._heard[place] = arrived.at
 
     def _is_current(self, rank: Rank, report: LoadReport) -> bool:
         incarnation = self._registered.get(rank)
         return incarnation is not None and report.incarnation >= incarnation
 
-    def _is_outrun(self, report: LoadReport, before: LoadReport, came: float, now: float) -> bool:
-        """Returns whether a report is older than ``before``, which arrived at ``came``.
+    def _is_outrun(self, report: LoadReport, arrived: _Arrived, now: float) -> bool:
+        """Returns whether a report is older than one that has arrived.
 
         Of different incarnations the registered one counts; another one counts only after that one has fallen silent.
         Within an incarnation the sequence decides where both reports have one, because clocks can be set back.
         """
+        before, came, _ = arrived
         if report.incarnation != before.incarnation:
             registered = self._registered.get(rank_of(report))
             return registered == before.incarnation and now - came <= self._max_age

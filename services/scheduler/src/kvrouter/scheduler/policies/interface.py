@@ -50,6 +50,8 @@ class SchedulingContext(NamedTuple):
     """Leading blocks of this request that requests in flight use on the rank."""
     active_requests: Column
     """Requests booked."""
+    free_slots: Amounts
+    """Further requests that the rank may have; 0 or less if it has no slot, infinite if its slots are unknown."""
     total_blocks: Column
     """KV blocks in device memory; 0 if unknown."""
     max_batched_tokens: Column
@@ -85,6 +87,7 @@ _COLUMNS = (
     "active_blocks",
     "leading_active_blocks",
     "active_requests",
+    "free_slots",
     "total_blocks",
     "max_batched_tokens",
     "head_prefill_tokens",
@@ -120,6 +123,8 @@ class Choice:
 
     index: int
     explanation: Explanation
+    use_tokens: int = 0
+    """As in ``Wait``."""
     prefill_tokens: int | None = None
     """Prompt tokens that the rank will compute; None means ``new_prefill_tokens``."""
     forecast_ms: float | None = None
@@ -129,7 +134,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Queues the request until ``ranks[index]`` has room."""
+    """Queues the request until ``ranks[index]`` has room, or until any candidate has a free slot."""
 
     index: int
     explanation: Explanation
@@ -137,11 +142,15 @@ class Wait:
     """Time in ms to compute the prompt there."""
     room_tokens: int = 0
     """KV cache in tokens that the request adds to what is in use there. Requests that need less go first."""
+    use_tokens: int = 0
+    """The same, or its slot's part of the KV cache if that is more. Tenants that use less go first."""
     rank: Rank | None = None
     """``ranks[index]``. A pass over the queue skips further requests for a rank that has no room; None is always tried.
     """
     prefill_tokens: int | None = None
     """As in ``Choice``."""
+    for_slot: bool = False
+    """Whether no candidate has a free slot: dispatched, the request would wait in the engine all the same."""
 
 
 class Policy(Protocol):

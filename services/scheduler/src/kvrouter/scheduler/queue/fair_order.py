@@ -1,21 +1,27 @@
 """The order of queued requests that several tenants share.
 
 Requests of one tenant are sorted by their place. Between tenants whose next requests have equal priority, the one is
-next that has received least:
+next that uses least:
 
-    received += tokens of the request / weight of the tenant        when a request leaves for a rank
+    use of a tenant = tokens of its requests on ranks / weight of the tenant
 
-A tenant that begins to queue counts as having received as much as the one that has received least, so it gains nothing
-from having been idle. With a single tenant the order is that of the places.
+So a tenant that uses less than its share of the ranks is always next, and nobody gains from having been idle. With a
+single tenant the order is that of the places.
+
+A pass may prefer some requests, those for a rank with a free slot. Then a tenant's next request is the first preferred
+one among its first LOOKAHEAD of equal priority, or the first of all if there is none.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+LOOKAHEAD = 64
+"""Requests of a tenant among which a preferred one passes the others."""
 
 T = TypeVar("T", bound=Hashable)
 
@@ -44,14 +50,13 @@ class Entry(NamedTuple, Generic[T]):
 @dataclass(slots=True)
 class _Share(Generic[T]):
     weight: float
-    received: float
     order: list[Entry[T]] = field(default_factory=list)
     ages: list[tuple[float, int, T]] = field(default_factory=list)
     tried_to: tuple[Place, int] = (0, 0.0), 0
     resumes: bool = False
     """Whether the next pass begins at ``tried_to``."""
     forced: int = 0
-    """Number of its last request that left without room."""
+    """Number of its last request that left because it had lost its patience."""
 
 
 class FairOrder(Generic[T]):
@@ -60,14 +65,16 @@ class FairOrder(Generic[T]):
     def __init__(self) -> None:
         """Starts empty."""
         self._shares: dict[str, _Share[T]] = {}
+        self._used: dict[str, int] = {}
+        """Tokens of each tenant's requests on ranks."""
         self._forced = 0
 
     def add(self, tenant: Tenant, entry: Entry[T], since: float) -> None:
         """Adds a request that has waited since ``since``, in seconds."""
         share = self._shares.get(tenant.name)
         if share is None:
-            received = min((each.received for each in self._shares.values()), default=0.0)
-            share = self._shares[tenant.name] = _Share(tenant.weight, received)
+            forced = min((each.forced for each in self._shares.values()), default=0)
+            share = self._shares[tenant.name] = _Share(tenant.weight, forced=forced)
         share.weight = tenant.weight
         insort(share.order, entry, key=_key)
         insort(share.ages, (since, entry.number, entry.request), key=_age_key)
@@ -86,10 +93,11 @@ class FairOrder(Generic[T]):
         del share.order[bisect_left(share.order, _key(before), key=_key)]
         insort(share.order, after, key=_key)
 
-    def receive(self, tenant: Tenant, tokens: int) -> None:
-        """Notes that a request of a tenant leaves. Call it before the request is removed."""
-        share = self._shares[tenant.name]
-        share.received += tokens / share.weight
+    def use(self, name: str, tokens: int) -> None:
+        """Notes that a request of a tenant goes to a rank, or has ended there if ``tokens`` is negative."""
+        used = self._used.pop(name, 0) + tokens
+        if used > 0:
+            self._used[name] = used
 
     def oldest(self) -> tuple[float, T] | None:
         """Returns the request that has waited longest and since when; None if none waits."""
@@ -97,17 +105,18 @@ class FairOrder(Generic[T]):
         return None if found is None else (found[0], found[2])
 
     def impatient(self, before: float) -> T | None:
-        """Returns the request to release without room, of those that wait since ``before`` or longer; None for none.
+        """Returns the request to release before all others if any has waited since ``before`` or longer, else None.
 
-        Tenants take turns, each with its oldest request.
+        All tenants take turns, each with its oldest request: a tenant with a long queue does not delay those whose
+        requests wait for a shorter time.
         """
-        waiting = [share for share in self._shares.values() if share.ages[0][0] <= before]
-        if not waiting:
+        shares = self._shares.values()
+        if not any(share.ages[0][0] <= before for share in shares):
             return None
-        return min(waiting, key=lambda share: (share.forced, share.ages[0][0])).ages[0][2]
+        return min(shares, key=lambda share: (share.forced, share.ages[0][0])).ages[0][2]
 
     def force(self, tenant: Tenant) -> None:
-        """Notes that the oldest request of a tenant leaves without room, so that others are next."""
+        """Notes that the oldest request of a tenant leaves before all others, so that other tenants are next."""
         self._forced += 1
         self._shares[tenant.name].forced = self._forced
 
@@ -118,25 +127,30 @@ class FairOrder(Generic[T]):
         others = (min(len(share.order), index + 1) for share in self._shares.values() if share is not own)
         return index + sum(others)
 
-    def in_order(self, *, resumed: bool) -> Iterator[Entry[T]]:
+    def in_order(self, *, resumed: bool, prefers: Callable[[T], bool] | None = None) -> Iterator[Entry[T]]:
         """Yields the requests as they are now, in order.
 
         Args:
             resumed: Whether to begin with those that the last pass did not reach; see ``pause``.
+            prefers: Returns whether a request goes before others of its tenant, asked when it may be next.
         """
-        shares = list(self._shares.values())
+        names = list(self._shares)
+        shares = [self._shares[name] for name in names]
         orders = [_rotated(share) if resumed else list(share.order) for share in shares]
-        if len(orders) == 1:
+        if len(orders) == 1 and prefers is None:
             yield from orders[0]
             return
-        heap = [(order[0].place[0], shares[n].received, n, 0) for n, order in enumerate(orders)]
+        for order in orders:
+            order.reverse()  # the first one is removed in least time at the end
+        heap = [
+            (order[-1].place[0], self._used.get(names[n], 0) / shares[n].weight, n) for n, order in enumerate(orders)
+        ]
         heapify(heap)
         while heap:
-            _, received, n, index = heap[0]
-            entry = orders[n][index]
-            if index + 1 < len(orders[n]):
-                received += entry.tokens / shares[n].weight
-                heapreplace(heap, (orders[n][index + 1].place[0], received, n, index + 1))
+            _, used, n = heap[0]
+            entry = _pop(orders[n], prefers)
+            if orders[n]:
+                heapreplace(heap, (orders[n][-1].place[0], used + entry.tokens / shares[n].weight, n))
             else:
                 heappop(heap)
             yield entry
@@ -156,6 +170,18 @@ class FairOrder(Generic[T]):
 def _rotated(share: _Share[T]) -> list[Entry[T]]:
     start = bisect_left(share.order, share.tried_to, key=_key) if share.resumes else 0
     return share.order[start:] + share.order[:start]
+
+
+def _pop(order: list[Entry[T]], prefers: Callable[[T], bool] | None) -> Entry[T]:
+    """Removes the next request of a tenant, whose order is reversed, and returns it."""
+    if prefers is not None:
+        priority = order[-1].place[0]
+        for index in range(len(order) - 1, max(-1, len(order) - 1 - LOOKAHEAD), -1):
+            if order[index].place[0] != priority:
+                break
+            if prefers(order[index].request):
+                return order.pop(index)
+    return order.pop()
 
 
 def _key(entry: Entry[T]) -> tuple[Place, int]:

@@ -1,9 +1,9 @@
 """Requests that wait at the Scheduler, with their callers: one bounded queue for each component.
 
-The queue is tried again when a booking gets its first token or is freed, and every LOOK_S seconds because of other
-changes, such as a new rank or threshold. The overlap of a queued request is queried again after FRESH_S seconds,
-because full caches change within seconds. With many queued requests this is less often: QUERIES_PER_S in total. A
-failed query keeps the previous overlap.
+The queue is tried again at once when a booking gets its first token or is freed, and every LOOK_S seconds because of
+other changes, such as a new rank or threshold. A new request is decided after those that wait. The overlap of a queued
+request is queried again after FRESH_S seconds, because full caches change within seconds. With many queued requests
+this is less often: QUERIES_PER_S in total. A failed query keeps the previous overlap.
 
 A caller that goes away removes its request. If the request was booked in the moment of its cancellation, the caller
 receives the response, because it owns the booking and must free it.
@@ -26,11 +26,12 @@ from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRoute
 from kvrouter.scheduler.bookings.changes import Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
+from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.fair_order import Tenant
-from kvrouter.scheduler.queue.request_queue import INTERVAL_S, RequestQueue
+from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.routing.candidate_snapshot import RETRY_AFTER_MS
 from kvrouter.scheduler.routing.decision import Decision
 from kvrouter.scheduler.routing.request_context import RequestContext
@@ -88,6 +89,7 @@ class _Waiter:
 @dataclass(slots=True)
 class _Component:
     queue: RequestQueue[Key]
+    pool: Pool
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
@@ -145,7 +147,7 @@ class QueuedRequests:
         pool, key, wait = request.pool, request.booking.key, decision.verdict
         assert key is not None  # noqa: S101 - required of callers
         assert isinstance(wait, Wait)  # noqa: S101
-        component = self._components.setdefault(pool.name, _Component(RequestQueue(self._max_queued_requests)))
+        component = self._component(pool)
         now = self._clock()
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
         remaining = deadline.remaining()
@@ -209,7 +211,6 @@ class QueuedRequests:
                 pass
             self._wake.clear()
             self.look()
-            await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
         """Releases the requests that can go, and refuses those that are late."""
@@ -218,16 +219,46 @@ class QueuedRequests:
                 self._refuse_late(component, key)
             self._release(component)
 
+    def catch_up(self, name: ComponentName) -> bool:
+        """Tries the queued requests if load has changed since the last pass.
+
+        Returns:
+            Whether the pass had to be put off, so that a new request must queue behind those that wait.
+        """
+        if self._wake.is_set():
+            self.look()
+        component = self._components.get(name)
+        return component is not None and component.queue.is_behind
+
+    def dispatched(self, request: RequestContext, decision: Decision, tenant: Tenant) -> None:
+        """Notes that a request was booked without waiting, and counts for its tenant until its booking ends."""
+        key, verdict = request.booking.key, decision.verdict
+        if key is not None and verdict is not None:
+            self._component(request.pool).queue.dispatched(key, tenant, verdict.use_tokens)
+
+    def _component(self, pool: Pool) -> _Component:
+        component = self._components.get(pool.name)
+        if component is None:
+            component = self._components[pool.name] = _Component(RequestQueue(self._max_queued_requests), pool)
+        component.pool = pool
+        return component
+
     def follow(self, booking_table: BookingTable) -> None:
         """Subscribes to the changes of bookings that make room, after which it looks at the queues anew."""
         booking_table.subscribe(PrefillCompleted, lambda change: self._progressed(change.booking.key))
         booking_table.subscribe(Moved, lambda change: self._progressed(change.booking.key))
         booking_table.subscribe(OwnerRemoved, self._owner_removed)
-        booking_table.subscribe(Freed, lambda change: self._progressed(change.key))
+        booking_table.subscribe(Freed, lambda change: self._ended(change.key))
 
     def _owner_removed(self, change: OwnerRemoved) -> None:
         if not change.booking.owners:
-            self._progressed(change.booking.key)
+            self._ended(change.booking.key)
+
+    def _ended(self, key: Key) -> None:
+        for component in self._components.values():
+            component.queue.ended(key)
+        if self._waiting:
+            self._wake.set()
 
     def _progressed(self, key: Key) -> None:
         for component in self._components.values():
@@ -310,13 +341,13 @@ class QueuedRequests:
             return verdict
 
         now = self._clock()
-        for key, verdict in component.queue.release(now, decide):
+        for key, verdict in component.queue.release(now, decide, lambda: component.pool.open_ranks(now)):
             waiting = self._waiting[key]
             try:
                 queued = decision._replace(queued_seconds=now - waiting.queued_from)
                 response = self._decider.settle(waiting.request, waiting.overlaps, queued)
             except Exception as error:
-                component.queue.started(key)
+                component.queue.ended(key)
                 self._end(component, key, "refused", error)
             else:
                 self._end(component, key, "patience" if isinstance(verdict, Wait) else "room", response)

@@ -6,19 +6,25 @@ request that fits passes one that does not, and its rank is chosen when it leave
     queue.add(request, wait, now)                     # the policy returned a Wait
     for request in queue.late(now):                   # cannot meet its deadline
         ...refuse it
-    for request, decided in queue.release(now, decide):
+    for request, decided in queue.release(now, decide, open_ranks):
         ...book and dispatch it, before the next is decided
-    queue.started(request)                            # it has its first token, or has ended
+    queue.dispatched(request, tenant, tokens)         # another one went to a rank without waiting
+    queue.started(request)                            # it has its first token
+    queue.ended(request)                              # it has ended
     queue.remove(request)                             # its caller has gone
 
-Order: priority, then the fewest tokens of KV cache that the request adds; waiting time counts at AGING. Tenants take
-turns (``fair_order``), and share the capacity of the queue (``kvrouter.runtime.fair_bound``).
+Order: priority, then the fewest tokens of KV cache that the request takes; waiting time counts at AGING. The tenant
+that uses least is next (``fair_order``), and tenants share the capacity of the queue (``kvrouter.runtime.fair_bound``).
 
-No request starves. The oldest request that has waited PATIENCE_S goes to its cheapest rank even without room: one at a
-time, the next when it has started, or after STALL_S. A request behind k older ones therefore leaves within PATIENCE_S +
-(k + 1) * (STALL_S + INTERVAL_S), whatever its size and priority, if ``release`` is called when due. Later requests do
-not count, unless they have waited longer elsewhere. With n tenants the oldest of each take turns: k is then n times the
-older requests of the same tenant.
+No request starves. Once a request has waited PATIENCE_S, the oldest one goes to its cheapest rank even without KV
+cache for it: one at a time, the next when it has started, or after STALL_S. A request behind k older ones therefore
+leaves within PATIENCE_S + (k + 1) * (STALL_S + INTERVAL_S), whatever its size and priority, if ``release`` is called
+when due and ranks have free slots. Later requests do not count, unless they have waited longer elsewhere. With n
+tenants the oldest of each take turns: k is then n times the older requests of the same tenant.
+
+Without a free slot nothing goes, since it would only wait in the engine. A slot that becomes free is given to a request
+whose cheapest rank it is, if one is near the head of its tenant's order: it would cost more elsewhere. A request that
+has waited for a slot for PATIENCE_S goes first once in TURN_S; else the order holds, however long the queue is.
 
 A request is late if the expected wait makes it miss its deadline:
 
@@ -32,7 +38,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -53,7 +59,8 @@ STALL_S = 30.0
 rank, so it counts only if a caller never reports progress."""
 
 INTERVAL_S = 0.02
-"""Shortest time between two passes over the queue, seconds. Load changes with engine steps, which take as long."""
+"""Time between two passes over the queue, seconds, if the first one has tried TRIES requests in vain; less in
+proportion to fewer. So passes in vain take a limited part of the time, and a free slot is taken at once."""
 
 MAX_QUEUED_REQUESTS = 4096
 """Requests that may wait in one component."""
@@ -61,6 +68,9 @@ MAX_QUEUED_REQUESTS = 4096
 TRIES_PER_RANK, TRIES = 4, 64
 """Requests without room, for one rank and in all, after which a pass skips the others of that rank, or ends: a pass
 takes milliseconds, however many requests wait. The next pass begins with the remaining ones."""
+
+TURN_S = 1.0
+"""Shortest time between two requests that go first because they have waited for a slot for PATIENCE_S, seconds."""
 
 WINDOW, LEAST = 64, 8
 """Releases over which the mean interval is taken, and the fewest that form a mean."""
@@ -79,8 +89,10 @@ class _Queued(Generic[T]):
     deadline: float
     priority: int
     room_tokens: int
+    use_tokens: int
     work_ms: float
     rank: Rank | None
+    for_slot: bool
 
     @property
     def must_go(self) -> float:
@@ -95,7 +107,7 @@ class _Queued(Generic[T]):
     @property
     def entry(self) -> Entry[T]:
         """Returns the request in the order of its tenant."""
-        return Entry(self.place, self.number, self.request, self.room_tokens)
+        return Entry(self.place, self.number, self.request, self.use_tokens or self.room_tokens)
 
 
 class RequestQueue(Generic[T]):
@@ -109,8 +121,13 @@ class RequestQueue(Generic[T]):
         self._room = FairBound(max_queued_requests, lambda: self._now)
         self._numbers = itertools.count()
         self._forced: tuple[T, float] | None = None
-        self._next_look = -math.inf
+        self._next_turn = -math.inf
+        self._last_look, self._next_look = -math.inf, -math.inf
         self._look_again = False
+        self._lacks_slots = False
+        self._open: Collection[Rank] | None = None
+        self._running: dict[T, tuple[str, int]] = {}
+        """Tenant and tokens of each request that was dispatched and has not ended."""
         self._gone, self._counted_from = 0.0, 0.0
         self._soonest = math.inf
         """Lower bound of every queued request's ``must_go``."""
@@ -156,22 +173,51 @@ class RequestQueue(Generic[T]):
             self._gone, self._counted_from = 0.0, now
         since = now if since is None else since
         number = next(self._numbers)
-        room_tokens, work_ms = wait.room_tokens, wait.work_ms
-        queued = _Queued(request, tenant, number, since, deadline, priority, room_tokens, work_ms, wait.rank)
+        queued = _Queued(
+            request,
+            tenant,
+            number,
+            since,
+            deadline,
+            priority,
+            wait.room_tokens,
+            wait.use_tokens,
+            wait.work_ms,
+            wait.rank,
+            wait.for_slot,
+        )
         self._queued[request] = queued
         self._soonest = min(self._soonest, queued.must_go)
         self._order.add(tenant, queued.entry, since)
         return True
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a pass is due that had to be put off: queued requests may have room that a new one would take."""
+        return self._look_again and bool(self._queued)
 
     def remove(self, request: T) -> bool:
         """Removes a request. Returns whether it was queued."""
         self.started(request)
         return self._drop(request)
 
+    def dispatched(self, request: T, tenant: Tenant, tokens: int) -> None:
+        """Notes that a request goes to a rank, where it uses ``tokens`` of KV cache or as much as its slot counts."""
+        if request not in self._running:
+            self._running[request] = tenant.name, max(1, tokens)
+            self._order.use(tenant.name, max(1, tokens))
+
     def started(self, request: T) -> None:
-        """Notes that a released request has its first token or has ended."""
+        """Notes that a released request has its first token."""
         if self._forced is not None and self._forced[0] == request:
             self._forced = None
+
+    def ended(self, request: T) -> None:
+        """Notes that a dispatched request has ended."""
+        self.started(request)
+        if (running := self._running.pop(request, None)) is not None:
+            name, tokens = running
+            self._order.use(name, -tokens)
 
     def is_late(self, request: T, now: float) -> bool:
         """Returns whether a queued request would miss its deadline."""
@@ -194,18 +240,28 @@ class RequestQueue(Generic[T]):
                 self._soonest = min(self._soonest, must_go)
         return found
 
-    def release(self, now: float, decide: Callable[[T], Choice | Wait]) -> Iterator[tuple[T, Choice | Wait]]:
+    def release(
+        self,
+        now: float,
+        decide: Callable[[T], Choice | Wait],
+        open_ranks: Callable[[], Collection[Rank] | None] = lambda: None,
+    ) -> Iterator[tuple[T, Choice | Wait]]:
         """Yields the requests that leave now with their decision: a Choice, or a Wait for one whose patience has ended.
 
-        ``decide`` is called for one request after the other, in order; each result must reflect the releases before it.
-        It may remove the request that it is called for.
+        Args:
+            now: Time in seconds.
+            decide: Decides on a request. It is called for one after the other, in order; each result must reflect the
+                releases before it. It may remove the request that it is called for.
+            open_ranks: Returns the ranks with a free slot after the releases so far; None if some have no known limit.
         """
         if not self._queued:
             return
         if now < self._next_look:
             self._look_again = True
             return
-        self._next_look, self._look_again = now + INTERVAL_S, False
+        self._last_look, self._look_again = now, False
+        if self._has_no_slot(open_ranks):
+            return
         impatient = self._impatient(now)
         without_room: Counter[Rank | None] = Counter()
         tried: dict[str, Entry[T]] = {}
@@ -218,21 +274,36 @@ class RequestQueue(Generic[T]):
                 continue
             if isinstance(decided, Wait):
                 self._keep_queued(queued, decided)
-                if request != impatient:
+                if request != impatient or decided.for_slot:
                     tried[queued.tenant.name] = queued.entry
                     without_room[queued.rank] += 1
+                    self._next_look = now + INTERVAL_S * without_room.total() / TRIES
                     if without_room.total() >= TRIES:
                         self._order.pause(tried)
                         self._look_again = True
                         return
                     continue
                 self._forced = (request, now)
+            if request == impatient:
+                self._next_turn = now + TURN_S
                 self._order.force(queued.tenant)
-            self._order.receive(queued.tenant, queued.room_tokens)
             self._drop(request)
+            self.dispatched(request, queued.tenant, decided.use_tokens or queued.entry.tokens)
             self._count(now)
             yield request, decided
+            if self._has_no_slot(open_ranks):
+                break
         self._order.restart()
+
+    def _has_no_slot(self, open_ranks: Callable[[], Collection[Rank] | None]) -> bool:
+        self._open = open_ranks() if self._queued else None
+        self._lacks_slots = self._open is not None and not self._open
+        return self._lacks_slots
+
+    def _may_have_room(self, request: T) -> bool:
+        """Returns whether the cheapest rank of a request, when it was last decided, has a free slot now."""
+        queued = self._queued.get(request)
+        return queued is not None and self._open is not None and (not queued.for_slot or queued.rank in self._open)
 
     def next_due(self) -> float:
         """Returns the time in seconds of the next pass if nothing happens before; infinity if none is needed."""
@@ -240,22 +311,28 @@ class RequestQueue(Generic[T]):
         if oldest is None:
             return math.inf
         again = self._next_look if self._look_again else math.inf
+        if self._lacks_slots:
+            return again
         patience = oldest[0] + PATIENCE_S
         if self._forced is not None:
             patience = max(patience, self._forced[1] + STALL_S)
-        return min(again, max(self._next_look, patience))
+        return min(again, max(self._last_look + INTERVAL_S, patience))
 
     def _impatient(self, now: float) -> T | None:
-        """Returns the request to release whatever the state of its rank; None if there is none."""
+        """Returns the request to release before all others; None if there is none."""
         if self._forced is not None and now < self._forced[1] + STALL_S:
             return None
-        return self._order.impatient(now - PATIENCE_S)
+        request = self._order.impatient(now - PATIENCE_S)
+        if request is not None and self._queued[request].for_slot and now < self._next_turn:
+            return None
+        return request
 
     def _in_order(self, first: T | None) -> Iterator[T]:
         """Yields ``first``, then the requests that the last pass did not reach, then the others, each in order."""
         if first is not None:
             yield first
-        for entry in self._order.in_order(resumed=True):
+        prefers = None if self._open is None else self._may_have_room
+        for entry in self._order.in_order(resumed=True, prefers=prefers):
             yield entry.request
 
     def _drop(self, request: T) -> bool:
@@ -269,7 +346,8 @@ class RequestQueue(Generic[T]):
     def _keep_queued(self, queued: _Queued[T], wait: Wait) -> None:
         """Updates a request that stays, whose sort key may have changed."""
         before = queued.entry
-        queued.room_tokens, queued.work_ms, queued.rank = wait.room_tokens, wait.work_ms, wait.rank
+        queued.room_tokens, queued.use_tokens, queued.work_ms = wait.room_tokens, wait.use_tokens, wait.work_ms
+        queued.rank, queued.for_slot = wait.rank, wait.for_slot
         self._soonest = min(self._soonest, queued.must_go)
         self._order.replace(queued.tenant, before, queued.entry)
 

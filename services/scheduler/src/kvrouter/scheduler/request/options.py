@@ -131,6 +131,11 @@ class RoutingOptions:
     """When a prefill worker computes the prompt of a request in stage decode."""
 
     @property
+    def queues(self) -> bool:
+        """Returns whether the policy queues requests without room."""
+        return "max_queued_requests" in POLICIES[self.mode].options
+
+    @property
     def queries_indexer(self) -> bool:
         """Returns whether the decision uses overlaps, so that an Indexer is queried."""
         policy = POLICIES[self.mode]

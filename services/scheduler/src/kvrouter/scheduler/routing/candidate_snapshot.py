@@ -12,7 +12,7 @@ from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
 from kvrouter.scheduler.load.busy import Load
 from kvrouter.scheduler.load.prefill_waits import waits_ms
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
-from kvrouter.scheduler.policies.interface import Column, SchedulingContext
+from kvrouter.scheduler.policies.interface import Amounts, Column, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import PrefillDecision, PrefillPlaces, prefill_places
 from kvrouter.scheduler.routing.first_prefill import first_prefill
@@ -39,6 +39,8 @@ class CandidateSnapshot(NamedTuple):
     overlap_blocks: Column
     new_prefill_tokens: Column
     """Prompt tokens that each candidate would compute itself."""
+    free_slots: Amounts
+    """Further requests that each candidate may have; infinite where its slots are unknown."""
     judged: Load | None
     """Loads to compare with the thresholds; None if no threshold is set."""
     fit: Places
@@ -124,7 +126,17 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
             prefill = _prefill_places(request, loads, uncached, overlaps)
             new_tokens = np.where(prefill.is_remote, 0, uncached)
     return CandidateSnapshot(
-        worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, judged, fit, free, prefill
+        worker_set,
+        constraints,
+        thresholds,
+        loads,
+        overlap_blocks,
+        new_tokens,
+        pool.free_slots(loads.requests, now),
+        judged,
+        fit,
+        free,
+        prefill,
     )
 
 
@@ -170,6 +182,7 @@ def context_of(
         active_blocks=loads.active_blocks,
         leading_active_blocks=loads.leading_active_blocks,
         active_requests=loads.requests,
+        free_slots=found.free_slots,
         total_blocks=worker_set.total_blocks,
         max_batched_tokens=worker_set.max_batched_tokens,
         head_prefill_tokens=heads.tokens,

@@ -102,6 +102,19 @@ class Decision(NamedTuple):
         """Who computes the prompt; None if that is not decided here, or if no rank was chosen."""
         return None if self.context is None else self.snapshot.prefill_decision(self.rank)
 
+    def behind_the_queue(self) -> Decision:
+        """Returns the decision with a Wait in place of a Choice, because requests that came before are to be tried."""
+        _, verdict = self._weighed()
+        explanation = verdict.explanation._replace(reason="requests before it are queued")
+        wait = Wait(
+            verdict.index,
+            explanation,
+            room_tokens=0 if self.context is None else self.context.prompt_tokens,
+            use_tokens=verdict.use_tokens,
+            prefill_tokens=verdict.prefill_tokens,
+        )
+        return self._replace(verdict=wait, explanation=explanation)
+
     def to_message(self) -> DecisionMessage:
         """Returns the decision as a message, with candidates in order of rank."""
         weighed = [] if self.context is None else [self._terms(index) for index in range(len(self.context.ranks))]

@@ -42,6 +42,8 @@ class Candidate:
     """KV blocks in device memory; 0 if unknown."""
     max_batched_tokens: int
     """Tokens that the engine computes in one step at most; 0 if unknown."""
+    max_sequences: int
+    """Requests that the engine of the rank runs at once; 0 if unknown."""
     draining: bool
     labels: Mapping[str, str]
     lora_names: frozenset[str]
@@ -57,6 +59,7 @@ def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...
             incarnation=rank.incarnation,
             total_blocks=rank.total_blocks,
             max_batched_tokens=worker.max_batched_tokens,
+            max_sequences=worker.max_sequences,
             draining=worker.draining,
             labels=dict(worker.labels),
             lora_names=frozenset(worker.lora_names),

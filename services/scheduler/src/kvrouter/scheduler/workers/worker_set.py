@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
-from kvrouter.scheduler.policies.interface import Column
+from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, serves
 from kvrouter.v1.common_pb2 import Stage
 from numpy.typing import NDArray
@@ -51,11 +51,17 @@ class WorkerSet:
         self.zeros: Column = np.zeros(len(candidates), np.int64)
         self.total_blocks = self._column(candidate.total_blocks for candidate in candidates)
         self.max_batched_tokens = self._column(candidate.max_batched_tokens for candidate in candidates)
+        self.slots: Amounts = np.array([candidate.max_sequences or np.inf for candidate in candidates], np.float64)
+        """Requests that each runs at once; infinite where that is unknown."""
         self.incarnations = np.array([candidate.incarnation for candidate in candidates], np.uint64)
         self._worker_ids = np.array([worker_id for worker_id, _ in self.ranks], np.uint64)
         self._dp_ranks = np.array([dp_rank for _, dp_rank in self.ranks], np.uint32)
         self._place_of = {rank: place for place, rank in enumerate(self.ranks)}
         self._draining = self._those_where(candidate.draining for candidate in candidates)
+        self.accepting: Mask = ~self._draining
+        """Which candidates accept new requests."""
+        self.limits_requests = bool(self.accepting.any() and np.isfinite(self.slots[self.accepting]).all())
+        """Whether any candidate accepts requests, and the slots of all that do are known."""
         self._labelled: dict[tuple[str, str], list[int]] = defaultdict(list)
         self._adapted: dict[str, list[int]] = defaultdict(list)
         for place, candidate in enumerate(candidates):
@@ -122,7 +128,7 @@ class WorkerSet:
     def _that_serve(self, stage: Stage) -> tuple[Mask, Places]:
         found = self._serving.get(stage)
         if found is None:
-            mask = ~self._draining & self._with_role(stage)
+            mask = self.accepting & self._with_role(stage)
             found = self._serving[stage] = (mask, np.flatnonzero(mask))
         return found
 

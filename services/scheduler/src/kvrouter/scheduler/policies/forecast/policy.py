@@ -28,13 +28,15 @@ Speed counts where a request waits, not in the price of work: a fast rank comput
 is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
 blocks decide how many requests are served at all, on slow ranks as well.
 
-If the cheapest rank has no room for the request (u' > 1), the policy returns a Wait for that rank. In the engine's
-queue the request would block all requests behind it; another rank would compute its prompt again.
+Ranks without a free slot are left out while another one has some. If none has, or if the cheapest one lacks KV cache
+for the request (u' > 1), the policy returns a Wait for the cheapest rank. In the engine's queue the request would block
+all requests behind it, of other tenants as well; for lack of KV cache, another rank would compute its prompt again.
 
 Missing signals:
 
 - no overlap: leading blocks of requests in flight still show shared prompts; otherwise load decides;
-- total blocks unknown (0): u and u' are 0, the rank never lacks room;
+- total blocks unknown (0): u and u' are 0, the rank never lacks KV cache;
+- slots unknown (infinite): the rank always has a free one;
 - token budget unknown (0): DEFAULT_BUDGET;
 - active blocks not tracked: u is 0 everywhere, prefill decides;
 - relative latency unknown: 1, the speed of the component.
@@ -132,18 +134,23 @@ class Rule:
     options: ClassVar[frozenset[str]] = frozenset({"max_queued_requests"})
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
-        """Chooses the cheapest rank, or returns a Wait for it if it has no room."""
+        """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
         weighed = weigh_natively(context) if NATIVE is not None else weigh(context, used_shares(context))
         costs = weighed.forecast + weighed.batch + weighed.work + weighed.output + weighed.shortage
-        index = draw_lowest(costs, rng)
+        slots = context.free_slots
+        is_open = slots >= 1 if slots.min() < 1 else None
+        has_slot = is_open is None or bool(is_open.any())
+        weighed_costs = costs if is_open is None or not has_slot else np.where(is_open, costs, np.inf)
+        index = draw_lowest(weighed_costs, rng)
 
         def formula(index: int) -> str:
+            full = ", no free slot" if slots[index] < 1 else ""
             return (
                 f"Formula for {rank_label(context.ranks[index])}: {costs[index]:.1f} ms = "
                 f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + "
                 f"{weighed.work[index]:.1f} for others + {weighed.output[index]:.1f} for its output + "
                 f"{weighed.shortage[index]:.1f} for lack of blocks "
-                f"({int(weighed.new_tokens[index])} tokens to compute)"
+                f"({int(weighed.new_tokens[index])} tokens to compute{full})"
             )
 
         terms = {
@@ -154,22 +161,30 @@ class Rule:
             "shortage_ms": weighed.shortage,
             "new_tokens": weighed.new_tokens,
             "relative_latency": context.relative_latency,
+            "free_slots": slots,
         }
         new_tokens = int(weighed.new_tokens[index])
         total = context.total_blocks[index]
-        if total and context.active_blocks[index] > total:
-            explanation = Explanation("the cheapest rank has no room", costs, terms, formula)
+        added = context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size
+        slot = int(total * context.block_size / max(1.0, slots[index] + context.active_requests[index]))
+        use_tokens = max(added, slot)
+        if not has_slot or (total and context.active_blocks[index] > total):
+            reason = "the cheapest rank lacks KV blocks" if has_slot else "no rank has a free slot"
             return Wait(
                 index,
-                explanation,
+                Explanation(reason, costs, terms, formula),
                 work_ms=float(weighed.own[index] * context.relative_latency[index]),
-                room_tokens=context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size,
+                room_tokens=added if has_slot else new_tokens,
+                use_tokens=use_tokens,
                 rank=context.ranks[index],
                 prefill_tokens=new_tokens,
+                for_slot=not has_slot,
             )
+        reason = "lowest cost" if is_open is None else "lowest cost of the ranks with a free slot"
         return Choice(
             index,
-            Explanation("lowest cost", costs, terms, formula),
+            Explanation(reason, costs, terms, formula),
+            use_tokens,
             prefill_tokens=new_tokens,
             forecast_ms=float(weighed.forecast[index] / weighed.relative[index]) if weighed.fit[index] else None,
         )
