@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -26,7 +26,6 @@ from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRoute
 from kvrouter.scheduler.bookings.changes import Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
-from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
@@ -89,7 +88,8 @@ class _Waiter:
 @dataclass(slots=True)
 class _Component:
     queue: RequestQueue[Key]
-    pool: Pool
+    open_ranks: Callable[[float], Collection[Rank] | None]
+    """As of the component's pool."""
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
@@ -144,10 +144,10 @@ class QueuedRequests:
             DeadlineExceeded: it could not meet its deadline.
             KvRouterError: no rank can take it any more.
         """
-        pool, key, wait = request.pool, request.booking.key, decision.verdict
+        key, wait = request.booking.key, decision.verdict
         assert key is not None  # noqa: S101 - required of callers
         assert isinstance(wait, Wait)  # noqa: S101
-        component = self._component(pool)
+        component = self._component(request)
         now = self._clock()
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
         remaining = deadline.remaining()
@@ -234,13 +234,15 @@ class QueuedRequests:
         """Notes that a request was booked without waiting, and counts for its tenant until its booking ends."""
         key, verdict = request.booking.key, decision.verdict
         if key is not None and verdict is not None:
-            self._component(request.pool).queue.dispatched(key, tenant, verdict.use_tokens)
+            self._component(request).queue.dispatched(key, tenant, verdict.use_tokens)
 
-    def _component(self, pool: Pool) -> _Component:
+    def _component(self, request: RequestContext) -> _Component:
+        pool = request.pool
         component = self._components.get(pool.name)
         if component is None:
-            component = self._components[pool.name] = _Component(RequestQueue(self._max_queued_requests), pool)
-        component.pool = pool
+            queue: RequestQueue[Key] = RequestQueue(self._max_queued_requests)
+            component = self._components[pool.name] = _Component(queue, pool.open_ranks)
+        component.open_ranks = pool.open_ranks  # the pool is another one if its block size has changed
         return component
 
     def follow(self, booking_table: BookingTable) -> None:
@@ -341,7 +343,7 @@ class QueuedRequests:
             return verdict
 
         now = self._clock()
-        for key, verdict in component.queue.release(now, decide, lambda: component.pool.open_ranks(now)):
+        for key, verdict in component.queue.release(now, decide, lambda: component.open_ranks(now)):
             waiting = self._waiting[key]
             try:
                 queued = decision._replace(queued_seconds=now - waiting.queued_from)
