@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
+from kvrouter.frontend.admission.request_admission import RequestAdmission
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import Limits
@@ -33,6 +35,7 @@ class Engine:
     options = SimpleNamespace(limits=Limits(1000, 1 << 30))
     models = SimpleNamespace(may_forward=False, has_text=lambda _: False)
     access = None
+    admission = RequestAdmission(None, OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry()))
 
     def __init__(self) -> None:
         self.runner = self

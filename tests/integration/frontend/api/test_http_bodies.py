@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
+from kvrouter.frontend.admission import body_room
 
 from ..gateway import MODEL, System, running_system
 
@@ -68,7 +69,16 @@ async def test_a_body_that_cannot_be_decompressed_is_a_bad_request(served: Syste
 async def test_a_small_body_that_decompresses_to_a_large_one_is_refused(served: System) -> None:
     bomb = gzip.compress(bytes(256 << 20), 9)
     status, message = await post(served, bomb, **{"Content-Encoding": "gzip"})
-    assert (status, message.split(".")[0]) == (400, f"the body exceeds {64 << 20} bytes")
+    assert (status, message.split(".")[0]) == (413, "the body is more than 50 times its compressed size")
+
+
+async def test_a_body_beyond_the_limit_is_too_large(served: System) -> None:
+    host, port = served.http.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % ((64 << 20) + 1))
+    async with asyncio.timeout(30):
+        assert b" 413 " in await reader.readline()
+    writer.close()
 
 
 @pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions", "v1/nothing"])
@@ -108,3 +118,33 @@ async def test_a_slow_body_is_read_as_long_as_it_comes(served: System) -> None:
         session.post(f"http://{served.http}/v1/completions", data=slowly()) as response,
     ):
         assert response.status == 200
+
+
+async def test_bodies_that_are_read_at_once_have_a_bound_in_sum(
+    nats_url: str, etcd_endpoint: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_room, "WAIT_SECONDS", 0.1)
+    bound = 1 << 20
+    where = nats_url, etcd_endpoint, namespace
+    async with running_system(*where, max_prompt_bytes_in_flight=bound) as system:
+        host, port = system.http.split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (2 * bound)
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+        for _, writer in connections:
+            writer.write(head + bytes(bound))
+        sample = system.runtime.registry.get_sample_value
+        labels = {"bound": "prompt_bytes_in_flight", "when_full": "refuses"}
+        answers = [asyncio.create_task(reader.readline()) for reader, _ in connections]
+        async with asyncio.timeout(30):
+            # All but the oldest one.
+            while sum(answer.done() for answer in answers) < 7:
+                assert (sample("kvrouter_bound_used", labels) or 0) <= 3 * bound
+                await asyncio.sleep(0.01)
+        assert [answer.result().split()[1] for answer in answers if answer.done()] == [b"429"] * 7
+        for (_, writer), answer in zip(connections, answers, strict=True):
+            writer.close()
+            answer.cancel()
+        await asyncio.wait(answers)
+        async with asyncio.timeout(30):
+            while sample("kvrouter_bound_used", labels):
+                await asyncio.sleep(0.01)

@@ -21,6 +21,7 @@ from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from prometheus_client import CollectorRegistry
 
 POOLS = [ComponentView(ComponentName("n", "c"), ComponentDescriptor(model="m"), {})]
+UNBOUNDED = OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry())
 CALLER = Caller("caller", limits=RateLimits(tokens_per_minute=60.0, concurrency=2))
 
 
@@ -80,5 +81,5 @@ def test_a_request_without_a_caller_is_refused_where_callers_are_limited() -> No
     keys: Any = None
     access = Access(keys, None, Refusals(CollectorRegistry()), Quotas(LimitTable()))
     with pytest.raises(Unauthenticated):
-        RequestAdmission(access).admit(POOLS, 1, 1, "call")
-    RequestAdmission().admit(POOLS, 1, 1, "call").end(1, sent=True)
+        RequestAdmission(access, UNBOUNDED).admit(POOLS, 1, 1, "call")
+    RequestAdmission(None, UNBOUNDED).admit(POOLS, 1, 1, "call").end(1, sent=True)

@@ -66,7 +66,7 @@ async def run(
         FrontendMetrics(CollectorRegistry()),
         GatewayOptions(Limits(1000, 1000), 1, 1.0, 0),
         access=access,
-        admission=RequestAdmission(access, bounds),
+        admission=RequestAdmission(access, bounds or OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry())),
     )
     request = FrontendServiceGenerateRequest(model="m", stop_conditions=StopConditions(max_tokens=max_tokens))
     caller = Caller("caller", limits=RateLimits(tokens_per_minute=50.0))

@@ -186,7 +186,7 @@ class FrontendSettings(RoutingSettings):
     max_prompt_bytes_in_flight: int = Field(
         default=1 << 30,
         ge=0,
-        description="Most bytes of the prompts of running requests of each process; 0 for no limit.",
+        description="Most bytes of the bodies and prompts of requests in each process; 0 for no limit.",
     )
     max_work: float = Field(
         default=0.0,

@@ -43,26 +43,33 @@ class FairBound:
         self.used = 0.0
         self._tenants: dict[str, _Use] = {}
 
-    def try_add(self, tenant: str, weight: float, amount: float) -> bool:
-        """Adds an amount of a tenant. Returns False, and adds nothing, if there is no room for it."""
-        use = self._tenants.get(tenant)
+    def try_add(self, tenant: str, weight: float, amount: float, *, requests: int = 1) -> bool:
+        """Adds an amount of a tenant. Returns False, and adds nothing, if there is no room for it.
+
+        ``requests`` is 0 if more is added for a request that has an amount already.
+        """
         if self.most and self.used and not self._has_room(tenant, weight, amount):
             self._wanting[tenant] = weight, self._clock() + WANTING_S
             return False
+        self.add(tenant, weight, amount, requests=requests)
+        return True
+
+    def add(self, tenant: str, weight: float, amount: float, *, requests: int = 1) -> None:
+        """Adds an amount of a tenant whether there is room for it or not."""
         self._wanting.pop(tenant, None)
+        use = self._tenants.get(tenant)
         if use is None:
             use = self._tenants[tenant] = _Use(0.0, 0, weight)
         use.amount += amount
-        use.requests += 1
+        use.requests += requests
         use.weight = weight
         self.used += amount
-        return True
 
-    def remove(self, tenant: str, amount: float) -> None:
-        """Removes an amount that was added."""
+    def remove(self, tenant: str, amount: float, *, requests: int = 1) -> None:
+        """Removes an amount that was added; ``requests`` is 0 if its request keeps a rest."""
         use = self._tenants[tenant]
         use.amount -= amount
-        use.requests -= 1
+        use.requests -= requests
         self.used -= amount
         if not use.requests:
             del self._tenants[tenant]

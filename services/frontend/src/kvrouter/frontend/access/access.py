@@ -13,7 +13,7 @@ from typing import NoReturn
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
 from kvrouter.frontend.access.credentials import credential_of
-from kvrouter.frontend.access.quotas import Grant, LimitReached, Quotas
+from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals
 from kvrouter.frontend.access.rules import RuleBroken
 from kvrouter.frontend.access.tokens import TokenVerifier, is_token
@@ -48,8 +48,6 @@ _ENGINE_PATHS = frozenset(
 
 
 _MAX_DIGITS = 12
-TOKEN_BYTES = 4
-"""Bytes of a request that stand for a token until its tokens are known: the typical length of one."""
 
 
 class Access:

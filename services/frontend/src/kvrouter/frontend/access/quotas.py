@@ -10,6 +10,8 @@ from kvrouter.frontend.access.limit_table import REQUESTS, TOKENS, LimitTable
 from kvrouter.frontend.access.refusals import RefusalReason
 from kvrouter.runtime.errors import RateLimited
 
+TOKEN_BYTES = 4
+"""Bytes of a request that stand for a token until its tokens are known: the typical length of one."""
 _BURST_SECONDS = 1.0
 """Requests of so many seconds may arrive at once."""
 _MINUTE_SECONDS = 60.0

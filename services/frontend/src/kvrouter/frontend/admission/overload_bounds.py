@@ -1,4 +1,4 @@
-"""Admits requests by their number, the size of their prompts, and the work that they are for their model's workers.
+"""Admits requests by their number, the size of their bodies and prompts, and their work for their model's workers.
 
     work of a request = prompt tokens + min(maximum output tokens, mean output tokens of the model)
     bounds of a model = max_work * KV cache of its workers, tokens of work
@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant
+from kvrouter.frontend.admission.body_room import MAX_WAITING, BodyRoom, BodyRooms, current_room
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import Overloaded
@@ -26,7 +28,6 @@ _FIRST_OUTPUT_TOKENS = 256.0
 """Mean output before any request has ended."""
 _SMOOTHING = 0.05
 _RETRY_MS = 1000
-_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class OverloadBounds:
         self._limits = limits
         self._requests = FairBound(limits.requests)
         self._prompt_bytes = FairBound(limits.prompt_bytes)
+        self._rooms = BodyRooms(self._prompt_bytes, lambda message: self._refusal("prompt_bytes", message))
         self._models: dict[str, _Model] = {}
         self._refused = Counter(
             "kvrouter_frontend_overload_refusals",
@@ -88,12 +90,17 @@ class OverloadBounds:
         bounds = bounds_of(registry)
         bounds.add("requests_in_flight", lambda: self._requests.used, limits.requests)
         bounds.add("prompt_bytes_in_flight", lambda: self._prompt_bytes.used, limits.prompt_bytes)
+        bounds.add("waiting_bodies", lambda: self._rooms.waiting, MAX_WAITING)
         bounds.add("admitted_work_share", self._highest_work_share, 1.0 if limits.work else 0.0)
+
+    def room(self, tenant: str, weight: float, grant: Grant | None) -> BodyRoom:
+        """Returns room for the body of a request, of which nothing is taken yet; arguments as for ``BodyRoom``."""
+        return BodyRoom(self._rooms, tenant, weight, grant)
 
     def admit(
         self, views: Sequence[ComponentView], tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
     ) -> CountedRequest:
-        """Admits a request, which then counts until it is ended.
+        """Admits a request, which then counts until it is ended. Its prompt uses the room of its body first.
 
         Args:
             views: The components of its model, at least one.
@@ -112,11 +119,14 @@ class OverloadBounds:
         if self._limits.work:
             model.work.most = self._limits.work * _cache_tokens(views)
             model.slots.most = self._limits.work * _slots(views)
-        size = prompt_tokens * _TOKEN_BYTES
+        room = current_room()
+        size = prompt_tokens * TOKEN_BYTES
+        if room is not None:
+            size = room.claim(size)
         work = prompt_tokens + min(max_output_tokens or model.mean_output, model.mean_output)
         if not self._requests.try_add(tenant, weight, 1):
             raise self._refusal("requests", "this Frontend runs as many requests as it may")
-        if not self._prompt_bytes.try_add(tenant, weight, size):
+        if size and not self._prompt_bytes.try_add(tenant, weight, size):
             self._requests.remove(tenant, 1)
             raise self._refusal("prompt_bytes", "this Frontend has no room for further prompts")
         has_slot = model.slots.try_add(tenant, weight, 1)
@@ -128,9 +138,10 @@ class OverloadBounds:
         return CountedRequest(self, model, tenant, size, work)
 
     def end(self, tenant: str, size: int) -> None:
-        """Ends a request of a tenant whose prompt has that size in bytes."""
+        """Ends a request of a tenant whose prompt takes so many bytes beside the room of its body."""
         self._requests.remove(tenant, 1)
-        self._prompt_bytes.remove(tenant, size)
+        if size:
+            self._rooms.remove_prompt(tenant, size)
 
     def _highest_work_share(self) -> float:
         """Returns the part of its fuller bound that the model with most work has in use, 0 to about 1."""

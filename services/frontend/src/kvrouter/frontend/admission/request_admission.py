@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrouter.frontend.access.access import Access
-from kvrouter.frontend.access.caller import current_caller
+from kvrouter.frontend.access.caller import current_caller, current_grant
 from kvrouter.frontend.access.quotas import Grant
+from kvrouter.frontend.admission.body_room import BodyRoom
 from kvrouter.frontend.admission.overload_bounds import CountedRequest, OverloadBounds
 from kvrouter.runtime.discovery.directory import ComponentView
 
@@ -46,10 +47,14 @@ class AdmittedRequest:
 class RequestAdmission:
     """Admits the requests of one process."""
 
-    def __init__(self, access: Access | None = None, bounds: OverloadBounds | None = None) -> None:
-        """``access`` has the limits of callers, ``bounds`` those of this Frontend; None limits nothing."""
+    def __init__(self, access: Access | None, bounds: OverloadBounds) -> None:
+        """``access`` has the limits of callers, None for none, and ``bounds`` those of this Frontend."""
         self._access = access
         self._bounds = bounds
+
+    def room(self) -> BodyRoom:
+        """Returns room for the body of a request of the current caller, of which nothing is taken yet."""
+        return self._bounds.room(*_share_holder(), current_grant())
 
     def admit(
         self, views: Sequence[ComponentView], prompt_tokens: int, max_output_tokens: int, call: str
@@ -69,14 +74,16 @@ class RequestAdmission:
         """
         grant = None if self._access is None else self._access.count(prompt_tokens + max_output_tokens, call)
         admitted = AdmittedRequest(grant, None, prompt_tokens, max_output_tokens)
-        if self._bounds is None:
-            return admitted
-        # A tenant that a client claims would give a share to whoever claims many.
-        caller = current_caller()
-        holder, weight = ("", 1.0) if caller is None else (caller.share_holder, caller.weight)
         try:
-            counted = self._bounds.admit(views, holder, weight, prompt_tokens, max_output_tokens)
+            counted = self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
         except BaseException:
             admitted.end(0, sent=False)
             raise
         return AdmittedRequest(grant, counted, prompt_tokens, max_output_tokens)
+
+
+def _share_holder() -> tuple[str, float]:
+    """Returns who has a share of the bounds, and its weight."""
+    caller = current_caller()
+    # A tenant that a client claims would give a share to whoever claims many.
+    return ("", 1.0) if caller is None else (caller.share_holder, caller.weight)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 from kvrouter.core import find_json_value
+from kvrouter.frontend.admission.body_room import BodyTooLarge
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, decode_json
 from kvrouter.frontend.api.openai.prompt_list import parse_prompts
 from kvrouter.frontend.api.openai.text_request import TextRequest, TokenPrompt
 from kvrouter.frontend.api.request_fields import SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.api.token_list import Prompt
 from kvrouter.frontend.text.prompt_source import PromptSource
-from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -69,6 +69,7 @@ class CompletionRequest:
 
         Raises:
             BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
+            BodyTooLarge: the fields besides the prompt are too long.
             PromptTooLong: the prompt has more tokens than ``max_prompt_tokens``.
         """
         text = b""
@@ -82,7 +83,7 @@ class CompletionRequest:
                     prompt = Prompt.parse(text, limit=max_prompt_tokens)
                 body = b"".join((view[:start], b"[]", view[end:]))
         if len(body) > MAX_FIELDS_BYTES:
-            raise BadRequest(
+            raise BodyTooLarge(
                 f"body: {len(body)} bytes besides the prompt; the limit is {MAX_FIELDS_BYTES}",
                 advice="Send shorter fields.",
             )

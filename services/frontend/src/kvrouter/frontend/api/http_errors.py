@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import structlog
 from aiohttp import web
+from kvrouter.frontend.admission.body_room import BodyTooLarge
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 
@@ -36,7 +37,7 @@ _BUSY = frozenset(
         ErrorReason.ERROR_REASON_OVERLOADED,
     }
 )
-_UNAUTHENTICATED, _FORBIDDEN = 401, 403
+_UNAUTHENTICATED, _FORBIDDEN, _TOO_LARGE = 401, 403, 413
 _ERROR_TYPES = {
     _BUSY_STATUS: "rate_limit_error",
     _UNAUTHENTICATED: "authentication_error",
@@ -53,7 +54,7 @@ def http_status(code: grpc.StatusCode, reason: ErrorReason) -> int:
 
 def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Returns HTTP status, JSON body and headers of an error response."""
-    status = http_status(error.code, error.info.reason)
+    status = _TOO_LARGE if isinstance(error, BodyTooLarge) else http_status(error.code, error.info.reason)
     body = {
         "error": {
             "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),

@@ -101,14 +101,30 @@ class HttpApi:
                 web.get("/metrics", self.metrics),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{model:.+}", self.model),
-                web.post("/v1/completions", self.completions),
-                web.post("/v1/chat/completions", self.chat_completions),
+                web.post("/v1/completions", self._with_body(self.completions, _MAX_BODY_BYTES)),
+                web.post("/v1/chat/completions", self._with_body(self.chat_completions, _MAX_BODY_BYTES)),
                 web.get("/busy_threshold", self.list_busy_thresholds),
-                web.post("/busy_threshold", self.set_busy_threshold),
+                web.post("/busy_threshold", self._with_body(self.set_busy_threshold, MAX_FIELDS_BYTES)),
                 *self._page,
             ]
         )
         return app
+
+    def _with_body(
+        self, handler: Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]], limit: int
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Returns a handler that reads the body, up to ``limit`` bytes, into room that it holds until its end."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            room = self._frontend.runner.admission.room()
+            try:
+                with room:
+                    body = await read_body(request, room, limit=limit, idle_seconds=self._body_seconds)
+                    return await handler(request, body)
+            finally:
+                room.end()
+
+        return handle
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         connector = aiohttp.TCPConnector(limit=0)
@@ -150,17 +166,15 @@ class HttpApi:
             raise UnknownModel(name, models)
         return web.json_response(models[name])
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def chat_completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
-        body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
         if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
         chat = await self._decoded(parse_chat, body)
         return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request.headers)))
 
-    async def set_busy_threshold(self, request: web.Request) -> web.Response:
+    async def set_busy_threshold(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
         """Sets the given thresholds of a model and returns those in force."""
-        body = await read_body(request, limit=MAX_FIELDS_BYTES, idle_seconds=self._body_seconds)
         requested = BusyThresholdBody.parse(body).to_request()
         in_force = await self._frontend.set_busy_threshold(requested, deadline=Deadline.after(_ADMIN_SECONDS))
         return web.json_response(shown(requested.model, in_force))
@@ -170,9 +184,8 @@ class HttpApi:
         thresholds = await self._frontend.busy_thresholds(deadline=Deadline.after(_ADMIN_SECONDS))
         return web.json_response(listed(thresholds))
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
-        body = await read_body(request, limit=_MAX_BODY_BYTES, idle_seconds=self._body_seconds)
         if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
         completion_request = await self._parsed(request, body)

@@ -53,15 +53,17 @@ class RequestRunner:
         metrics: FrontendMetrics,
         options: GatewayOptions,
         *,
+        admission: RequestAdmission,
         recorder: Recorder | None = None,
         popular_prefixes: PopularPrefixes | None = None,
         access: Access | None = None,
-        admission: RequestAdmission | None = None,
         disaggregation: Disaggregation | None = None,
     ) -> None:
         self.options = options
         self.workers = workers
         """The connections to workers."""
+        self.admission = admission
+        """Admits requests within limits."""
         self.popular_prefixes = popular_prefixes
         """Counts the prefixes of prompts; None to count none."""
         self.pool_choice = PoolChoice(links)
@@ -71,7 +73,6 @@ class RequestRunner:
         self._metrics = metrics
         self._recorder = recorder
         self._access = access
-        self._admission = admission or RequestAdmission(access)
         self._disaggregation = disaggregation
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
@@ -117,7 +118,7 @@ class RequestRunner:
                 view = pools.largest()
             if through is None:
                 check_request(request, tokens, view, self.options.limits)
-            admitted = self._admission.admit(views, tokens, request.stop_conditions.max_tokens, "Generate")
+            admitted = self.admission.admit(views, tokens, request.stop_conditions.max_tokens, "Generate")
             if pools is not None:
                 # Only now, since this asks Schedulers.
                 view = await pools.cheapest(prompt, deadline)

@@ -21,7 +21,7 @@ from kvrouter.frontend.endpoint_picker.header_map import header_values
 from kvrouter.frontend.endpoint_picker.metadata import served_endpoint
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
-from kvrouter.runtime.errors import BadRequest, KvRouterError, TooLarge
+from kvrouter.runtime.errors import BadRequest, KvRouterError
 
 _STREAM_TYPE = "text/event-stream"
 
@@ -112,9 +112,9 @@ class Exchange:
 
     async def _take(self, piece: HttpBody) -> None:
         try:
-            self._request.add(piece.body)
-        except TooLarge as error:
-            await self._refuse(error, status=413)
+            await self._request.add(piece.body)
+        except KvRouterError as error:
+            await self._refuse(error)
             return
         if piece.end_of_stream:
             await self._route(end_of_stream=True)
@@ -148,11 +148,11 @@ class Exchange:
         removed = sorted(self._request.removed_headers() - added.keys())
         await self._context.write(responses.route(endpoints, added, removed))
 
-    async def _refuse(self, error: KvRouterError, *, status: int | None = None) -> None:
+    async def _refuse(self, error: KvRouterError) -> None:
         self._refused = True
         self._free()
         self._metrics.requests.labels(code=error.code.name).inc()
-        await self._context.write(responses.refusal(error, status=status))
+        await self._context.write(responses.refusal(error))
 
     async def _begin_response(self, message: ProcessingRequest) -> None:
         headers = header_values(message.response_headers.headers)

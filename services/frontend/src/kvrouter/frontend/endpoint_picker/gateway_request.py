@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
@@ -11,6 +11,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller, acting_for
 from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
 from kvrouter.frontend.access.quotas import Grant
+from kvrouter.frontend.admission.body_room import BodyRoom, BodyTooLarge
 from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.api.openai.reported_usage import Usage
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
@@ -23,7 +24,6 @@ from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.frontend.lifecycle.span_attributes import describe_attempt, of_request
 from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import TooLarge
 from kvrouter.runtime.tracing import request_span
 
 _MAX_BODY_BYTES = 64 << 20
@@ -62,6 +62,7 @@ class GatewayRequest:
         self._options = options
         self._caller: Caller | None = None
         self._grant: Grant | None = None
+        self._room: BodyRoom | None = None
         self._admitted: AdmittedRequest | None = None
         self._traceparent = ""
         self._has_foreign_state = False
@@ -85,18 +86,24 @@ class GatewayRequest:
         self._has_foreign_state = not self._traceparent and trace_context.STATE_HEADER in headers
         if self._options.access is not None:
             self._caller, self._grant = self._options.access.admit_to_engine(headers.get(":path", ""), listed)
+        with self._acting():
+            self._room = self._options.admission.room()
         self._dp_rank = requested_rank(headers)
         self._allowed = allowed_endpoints(message.metadata_context)
 
-    def add(self, piece: bytes) -> None:
-        """Adds a piece of the body.
+    async def add(self, piece: bytes) -> None:
+        """Adds a piece of the body, when there is room for it.
 
         Raises:
-            TooLarge: the body is too long.
+            BodyTooLarge: the body is too long.
+            Overloaded: there is no room for it.
         """
+        size = len(self.body) + len(piece)
+        if size > _MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is longer than {_MAX_BODY_BYTES} bytes")
+        if self._room is not None:
+            await self._room.hold(size)
         self.body += piece
-        if len(self.body) > _MAX_BODY_BYTES:
-            raise TooLarge(f"the body is longer than {_MAX_BODY_BYTES} bytes")
 
     async def choose(self, *, may_remove_usage: bool) -> Pick:
         """Chooses and books an endpoint for the complete request. ``may_remove_usage``: whether it can be removed.
@@ -107,14 +114,19 @@ class GatewayRequest:
         with trace_context.entered(self._traceparent), request_span("pick endpoint") as pick_span:
             # The engine continues the trace from here, also if the client has begun none.
             self._traceparent = trace_context.current()
-            with acting_for(self._caller, self._grant) if self._caller is not None else nullcontext():
+            with self._acting(), self._room or nullcontext():
                 pick = await self._choose(may_remove_usage=may_remove_usage)
             if pick_span.recording:
                 pick_span.set(of_request(self._routed.model, self.id, self._routed.prompt_tokens))
                 describe_attempt(pick_span, pick.booking, pick.endpoints[0])
             return pick
 
+    def _acting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._caller is None else acting_for(self._caller, self._grant)
+
     async def _choose(self, *, may_remove_usage: bool) -> Pick:
+        if self._room is not None:
+            self._room.is_read(len(self.body))
         routed, self.body = await self._picker.read(self.body)
         self._routed = routed = replace(routed, dp_rank=self._dp_rank)
         self._admitted = self._options.admission.admit(
@@ -181,3 +193,5 @@ class GatewayRequest:
             admitted.end(output_tokens if pick is not None else 0, sent=pick is not None)
         if self._grant is not None:
             self._grant.end()
+        if self._room is not None:
+            self._room.end()

@@ -69,12 +69,12 @@ def response_trailers() -> ProcessingResponse:
     return ProcessingResponse(response_trailers=TrailersResponse())
 
 
-def refusal(error: KvRouterError, *, status: int | None = None) -> ProcessingResponse:
-    """Ends the request with an error in the format of the OpenAI API; ``status`` replaces the error's HTTP status."""
-    usual, body, headers = error_body(error)
+def refusal(error: KvRouterError) -> ProcessingResponse:
+    """Ends the request with an error in the format of the OpenAI API."""
+    status, body, headers = error_body(error)
     return ProcessingResponse(
         immediate_response=ImmediateResponse(
-            status=HttpStatus(code=status or usual),
+            status=HttpStatus(code=status),
             headers=_mutation({"content-type": "application/json"} | headers),
             body=msgspec.json.encode(body),
             details=f"kvrouter_{error.code.name.lower()}",

@@ -1,0 +1,195 @@
+"""Room for the bodies of requests: a body is read, and decompressed, only into bytes that were taken before.
+
+The bytes are those of the bound of prompts in flight, which holders share (``FairBound``). A body that finds no room
+waits for WAIT_SECONDS at most, those of one holder in the order of their arrival. Room is taken as bytes arrive, so a
+client holds no more than about twice what it has sent. Bodies that wait for each other to end would all be refused: the
+oldest one that is being read always gets room, so the bound may be exceeded by one body. Where callers are known, the
+bodies of one holder take three quarters of the bound at most, so that slow ones leave room for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import NamedTuple
+
+from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant
+from kvrouter.runtime.errors import Overloaded, TooLarge
+from kvrouter.runtime.fair_bound import FREE, FairBound
+
+WAIT_SECONDS = 5.0
+"""Maximum time that a body waits for room, seconds."""
+MAX_WAITING = 1024
+"""Maximum number of bodies that wait. Each has some 128 KiB in the buffer of its connection."""
+
+
+class BodyTooLarge(TooLarge):
+    """A body exceeds a limit in bytes. Over HTTP its status is 413."""
+
+
+class _Waiting(NamedTuple):
+    room: BodyRoom
+    amount: int
+    taken: asyncio.Future[None]
+
+
+class BodyRooms:
+    """The room of all bodies of a process."""
+
+    def __init__(self, bound: FairBound, refusal: Callable[[str], Overloaded]) -> None:
+        """``bound`` counts bytes; ``refusal`` returns the error with a message."""
+        self._bound = bound
+        self._refusal = refusal
+        self._waiting: list[_Waiting] = []
+        self._reading: dict[BodyRoom, None] = {}
+        """Bodies that are being read and have room, the oldest first."""
+        self._used: dict[str, int] = {}
+        """Room of the bodies of each known holder."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of bodies that wait for room."""
+        return len(self._waiting)
+
+    async def take(self, room: BodyRoom, amount: int) -> None:
+        """Takes further room for a body.
+
+        Raises:
+            Overloaded: there is none in time, or too many bodies wait.
+        """
+        if not any(each.room.holder == room.holder for each in self._waiting) and self._try(room, amount):
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            raise self._refusal("too many bodies of requests wait for room")
+        waiting = _Waiting(room, amount, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._serve()
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await waiting.taken
+        except TimeoutError:
+            raise self._refusal(f"there was no room for the body for {WAIT_SECONDS:g} s") from None
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    def give_back(self, room: BodyRoom, amount: int) -> None:
+        """Gives room back, and serves bodies that wait."""
+        room.size -= amount
+        self._bound.remove(room.holder, amount, requests=int(not room.size))
+        self._note(room.holder, -amount)
+        self._serve()
+
+    def remove_prompt(self, holder: str, size: int) -> None:
+        """Removes a prompt from the bound, and serves bodies that wait."""
+        self._bound.remove(holder, size)
+        self._serve()
+
+    def end_reading(self, room: BodyRoom) -> None:
+        """Notes that a body needs no further room."""
+        if room in self._reading:
+            del self._reading[room]
+            self._serve()
+
+    def _serve(self) -> None:
+        passed_over = set[str]()
+        for waiting in list(self._waiting):
+            holder = waiting.room.holder
+            if waiting.taken.done() or (holder in passed_over and not self._is_oldest(waiting.room)):
+                continue
+            if self._try(waiting.room, waiting.amount):
+                self._waiting.remove(waiting)
+                waiting.taken.set_result(None)
+            else:
+                passed_over.add(holder)
+
+    def _try(self, room: BodyRoom, amount: int) -> bool:
+        holder, requests = room.holder, int(not room.size)
+        if self._is_oldest(room):
+            self._bound.add(holder, room.weight, amount, requests=requests)
+        elif self._has_its_part(holder, amount) or not self._bound.try_add(
+            holder, room.weight, amount, requests=requests
+        ):
+            return False
+        self._note(holder, amount)
+        room.size += amount
+        self._reading.setdefault(room)
+        return True
+
+    def _is_oldest(self, room: BodyRoom) -> bool:
+        return room is next(iter(self._reading), None)
+
+    def _has_its_part(self, holder: str, amount: int) -> bool:
+        used = self._used.get(holder, 0)
+        return bool(self._bound.most and used) and used + amount > FREE * self._bound.most
+
+    def _note(self, holder: str, amount: int) -> None:
+        if holder:
+            self._used[holder] = self._used.get(holder, 0) + amount
+            if not self._used[holder]:
+                del self._used[holder]
+
+
+_ROOM: ContextVar[BodyRoom | None] = ContextVar("kvrouter_body_room", default=None)
+
+
+def current_room() -> BodyRoom | None:
+    """Returns the room of the body of the request that runs in this task; None if it has none."""
+    return _ROOM.get()
+
+
+class BodyRoom:
+    """The room of one body, which ``end`` gives back. As a context it is that of the request which runs there."""
+
+    __slots__ = ("_grant", "_rooms", "_token", "_unclaimed", "holder", "size", "weight")
+
+    def __init__(self, rooms: BodyRooms, holder: str, weight: float, grant: Grant | None) -> None:
+        """``grant`` counts the body until its tokens are known."""
+        self._rooms = rooms
+        self._grant = grant
+        self._unclaimed = 0
+        self._token: Token[BodyRoom | None] | None = None
+        self.holder = holder
+        """Who has a share of the bound; empty if callers are not known."""
+        self.weight = weight
+        self.size = 0
+        """Bytes that are taken."""
+
+    def __enter__(self) -> BodyRoom:
+        self._token = _ROOM.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            _ROOM.reset(self._token)
+
+    async def hold(self, size: int) -> None:
+        """Takes room until it is at least ``size`` bytes.
+
+        Raises:
+            Overloaded: there is none in time.
+        """
+        if size > self.size:
+            await self._rooms.take(self, size - self.size)
+
+    def is_read(self, size: int) -> None:
+        """Notes that the whole body has so many bytes, and gives back what it does not need."""
+        if self.size > size:
+            self._rooms.give_back(self, self.size - size)
+        self._rooms.end_reading(self)
+        self._unclaimed = size
+        if self._grant is not None:
+            self._grant.estimate(size // TOKEN_BYTES)
+
+    def claim(self, size: int) -> int:
+        """Uses the room for a prompt of the body too. Returns how many bytes the prompt needs beside it."""
+        claimed = min(size, self._unclaimed)
+        self._unclaimed -= claimed
+        return size - claimed
+
+    def end(self) -> None:
+        """Gives the room back."""
+        if self.size:
+            self._rooms.give_back(self, self.size)
+        self._rooms.end_reading(self)
