@@ -14,6 +14,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
+from kvrouter.frontend.admission.client_bookings import BookingLimits, ClientBookings
 from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.admission.request_admission import RequestAdmission
 from kvrouter.frontend.api.http_server import HttpApi
@@ -141,7 +142,11 @@ async def running(
         admission=admission,
         disaggregation=disaggregation,
     )
-    service = FrontendService(runtime.directory, links, models, runner, metrics, indexers, access)
+    booking_limits = BookingLimits(
+        settings.max_bookings_per_caller, settings.max_sessions_per_caller, settings.max_lease_seconds
+    )
+    bookings = ClientBookings(booking_limits, access, runtime.registry)
+    service = FrontendService(runtime.directory, links, models, runner, metrics, indexers, bookings, access)
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
         probing = group.create_task(probes.run(), name="worker-probes")

@@ -194,6 +194,20 @@ class FrontendSettings(RoutingSettings):
         description="Most work of a model's running requests in each process, in multiples of the KV cache, and of the "
         "requests at once, of its workers; 0 for no limit.",
     )
+    max_bookings_per_caller: int = Field(
+        default=16_384,
+        ge=1,
+        description="Most bookings that a caller may have made with BestWorker and not released, in each process.",
+    )
+    max_sessions_per_caller: int = Field(
+        default=128, ge=1, description="Most sessions that a caller with a key may keep open, in each process."
+    )
+    max_lease_seconds: float = Field(
+        default=3600.0,
+        ge=1,
+        le=86_400,
+        description="Longest lease of a booking that a client makes with BestWorker, in seconds.",
+    )
     api_keys: str = Field(
         default="",
         description="File of API keys, made with `kvrouter keys`; calls then need a key. Empty for no API keys.",

@@ -34,8 +34,12 @@ _CLIENT_METHODS = frozenset(
         "FindOverlaps",
     )
 )
+_RUNNING_METHOD = f"{_SERVICE}Generate"
 _COUNTED_METHODS = frozenset(
-    f"{_SERVICE}{name}" for name in ("Generate", "BestWorker", "PotentialLoads", "KeepSession", "FindOverlaps")
+    (
+        _RUNNING_METHOD,
+        *(f"{_SERVICE}{name}" for name in ("BestWorker", "PotentialLoads", "KeepSession", "FindOverlaps")),
+    )
 )
 """Calls that count against the limits of their caller. The others cost no more than to refuse them, or end work."""
 _CLIENT_PATHS = "/v1/"
@@ -78,7 +82,7 @@ class Access:
         caller = self.authenticate(metadata, method)
         self.require_role(caller, method, is_client_call=method in _CLIENT_METHODS)
         if method in _COUNTED_METHODS:
-            return _Counted(self, caller, method, size)
+            return _Counted(self, caller, method, size, runs=method == _RUNNING_METHOD)
         return acting_for(caller)
 
     def admit_http(self, method: str, path: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
@@ -87,7 +91,7 @@ class Access:
         caller = self.authenticate(headers.items(), call)
         self.require_role(caller, call, is_client_call=path.startswith(_CLIENT_PATHS))
         if path in _ENGINE_PATHS:
-            return _Counted(self, caller, call, _content_length(headers))
+            return _Counted(self, caller, call, _content_length(headers), runs=True)
         return acting_for(caller)
 
     def admit_to_engine(self, path: str, headers: Sequence[tuple[str, str]]) -> tuple[Caller, Grant | None]:
@@ -165,14 +169,16 @@ class Access:
             self.refuse(broken.why, broken, caller=caller, call=call)
         return caller
 
-    def grant(self, caller: Caller, call: str, size: int) -> Grant:
-        """Admits a request within the limits of its caller. ``size`` of it in bytes gives an estimate of its tokens.
+    def grant(self, caller: Caller, call: str, size: int, *, runs: bool = True) -> Grant:
+        """Admits a request within the limits of its caller; see ``Quotas.admit``.
+
+        Its tokens are estimated by its ``size`` in bytes.
 
         Raises:
             RateLimited: a limit of its key or tenant is reached.
         """
         try:
-            return self._quotas.admit(caller, size // TOKEN_BYTES)
+            return self._quotas.admit(caller, size // TOKEN_BYTES, runs=runs)
         except LimitReached as reached:
             self.refuse(reached.why, reached, caller=caller, call=call)
 
@@ -206,16 +212,17 @@ class Access:
 class _Counted:
     """The context of a call that counts against the limits of its caller while it lasts."""
 
-    __slots__ = ("_access", "_acting", "_call", "_caller", "_grant", "_size")
+    __slots__ = ("_access", "_acting", "_call", "_caller", "_grant", "_runs", "_size")
 
-    def __init__(self, access: Access, caller: Caller, call: str, size: int) -> None:
+    def __init__(self, access: Access, caller: Caller, call: str, size: int, *, runs: bool) -> None:
         self._access = access
         self._caller = caller
         self._call = call
         self._size = size
+        self._runs = runs
 
     def __enter__(self) -> None:
-        self._grant = self._access.grant(self._caller, self._call, self._size)
+        self._grant = self._access.grant(self._caller, self._call, self._size, runs=self._runs)
         self._acting = acting_for(self._caller, self._grant)
         self._acting.__enter__()
 

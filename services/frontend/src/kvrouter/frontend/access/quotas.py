@@ -44,11 +44,11 @@ class Grant:
 
     __slots__ = ("_estimate", "_has_sequences", "_quotas", "_running", "_subjects")
 
-    def __init__(self, quotas: Quotas, subjects: tuple[_Subject, ...], estimate: float) -> None:
+    def __init__(self, quotas: Quotas, subjects: tuple[_Subject, ...], running: int, estimate: float) -> None:
         self._quotas = quotas
         self._subjects = subjects
         self._estimate = estimate
-        self._running = 1
+        self._running = running
         self._has_sequences = False
 
     def estimate(self, tokens: int) -> None:
@@ -73,14 +73,22 @@ class Grant:
             return
         self._quotas.give_back(self._subjects, self._estimate)
         self._estimate = 0.0
-        further = int(self._has_sequences)
-        self._quotas.take(self._subjects, further, tokens, passes_empty=passes_empty)
+        requests = int(self._has_sequences)
+        running = 1 if self._has_sequences or not self._running else 0
+        self._quotas.take(self._subjects, requests, running, tokens, passes_empty=passes_empty)
         self._has_sequences = True
-        self._running += further
+        self._running += running
 
     def end_sequence(self, unused_tokens: int) -> None:
         """Gives the tokens back that a sequence did not use."""
         self._quotas.give_back(self._subjects, unused_tokens)
+
+    def handed_over(self) -> Grant:
+        """Returns a grant that has all of this one, which ends without effect."""
+        grant = Grant(self._quotas, self._subjects, self._running, self._estimate)
+        grant._has_sequences = self._has_sequences
+        self._subjects = ()
+        return grant
 
     def end(self) -> None:
         """Ends the request. Tokens that are only estimated are given back."""
@@ -94,14 +102,15 @@ class Quotas:
 
     def __init__(self, table: LimitTable) -> None:
         self._table = table
-        self._unlimited = Grant(self, (), 0)
+        self._unlimited = Grant(self, (), 0, 0.0)
 
-    def admit(self, caller: Caller, tokens: int) -> Grant:
+    def admit(self, caller: Caller, tokens: int, *, runs: bool = True) -> Grant:
         """Admits a request, which then counts until its grant ends.
 
         Args:
             caller: Who makes it.
             tokens: Estimate of its prompt tokens.
+            runs: Whether it counts as a running request from now on, and not only when it has a sequence.
 
         Raises:
             LimitReached: a limit is reached; nothing is counted then.
@@ -113,8 +122,8 @@ class Quotas:
             _Subject(name, self._table.row(name), limits) for name, limits in both if not limits.limits_nothing
         )
         estimate = self.countable(subjects, tokens)
-        self.take(subjects, 1, estimate)
-        return Grant(self, subjects, estimate)
+        self.take(subjects, 1, int(runs), estimate)
+        return Grant(self, subjects, int(runs), estimate)
 
     def countable(self, subjects: tuple[_Subject, ...], tokens: int) -> float:
         """Returns how many tokens of an estimate count.
@@ -129,8 +138,10 @@ class Quotas:
             ]
         )
 
-    def take(self, subjects: tuple[_Subject, ...], requests: int, tokens: float, *, passes_empty: bool = True) -> None:
-        """Counts running requests and tokens.
+    def take(
+        self, subjects: tuple[_Subject, ...], requests: int, running: int, tokens: float, *, passes_empty: bool = True
+    ) -> None:
+        """Counts new and running requests, and tokens.
 
         Raises:
             LimitReached: a limit is reached; nothing is counted then.
@@ -138,9 +149,9 @@ class Quotas:
         table = self._table
         with table.locked():
             for subject in subjects:
-                self._check(subject, requests, tokens, passes_empty=passes_empty)
+                self._check(subject, requests, running, tokens, passes_empty=passes_empty)
             for _, row, limits in subjects:
-                table.begin(row, requests)
+                table.begin(row, running)
                 if requests and limits.requests_per_second is not None:
                     table.add(row, REQUESTS, requests, limits.requests_per_second)
                 if limits.tokens_per_minute is not None:
@@ -153,11 +164,11 @@ class Quotas:
         with self._table.locked():
             self._give_back(subjects, tokens)
 
-    def end(self, subjects: tuple[_Subject, ...], requests: int, unused_tokens: float) -> None:
+    def end(self, subjects: tuple[_Subject, ...], running: int, unused_tokens: float) -> None:
         """Ends running requests, and gives back the tokens that they did not use."""
         with self._table.locked():
             for _, row, _ in subjects:
-                self._table.end(row, requests)
+                self._table.end(row, running)
             self._give_back(subjects, unused_tokens)
 
     def _give_back(self, subjects: tuple[_Subject, ...], tokens: float) -> None:
@@ -165,10 +176,10 @@ class Quotas:
             if tokens and limits.tokens_per_minute is not None:
                 self._table.add(row, TOKENS, -tokens, limits.tokens_per_minute / _MINUTE_SECONDS)
 
-    def _check(self, subject: _Subject, requests: int, tokens: float, *, passes_empty: bool) -> None:
+    def _check(self, subject: _Subject, requests: int, running: int, tokens: float, *, passes_empty: bool) -> None:
         table = self._table
         name, row, limits = subject
-        if requests and limits.concurrency is not None and table.running(row) >= limits.concurrency:
+        if running and limits.concurrency is not None and table.running(row) >= limits.concurrency:
             raise LimitReached(
                 RefusalReason.CONCURRENCY,
                 f"the {name} has its maximum of {limits.concurrency} running requests",

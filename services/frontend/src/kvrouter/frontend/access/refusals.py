@@ -35,6 +35,8 @@ class RefusalReason(StrEnum):
     REQUEST_RATE = "request_rate"
     TOKEN_RATE = "token_rate"  # noqa: S105
     CONCURRENCY = "concurrency"
+    BOOKINGS = "bookings"
+    SESSIONS = "sessions"
 
 
 _MESSAGES = {

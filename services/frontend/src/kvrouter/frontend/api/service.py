@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from kvrouter.frontend.access import rules
 from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.rules import own_booking, owned_id, visible
+from kvrouter.frontend.admission.client_bookings import ClientBookings
 from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.request_runner import RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
@@ -18,6 +20,7 @@ from kvrouter.frontend.api.validation import (
     check_routing,
     describe_models,
     pools_of_model,
+    requested_tokens,
 )
 from kvrouter.frontend.client_sessions import kept_session, open_session, scheduler_session_id
 from kvrouter.frontend.indexer_client import IndexerClient
@@ -89,6 +92,7 @@ class FrontendService:
         runner: RequestRunner,
         metrics: FrontendMetrics,
         indexers: IndexerClient,
+        bookings: ClientBookings,
         access: Access | None = None,
     ) -> None:
         self.models = models
@@ -99,6 +103,7 @@ class FrontendService:
         """The Indexers, for questions about the index."""
         self.access = access
         """Authentication; None if everybody may do everything."""
+        self._bookings = bookings
         self._directory = directory
         self._links = links
         self._pool_choice = runner.pool_choice
@@ -157,27 +162,35 @@ class FrontendService:
             AllBusy, RequestIdReused, TooLarge, DeadlineExceeded, DependencyAway.
         """
         booking = request.booking if request.HasField("booking") else None
-        select = SelectWorkerRequest(
-            request=request.request, booking=booking, lease_ms=request.lease_ms, restores=request.restores
-        )
+        select = SelectWorkerRequest(request=request.request, booking=booking, restores=request.restores)
         if request.session_id:
             select.session_id = scheduler_session_id(self._own_session(request.session_id))
         component = await self._resolve_pool(select.request, request.booking.stage, deadline)
-        if booking is not None and self.access is not None:
-            own_booking(self.access.caller(), select.booking)
         avoided = self.runner.workers.health.why_avoided(component)
         constraints = select.request.constraints
         constraints.avoided_worker_ids[:] = [*avoided, *constraints.avoided_worker_ids]
         constraints.avoided_reasons[:] = avoided.values()
         scheduler = self._links.scheduler(component)
+        if booking is None:
+            return await self._select(scheduler, select, request.session_id, deadline)
+        if self.access is not None:
+            own_booking(self.access.caller(), select.booking)
+        select.lease_ms = self._bookings.lease_ms(request.lease_ms)
+        tokens, output_tokens = requested_tokens(select.request), select.request.max_output_tokens
+        session_id = self._own_session(request.session_id)
+        with self._bookings.booking(select.booking, session_id, select.lease_ms, tokens, output_tokens):
+            return await self._select(scheduler, select, request.session_id, deadline)
+
+    async def _select(
+        self, scheduler: Scheduler, select: SelectWorkerRequest, session_id: str, deadline: Deadline
+    ) -> BestWorkerResponse:
         try:
-            selection = await scheduler.select_worker(select, deadline=deadline)
+            return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
         except SessionLost:
             # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
-            await open_session(scheduler, self._own_session(request.session_id))
+            await open_session(scheduler, self._own_session(session_id))
             selection = await scheduler.select_worker(select, deadline=deadline)
             return BestWorkerResponse(selection=selection, session_opened=True)
-        return BestWorkerResponse(selection=selection)
 
     async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
         """Returns the load that each rank would have with a request.
@@ -203,6 +216,7 @@ class FrontendService:
         answers = await self._ask_all(
             lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
         )
+        self._bookings.renew(marking.booking)
         return PrefillCompleteResponse(known=any(answer.known for answer in answers))
 
     async def release(self, request: ReleaseRequest, *, deadline: Deadline) -> ReleaseResponse:
@@ -215,6 +229,7 @@ class FrontendService:
         if self.access is not None:
             own_booking(self.access.caller(), freeing.booking)
         answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
+        self._bookings.release(freeing.booking)
         return ReleaseResponse(known=any(answer.known for answer in answers))
 
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
@@ -248,13 +263,15 @@ class FrontendService:
         Raises:
             BadRequest, DependencyAway.
         """
-        if self.access is not None:
-            request = KeepSessionRequest(
-                session_id=self._own_session(request.session_id), client_name=request.client_name
-            )
-        async with aclosing(kept_session(request, self._links.schedulers)) as opened:
-            async for response in opened:
-                yield KeepSessionResponse(grace_ms=response.grace_ms)
+        if (grant := current_grant()) is not None:
+            grant.end()  # It counts as a call, and then as a session.
+        session_id = self._own_session(request.session_id)
+        owned = KeepSessionRequest(session_id=session_id, client_name=request.client_name)
+        with self._bookings.session(session_id) as kept:
+            async with aclosing(kept_session(owned, self._links.schedulers)) as opened:
+                async for response in opened:
+                    kept.grace_seconds = response.grace_ms / 1000
+                    yield KeepSessionResponse(grace_ms=response.grace_ms)
 
     async def find_overlaps(self, request: FindOverlapsRequest, *, deadline: Deadline) -> FindOverlapsResponse:
         """Returns the overlap of each rank with a prompt, as an Indexer reports it.

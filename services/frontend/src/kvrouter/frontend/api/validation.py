@@ -223,6 +223,12 @@ def check_routing(request: RoutingRequest, limits: Limits) -> None:
         raise PromptTooLong(tokens, limits.max_prompt_tokens, field="token_ids" if token_ids else "local_hashes")
 
 
+def requested_tokens(request: RoutingRequest) -> int:
+    """Returns the number of prompt tokens of a routing request; where only hashes tell it, those of its whole blocks."""
+    hashed = len(request.local_hashes.hashes) * request.block_size
+    return max(request.prompt_tokens, len(request.token_ids.ids), hashed)
+
+
 def check_overrides(overrides: RoutingOverrides) -> None:
     """Checks routing options that apply to every policy.
 
