@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvrouter.frontend.admission.client_bookings import BookingLimits, ClientBookings
 from kvrouter.frontend.api import service
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -60,7 +61,9 @@ def served(links: Any) -> FrontendService:
     directory: Any = SimpleNamespace(components={"one": None})
     nothing: Any = []
     runner: Any = SimpleNamespace(pool_choice=None)
-    return FrontendService(directory, links, nothing, runner, FrontendMetrics(CollectorRegistry()), nothing)
+    registry = CollectorRegistry()
+    bookings = ClientBookings(BookingLimits(1, 1, 1.0), None, registry)
+    return FrontendService(directory, links, nothing, runner, FrontendMetrics(registry), nothing, bookings)
 
 
 async def sent(requested: FrontendService) -> tuple[bool, bool]:

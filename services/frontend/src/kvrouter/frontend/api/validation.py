@@ -224,7 +224,7 @@ def check_routing(request: RoutingRequest, limits: Limits) -> None:
 
 
 def requested_tokens(request: RoutingRequest) -> int:
-    """Returns the number of prompt tokens of a routing request; where only hashes tell it, those of its whole blocks."""
+    """Returns the prompt tokens of a routing request, of whole blocks where only hashes tell their number."""
     hashed = len(request.local_hashes.hashes) * request.block_size
     return max(request.prompt_tokens, len(request.token_ids.ids), hashed)
 
