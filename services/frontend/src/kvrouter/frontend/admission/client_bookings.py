@@ -18,7 +18,6 @@ from typing import NoReturn
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.quotas import Grant, LimitReached
 from kvrouter.frontend.access.refusals import RefusalReason
-from kvrouter.frontend.scheduler_client.live_bookings import Key, key_of
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway
 from kvrouter.v1.common_pb2 import BookingKey
@@ -27,6 +26,9 @@ from prometheus_client import CollectorRegistry
 _DEFAULT_LEASE_SECONDS = 3600.0
 """Lease of a booking that names none, as the contract defines it."""
 _RETRY_SECONDS = 1.0
+
+_Key = tuple[str, int, int]
+"""(request_id, attempt, stage)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class BookingLimits:
 
 @dataclass(slots=True, eq=False)
 class _Booking:
-    key: Key
+    key: _Key
     holder: str
     session_id: str
     lease_seconds: float
@@ -59,7 +61,7 @@ class ClientBookings:
     def __init__(self, limits: BookingLimits, access: Access | None, registry: CollectorRegistry) -> None:
         self._limits = limits
         self._access = access
-        self._bookings: dict[Key, _Booking] = {}
+        self._bookings: dict[_Key, _Booking] = {}
         self._kept: Counter[str] = Counter()
         """Calls that keep each session open."""
         self._bookings_of: Counter[str] = Counter()
@@ -103,7 +105,7 @@ class ClientBookings:
         Raises:
             RateLimited: the caller has too many bookings, or a limit of its key or tenant is reached.
         """
-        key = key_of(booking)
+        key = _key_of(booking)
         if key in self._bookings:
             yield
             self.renew(booking)
@@ -133,13 +135,13 @@ class ClientBookings:
 
     def renew(self, booking: BookingKey) -> None:
         """Begins the lease of a booking anew."""
-        known = self._bookings.get(key_of(booking))
+        known = self._bookings.get(_key_of(booking))
         if known is not None and known.made:
             self._keep(known)
 
     def release(self, booking: BookingKey) -> None:
         """Ends a booking. One that is just being made goes on, since its release may have come before it."""
-        known = self._bookings.get(key_of(booking))
+        known = self._bookings.get(_key_of(booking))
         if known is not None and known.made:
             self._end(known)
 
@@ -217,3 +219,7 @@ def _decrement(counter: Counter[str], name: str) -> None:
     counter[name] -= 1
     if not counter[name]:
         del counter[name]
+
+
+def _key_of(booking: BookingKey) -> _Key:
+    return booking.request_id, booking.attempt, booking.stage
