@@ -8,6 +8,11 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_CALLS = 16_384
 """Maximum number of concurrent calls of a server, sessions included; further calls get RESOURCE_EXHAUSTED."""
 
+MAX_PENDING_CALLS = 4_096
+"""Maximum number of calls that wait for the event loop of a server."""
+CONNECTION_CALLS = 1_024
+"""Maximum number of concurrent calls of one connection."""
+
 KEEPALIVE_MS = 20_000
 """Silence after which a peer is pinged."""
 KEEPALIVE_TIMEOUT_MS = 10_000
@@ -43,8 +48,15 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Allows the pings of CHANNEL_OPTIONS; the default closes the connections of clients that ping so often.
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     # A burst waits for the event loop; by default, calls of a burst beyond 1,000 are mostly refused without a log line.
-    ("grpc.server.max_pending_requests", MAX_CALLS),
-    ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
+    # Each takes 10 KB, and nobody knows yet who makes it.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+    # One connection cannot take all the calls of a server; a client with more calls waits or opens another channel.
+    ("grpc.max_concurrent_streams", CONNECTION_CALLS),
+    # Clients connect again when they call.
+    ("grpc.max_connection_idle_ms", 300_000),
+    # Nobody asks for gRPC's own statistics of connections and calls, which take memory for each.
+    ("grpc.enable_channelz", 0),
     # Disconnects a client that connects and sends nothing; the default waits for two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # The second of two processes with the same port must fail instead of sharing its connections.

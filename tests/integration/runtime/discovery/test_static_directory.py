@@ -214,14 +214,14 @@ async def serving(descriptor: Any, service: object) -> AsyncIterator[RpcServer]:
 async def test_an_engine_that_tells_nothing_has_one_rank_and_its_place_for_an_id() -> None:
     descriptor = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
     async with serving(descriptor, cast(Worker, Mute())) as server:
-        await server.health.set_ready(descriptor.full_name, True)
+        server.health.set_ready(descriptor.full_name, True)
         async with discovery({"endpoint": SILENT}, {"endpoint": server.endpoint()}) as directory:
             found = registered(directory)
             assert list(found) == [2]
             assert [(rank.dp_rank, rank.total_blocks) for rank in found[2].ranks] == [(0, 0)]
-            await server.health.set_ready(descriptor.full_name, False)
+            server.health.set_ready(descriptor.full_name, False)
             await until(directory, lambda seen: registered(seen)[2].draining)
-            await server.health.set_ready(descriptor.full_name, True)
+            server.health.set_ready(descriptor.full_name, True)
             await until(directory, lambda seen: not registered(seen)[2].draining)
 
 
@@ -229,7 +229,7 @@ async def test_an_engine_that_tells_nothing_has_one_rank_and_its_place_for_an_id
 async def test_a_listed_scheduler_is_ready_when_it_says_so(ready: bool) -> None:
     descriptor = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
     async with serving(descriptor, cast(Scheduler, object())) as server:
-        await server.health.set_ready(descriptor.full_name, ready)
+        server.health.set_ready(descriptor.full_name, ready)
         async with discovery({"endpoint": SILENT}, schedulers=(server.endpoint(), SILENT)) as directory:
             found = directory.services("scheduler")
             assert {key: each.ready for key, each in found.items()} == {server.endpoint(): ready, SILENT: False}

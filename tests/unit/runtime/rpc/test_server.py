@@ -72,7 +72,7 @@ async def test_calls_beyond_the_bound_are_refused_at_once() -> None:
 async def test_draining_finishes_calls_under_way_and_refuses_new_ones() -> None:
     worker = Worker()
     async with serving(WORKER, worker) as (server, channel):
-        await server.health.set_ready(WORKER.full_name)
+        server.health.set_ready(WORKER.full_name)
         stub = remote(WORKER, channel)
         unary = asyncio.ensure_future(stub.abort(AbortRequest(), deadline=soon()))
         await worker.entered.wait()
@@ -122,12 +122,12 @@ async def test_health_follows_each_service_and_all_of_them() -> None:
             return str(serving_status.Name(answer.status))
 
         assert await status(WORKER.full_name) == "NOT_SERVING"
-        await server.health.set_ready(WORKER.full_name)
+        server.health.set_ready(WORKER.full_name)
         assert await status(WORKER.full_name) == "SERVING"
         assert await status("") == "NOT_SERVING"
-        await server.health.set_ready(INDEXER.full_name)
+        server.health.set_ready(INDEXER.full_name)
         assert await status("") == "SERVING"
-        await server.health.set_ready(INDEXER.full_name, False)
+        server.health.set_ready(INDEXER.full_name, False)
         assert await status("") == "NOT_SERVING"
         assert not server.health.ready
     await server.drain(0)

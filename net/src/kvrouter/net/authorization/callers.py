@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-import grpc.aio
+import grpc
 from kvrouter.net.authorization.roles import ADMIN, is_checked, may_call
 from kvrouter.net.authorization.service_token import HEADER, ServiceToken
-from kvrouter.net.calls import CallRefused
-from kvrouter.net.grpc_status import set_error
+from kvrouter.net.calls import CallRefused, Context
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
@@ -25,8 +23,6 @@ _NAMES = "x509_subject_alternative_name"
 _LOGGED = 64
 """Number of distinct refusals that are logged."""
 
-_Context = grpc.aio.ServicerContext[Any, Any]
-_Behaviour = Callable[[Any, Any], Awaitable[Any]]
 Reason = Literal["role", "token"]
 """Why a call is refused: the caller's certificate has a role that may not call the method, or its token is wrong."""
 
@@ -39,17 +35,17 @@ class Caller:
     """Roles in its certificate."""
     names: tuple[str, ...]
     """Names in its certificate, for the log."""
-    shows_token: bool
-    """Whether it shows the service token."""
+    shown: str | bytes
+    """The token that it shows; empty for none."""
     address: str
     """Its address, for the log."""
 
 
-class CallerCheck(grpc.aio.ServerInterceptor):
+class CallerCheck:
     """Refuses calls with PERMISSION_DENIED unless role and token of the caller permit them.
 
-    Roles are checked if certificates name them and clients must present one, the token if there is one. Call streams
-    are checked by ``CallStreamServer``, once for each stream.
+    Roles are checked if certificates name them and clients must present one, the token if there is one. Implements
+    kvrouter.net.calls.PeerCheck.
     """
 
     def __init__(self, tls: Tls | None, token: ServiceToken | None = None) -> None:
@@ -65,7 +61,11 @@ class CallerCheck(grpc.aio.ServerInterceptor):
         """Whether there is anything to check."""
         return bool(self._roles) or self._token is not None
 
-    def caller_of(self, context: _Context) -> Caller:
+    def peer(self, context: Context) -> CallerPeer:
+        """Returns the peer of a call."""
+        return CallerPeer(self, self._caller_of(context))
+
+    def _caller_of(self, context: Context) -> Caller:
         """Returns who opened the connection of a call."""
         names: tuple[str, ...] = ()
         if self._roles:
@@ -73,7 +73,7 @@ class CallerCheck(grpc.aio.ServerInterceptor):
         return Caller(
             frozenset(self._roles[name] for name in names if name in self._roles),
             names,
-            self._token is not None and self._token.accepts(_shown(context.invocation_metadata() or ())),
+            _shown(context.invocation_metadata() or ()) if self._token is not None else "",
             context.peer(),
         )
 
@@ -81,7 +81,7 @@ class CallerCheck(grpc.aio.ServerInterceptor):
         """Returns why the caller may not call a method, such as ``kvrouter.v1.WorkerService/Abort``; None if it may."""
         if not is_checked(method):
             return None
-        if self._token is not None and not caller.shows_token:
+        if self._token is not None and not self._token.accepts(caller.shown):
             return "token"
         return "role" if self._roles and not may_call(caller.roles, method) else None
 
@@ -102,51 +102,38 @@ class CallerCheck(grpc.aio.ServerInterceptor):
         info = ErrorInfo(reason=ErrorReason.ERROR_REASON_SERVICE_REFUSED, advice=advice, retry_elsewhere=True)
         return CallRefused(grpc.StatusCode.PERMISSION_DENIED, message, info)
 
-    def refusals(self, context: _Context) -> Callable[[str], Callable[[], CallRefused] | None]:
-        """Implements kvrouter.net.calls.StreamCheck."""
-        caller = self.caller_of(context)
 
-        def refusal_of(method: str) -> Callable[[], CallRefused] | None:
-            reason = self.why_refused(caller, method)
-            return None if reason is None else partial(self.refusal, caller, method, reason)
+@dataclass(frozen=True, slots=True)
+class CallerPeer:
+    """A caller with the check that decides about it. Implements kvrouter.net.calls.Peer."""
 
-        return refusal_of
+    callers: CallerCheck
+    caller: Caller
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Implements grpc.aio.ServerInterceptor."""
-        handler: Any = await continuation(handler_call_details)
-        method = str(handler_call_details.method).removeprefix("/")
-        if handler is None or not is_checked(method):
-            return handler
-        make, behaviour = _parts(handler)
-        return make(self._checked(behaviour, method), handler.request_deserializer, handler.response_serializer)
+    def open_stream(self, methods: Sequence[str]) -> None:
+        """Checks that the caller may call one of the methods.
 
-    def _checked(self, behaviour: _Behaviour, method: str) -> _Behaviour:
-        async def check(request: Any, context: Any) -> Any:
-            caller = self.caller_of(context)
-            reason = self.why_refused(caller, method)
-            if reason is None:
-                return await behaviour(request, context)
-            refused = self.refusal(caller, method, reason)
-            set_error(context, refused.code, str(refused), refused.info)
-            return None
+        Raises:
+            CallRefused: it may call none of them.
+        """
+        reasons = [self.callers.why_refused(self.caller, method) for method in methods]
+        if reasons and reasons[0] is not None and all(reasons):
+            raise self.callers.refusal(self.caller, methods[0], reasons[0])
 
-        return check
+    def may_call(self, method: str) -> bool:
+        """Returns whether the caller may call a method."""
+        return self.callers.why_refused(self.caller, method) is None
+
+    def check(self, method: str) -> None:
+        """Checks that the caller may call a method.
+
+        Raises:
+            CallRefused: it may not call it.
+        """
+        reason = self.callers.why_refused(self.caller, method)
+        if reason is not None:
+            raise self.callers.refusal(self.caller, method, reason)
 
 
 def _shown(metadata: Iterable[tuple[str, str | bytes]]) -> str | bytes:
     return next((value for key, value in metadata if key == HEADER), "")
-
-
-def _parts(handler: Any) -> tuple[Callable[..., Any], _Behaviour]:
-    kinds: dict[tuple[bool, bool], tuple[Callable[..., Any], _Behaviour]] = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
-        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
-    }
-    return kinds[handler.request_streaming, handler.response_streaming]

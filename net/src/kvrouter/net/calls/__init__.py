@@ -16,6 +16,7 @@ from kvrouter.net.calls.errors import (
     TooMuchUnread,
 )
 from kvrouter.net.calls.limits import CallLimits
+from kvrouter.net.calls.peer_check import Context, Peer, PeerCheck
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.calls.server import SERVICE, CallStreamServer
 from kvrouter.net.calls.server_call import ServerCall
@@ -29,8 +30,11 @@ __all__ = [
     "CallStreamCounts",
     "CallStreamServer",
     "CallTimedOut",
+    "Context",
     "NotSent",
     "OutcomeUnknown",
+    "Peer",
+    "PeerCheck",
     "ResponseReceiver",
     "RunningCall",
     "ServerCall",

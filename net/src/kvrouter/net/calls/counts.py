@@ -15,8 +15,8 @@ class CallStreamCounts:
     opened: int = 0
     """Streams that were opened."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Streams that ended, by reason: ``closed``, ``lost``, ``silent``, ``draining``, ``unread``, ``failed`` by a
-    defect, or a violation."""
+    """Streams that ended, by reason: ``closed``, ``lost``, ``silent``, ``draining``, ``unread``, ``idle``,
+    ``replaced``, ``credential``, ``failed`` by a defect, or a violation."""
     messages_sent: int = 0
     messages_received: int = 0
     items_sent: int = 0
@@ -26,5 +26,9 @@ class CallStreamCounts:
     """Calls that were started."""
     running: int = 0
     """Calls that run."""
+    unfinished_bytes: int = 0
+    """Size of the requests of which only parts have arrived."""
+    unread_bytes: int = 0
+    """Size of the responses that wait to be sent."""
     failed: Counter[str] = field(default_factory=Counter)
     """Calls that failed, by outcome: a gRPC status code, ``not_sent``, ``unknown`` or ``timed_out``."""

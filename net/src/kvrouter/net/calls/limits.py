@@ -30,6 +30,16 @@ class CallLimits:
     """Size of a call's unread responses at which it may add no further one: the call ends instead."""
     unread_stream_bytes: int = 64 << 20
     """Size of a stream's unread responses at which it may add no further one: the stream ends instead."""
+    connection_streams: int = 16
+    """Maximum number of streams that a server serves on one connection."""
+    server_streams: int = 4_096
+    """Maximum number of streams that a server serves. A further one replaces the one that is longest without a call."""
+    server_calls: int = 65_536
+    """Maximum number of calls that run on all streams of a server."""
+    server_unfinished_bytes: int = 256 << 20
+    """Maximum size of the requests of which a server has received only parts, on all streams."""
+    server_unread_bytes: int = 512 << 20
+    """Size of a server's unread responses on all streams at which a stream that adds one ends instead."""
 
 
 ITEM_BYTES = 64

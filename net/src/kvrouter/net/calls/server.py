@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import cached_property
+from typing import Any
 
 import grpc.aio
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import CallRefused, ProtocolViolation
 from kvrouter.net.calls.limits import CallLimits
-from kvrouter.net.calls.parsing import parse
+from kvrouter.net.calls.peer_check import Context, Peer, PeerCheck
 from kvrouter.net.calls.server_call import Method, ServerCall, StreamingHandler, UnaryHandler
-from kvrouter.net.calls.server_stream import ServerStream
+from kvrouter.net.calls.server_connection import StreamConnection, refuse
 from kvrouter.net.grpc_status import set_error
 from kvrouter.net.logs import get_logger
 from kvrouter.v1 import calls_pb2
-from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 log = get_logger(__name__)
@@ -27,24 +28,8 @@ SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallStreamService"].full_name
 
 _OPENING_SECONDS = 10.0
 """Time that a client has to send its hello, seconds."""
-_TICK_SECONDS = 1.0
-_SILENT_TICKS = 10
-"""Consecutive ticks without a message after which a client that sends pings is gone."""
-_LAST_WRITE_SECONDS = 1.0
-"""Time for a write to finish before the stream ends with a status, seconds. gRPC cannot send one during the first
-write; a later write that takes so long is cancelled."""
 _UNARY_DEFAULT_SECONDS = 30.0
 """Time limit of unary calls whose client sets none, seconds, as over an ordinary RPC."""
-
-_Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class StreamCheck(Protocol):
-    """Decides which methods may be called on a stream that a client opens."""
-
-    def refusals(self, context: _Context) -> Callable[[str], Callable[[], CallRefused] | None]:
-        """Returns what tells for a method how its calls are refused; None if they are not."""
-        ...
 
 
 class CallStreamServer:
@@ -55,15 +40,18 @@ class CallStreamServer:
         *,
         limits: CallLimits | None = None,
         counts: CallStreamCounts | None = None,
-        check: StreamCheck | None = None,
+        check: PeerCheck | None = None,
     ) -> None:
         """``check`` decides which methods a client may call; None permits all."""
         self._check = check
         self.counts = CallStreamCounts() if counts is None else counts
-        self._limits = CallLimits() if limits is None else limits
+        self.limits = CallLimits() if limits is None else limits
         self._methods: list[Method] = []
-        self._connections: set[_Connection] = set()
+        self._connections: set[StreamConnection] = set()
+        self._streams_by_peer: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.on_opening: Callable[[str, bool], None] = lambda _peer, _admitted: None
+        """Called with the peer that opens a stream, as gRPC names it, and whether it is admitted."""
         self._draining = False
         self._changed = asyncio.Event()
 
@@ -99,25 +87,40 @@ class CallStreamServer:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _serve(self, _requests: object, context: _Context) -> None:
+    async def _serve(self, _requests: object, context: Context) -> None:
+        address = context.peer()
         try:
-            methods = self._methods_for(context)
+            peer = None if self._check is None else self._check.peer(context)
+            if peer is not None:
+                peer.open_stream(self._names)
+            self._make_room(address)
         except CallRefused as refused:
+            self.on_opening(address, False)
             set_error(context, refused.code, str(refused), refused.info)
             return
+        self.on_opening(address, True)
+        self._streams_by_peer[address] += 1
+        try:
+            await self._serve_admitted(context, peer)
+        finally:
+            self._streams_by_peer[address] -= 1
+            if not self._streams_by_peer[address]:
+                del self._streams_by_peer[address]
+
+    async def _serve_admitted(self, context: Context, peer: Peer | None) -> None:
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
                 first = await context.read()
         except TimeoutError:
-            _refuse(context, ProtocolViolation("hello", "expected a hello in time, received nothing"))
+            refuse(context, ProtocolViolation("hello", "expected a hello in time, received nothing"))
             return
         if first is grpc.aio.EOF:
             return
         try:
-            connection = _Connection(first, methods, self._limits, self.counts, context, self._run)
+            connection = StreamConnection(first, self._methods, self.limits, self.counts, context, peer, self._run)
         except ProtocolViolation as violation:
             self.counts.ended[violation.reason] += 1
-            _refuse(context, violation)
+            refuse(context, violation)
             return
         del first
         self._connections.add(connection)
@@ -129,22 +132,26 @@ class CallStreamServer:
             self._connections.discard(connection)
             self._changed.set()
 
-    def _methods_for(self, context: _Context) -> Sequence[Method]:
-        """Returns the methods for a client, of which those that it may not call refuse its calls.
+    def _make_room(self, address: str) -> None:
+        """Makes room for a further stream.
 
         Raises:
-            CallRefused: it may call none of them.
+            CallRefused: there is none.
         """
-        if self._check is None:
-            return self._methods
-        refusals = self._check.refusals(context)
-        refused = [refusals(method.name) for method in self._methods]
-        if refused and refused[0] is not None and all(refused):
-            raise refused[0]()
-        return [
-            method if refuse is None else Method(method.name, unary=_refusing(refuse))
-            for method, refuse in zip(self._methods, refused, strict=True)
-        ]
+        limits = self.limits
+        if self._streams_by_peer[address] >= limits.connection_streams:
+            raise _no_room(f"the connection has its {limits.connection_streams} call streams already")
+        if self._streams_by_peer.total() < limits.server_streams:
+            return
+        idle = (connection for connection in self._connections if connection.idle_ticks)
+        longest = max(idle, key=lambda connection: connection.idle_ticks, default=None)
+        if longest is None:
+            raise _no_room(f"the server has its {limits.server_streams} call streams already")
+        longest.end("replaced")
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [method.name for method in self._methods]
 
     def _run(self, call: ServerCall, answer: Awaitable[bytes]) -> None:
         seconds = _UNARY_DEFAULT_SECONDS if call.time_left is None else call.time_left
@@ -176,118 +183,6 @@ class CallStreamServer:
         task.add_done_callback(done)
 
 
-class _Connection:
-    """The I/O of one stream."""
-
-    def __init__(
-        self,
-        first: bytes,
-        methods: Sequence[Method],
-        limits: CallLimits,
-        counts: CallStreamCounts,
-        context: _Context,
-        run: Callable[[ServerCall, Awaitable[bytes]], None],
-    ) -> None:
-        """``first`` is the client's first message, and ``run`` runs the awaitable of a call.
-
-        Raises:
-            ProtocolViolation: the first message opens no stream.
-        """
-        self._context = context
-        self._counts = counts
-        self._wakeup = asyncio.Event()
-        self._ended: asyncio.Future[ProtocolViolation | str] = asyncio.get_running_loop().create_future()
-        """Why the stream ends."""
-        self._half_closed = False
-        self._stopping = False
-        self.stream = ServerStream(
-            parse(OpenCallStreamRequest, first, limits), methods, limits, counts, self._wakeup.set, run
-        )
-        self.stream.metadata = tuple(context.invocation_metadata() or ())
-        self.stream.on_overflow = self._overflow
-
-    async def serve(self) -> None:
-        """Serves the stream until it ends."""
-        counts = self._counts
-        counts.opened += 1
-        counts.streams += 1
-        log.info("call_stream.opened", client=self.stream.client_name)
-        writing = asyncio.create_task(self._write(), name="call-stream-write")
-        tasks = [
-            writing,
-            asyncio.create_task(self._read(), name="call-stream-read"),
-            asyncio.create_task(self._end_when_silent(), name="call-stream-silence"),
-        ]
-        reason = "lost"
-        try:
-            ended = await self._ended
-            self.stream.lose()
-            self._stopping = True
-            self._wakeup.set()
-            await asyncio.wait([writing], timeout=_LAST_WRITE_SECONDS)
-            if isinstance(ended, ProtocolViolation):
-                reason = ended.reason
-                _refuse(self._context, ended)
-            else:
-                reason = ended
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            self.stream.lose()
-            counts.streams -= 1
-            counts.ended[reason] += 1
-            log.info("call_stream.ended", client=self.stream.client_name, reason=reason)
-
-    def _end(self, why: ProtocolViolation | str) -> None:
-        if not self._ended.done():
-            self._ended.set_result(why)
-
-    def _overflow(self) -> None:
-        self._end(
-            ProtocolViolation("unread", "the client reads its responses too slowly", grpc.StatusCode.RESOURCE_EXHAUSTED)
-        )
-
-    async def _read(self) -> None:
-        context, stream = self._context, self.stream
-        try:
-            while (message := await context.read()) is not grpc.aio.EOF:
-                stream.receive(message)
-        except ProtocolViolation as violation:
-            self._end(violation)
-            return
-        except grpc.aio.BaseError:
-            self._end("lost")
-            return
-        # The client sends nothing more, but reads the answers to what it has sent.
-        self._half_closed = True
-        stream.drain()
-        self._wakeup.set()
-
-    async def _write(self) -> None:
-        context, stream, wakeup = self._context, self.stream, self._wakeup
-        while not self._stopping:
-            await wakeup.wait()
-            wakeup.clear()
-            while not self._stopping and (message := stream.next_message()) is not None:
-                await context.write(message)
-            if stream.drained:
-                self._end("closed" if self._half_closed else "draining")
-
-    async def _end_when_silent(self) -> None:
-        """Ends the stream of a client that sent pings and stopped.
-
-        Ticks of this loop are counted, not seconds, so that a server that was frozen itself does not take its clients
-        for gone.
-        """
-        silent = 0
-        while silent < _SILENT_TICKS:
-            await asyncio.sleep(_TICK_SECONDS)
-            silent = silent + 1 if self.stream.sends_pings and not self.stream.heard else 0
-            self.stream.heard = False
-        self._end(ProtocolViolation("silent", f"no message for {_SILENT_TICKS} s", grpc.StatusCode.DEADLINE_EXCEEDED))
-
-
 async def _answer(call: ServerCall, answer: Awaitable[bytes]) -> None:
     try:
         call.end(await answer)
@@ -298,11 +193,8 @@ async def _answer(call: ServerCall, answer: Awaitable[bytes]) -> None:
         call.fail(CallRefused(grpc.StatusCode.INTERNAL, "the call failed; the server's log has the cause"))
 
 
-def _refusing(refuse: Callable[[], CallRefused]) -> UnaryHandler:
-    def handle(_request: bytes, _call: ServerCall) -> bytes:
-        raise refuse()
-
-    return handle
+def _no_room(message: str) -> CallRefused:
+    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
@@ -320,9 +212,3 @@ def _time_out(call: ServerCall) -> None:
         )
     )
     call.cancelled()
-
-
-def _refuse(context: _Context, violation: ProtocolViolation) -> None:
-    log.warning("call_stream.refused", peer=context.peer(), reason=violation.reason, cause=str(violation))
-    info = ErrorInfo(reason=ErrorReason.ERROR_REASON_BAD_REQUEST, advice="Follow the rules of kvrouter/v1/calls.proto.")
-    set_error(context, violation.code, str(violation), info)

@@ -28,6 +28,8 @@ from kvrouter.v1.calls_pb2 import (
 log = get_logger(__name__)
 
 
+_QUIET_TICKS = 30
+"""Consecutive ticks without a further part after which a request is given up."""
 _LEAST_MESSAGE_BYTES = 64 << 10
 """Least size that a client must accept, so that a failure with all its details fits."""
 
@@ -39,8 +41,9 @@ class _Unfinished:
     call: ServerCall
     method: int
     """Index of the method."""
-    parts: list[bytes]
-    size: int
+    received: bytearray
+    quiet_ticks: int = 0
+    """Ticks without a further part."""
 
 
 class ServerStream:
@@ -78,12 +81,16 @@ class ServerStream:
             )
         self.client_name = opening.client_name[:256]
         self.metadata: Sequence[tuple[str, str | bytes]] = ()
+        self.check: Callable[[str], None] = lambda _method: None
+        """Raises ``CallRefused`` if the client may not call a method."""
         self.counts = counts
         self.unread_call_bytes = limits.unread_call_bytes
         self.heard = False
         """Whether a message arrived since this was last set to False."""
         self.sends_pings = False
         """Whether the client has sent a ping."""
+        self.idle_ticks = 0
+        """Consecutive ticks at which no call ran."""
         self._methods = methods
         self._limits = limits
         self._message_bytes = min(limits.message_bytes, opening.max_message_bytes or limits.message_bytes)
@@ -175,7 +182,10 @@ class ServerStream:
         """Ends every call because the stream has ended."""
         self._draining = self._announced = True
         self._queue.clear()
-        self._unfinished.clear()
+        self.counts.unread_bytes -= self._unread_bytes
+        self._unread_bytes = 0
+        for number in list(self._unfinished):
+            self._drop_unfinished(number)
         calls, self._calls = self._calls, {}
         self.counts.running -= len(calls)
         for call in calls.values():
@@ -202,9 +212,11 @@ class ServerStream:
             size = ITEM_BYTES + response.ByteSize()
             self.counts.failed[status_code(response).name] += 1
         call.unread_bytes += size
-        if self._unread_bytes >= self._limits.unread_stream_bytes:
+        limits, counts = self._limits, self.counts
+        if self._unread_bytes >= limits.unread_stream_bytes or counts.unread_bytes >= limits.server_unread_bytes:
             self.on_overflow()
         self._unread_bytes += size
+        counts.unread_bytes += size
         queue = self._queue
         queue.append((call, kind, response))
         if len(queue) == 1:
@@ -243,9 +255,7 @@ class ServerStream:
                     continue
                 self._offset = 0
                 add(number=call.number, response=response[start:], kind=kind)
-                queue.popleft()
-                call.unread_bytes -= size
-                self._unread_bytes -= size
+                self._sent(call, size)
                 continue
             elif size > room:
                 break
@@ -258,10 +268,14 @@ class ServerStream:
                 add_whole(response)
             room -= size
             sent += 1
-            queue.popleft()
-            call.unread_bytes -= size
-            self._unread_bytes -= size
+            self._sent(call, size)
         return sent
+
+    def _sent(self, call: ServerCall, size: int) -> None:
+        self._queue.popleft()
+        call.unread_bytes -= size
+        self._unread_bytes -= size
+        self.counts.unread_bytes -= size
 
     def _cancel(self, number: int) -> None:
         if self._announced and number > self._last_number:
@@ -286,15 +300,15 @@ class ServerStream:
             counts.calls += 1
             counts.running += 1
             if len(self._calls) > self._limits.calls:
-                call.fail(
-                    CallRefused(
-                        grpc.StatusCode.RESOURCE_EXHAUSTED, f"the stream runs its {self._limits.calls} calls already"
-                    )
-                )
+                call.fail(_exhausted(f"the stream runs its {self._limits.calls} calls already"))
+            elif counts.running > self._limits.server_calls:
+                call.fail(_exhausted(f"the server runs its {self._limits.server_calls} calls already"))
+            else:
+                self._admit(call, item.method)
             if item.more:
                 if len(self._unfinished) >= self._limits.calls:
                     raise ProtocolViolation("unfinished", f"received parts of more than {self._limits.calls} calls")
-                self._unfinished[number] = unfinished = _Unfinished(call, item.method, [], 0)
+                self._unfinished[number] = unfinished = _Unfinished(call, item.method, bytearray())
                 self._add_part(unfinished, item)
             else:
                 self._start(call, item.method, item.request)
@@ -308,28 +322,55 @@ class ServerStream:
     def _drop_unfinished(self, number: int) -> None:
         unfinished = self._unfinished.pop(number, None)
         if unfinished is not None:
-            self._unfinished_bytes -= unfinished.size
+            self._forget(unfinished)
+
+    def _forget(self, unfinished: _Unfinished) -> None:
+        size = len(unfinished.received)
+        self._unfinished_bytes -= size
+        self.counts.unfinished_bytes -= size
+        unfinished.received = bytearray()
 
     def _add_part(self, unfinished: _Unfinished, item: CallRequest) -> None:
         call = unfinished.call
-        size = len(item.request)
+        unfinished.quiet_ticks = 0
         if not call.ended:
-            unfinished.parts.append(item.request)
-            unfinished.size += size
+            unfinished.received += item.request
+            size = len(item.request)
             self._unfinished_bytes += size
-            if max(unfinished.size, self._unfinished_bytes // 2) > self._limits.request_bytes:
+            self.counts.unfinished_bytes += size
+            limits = self._limits
+            if max(len(unfinished.received), self._unfinished_bytes // 2) > limits.request_bytes:
                 call.fail(
-                    CallRefused(
-                        grpc.StatusCode.RESOURCE_EXHAUSTED,
-                        f"expected a request of at most {self._limits.request_bytes} bytes, received a longer one",
-                    )
+                    _exhausted(f"expected a request of at most {limits.request_bytes} bytes, received a longer one")
                 )
-                self._unfinished_bytes -= unfinished.size
-                unfinished.parts, unfinished.size = [], 0
+            elif self.counts.unfinished_bytes > limits.server_unfinished_bytes:
+                call.fail(_exhausted("the server receives as much of unfinished requests as it has room for"))
+        if call.ended:
+            self._forget(unfinished)
         if not item.more:
             del self._unfinished[call.number]
-            self._unfinished_bytes -= unfinished.size
-            self._start(call, unfinished.method, b"".join(unfinished.parts))
+            request = bytes(unfinished.received)
+            self._forget(unfinished)
+            self._start(call, unfinished.method, request)
+
+    def tick(self) -> None:
+        """Gives up requests whose parts stopped coming, and counts for how long no call has run. Called each second."""
+        self.idle_ticks = 0 if self._calls else self.idle_ticks + 1
+        for unfinished in list(self._unfinished.values()):
+            unfinished.quiet_ticks += 1
+            if unfinished.quiet_ticks >= _QUIET_TICKS and not unfinished.call.ended:
+                unfinished.call.fail(
+                    CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "the rest of the request did not arrive in time")
+                )
+                self._forget(unfinished)
+
+    def _admit(self, call: ServerCall, index: int) -> None:
+        """Fails a call of a method that the client may not call."""
+        if index < len(self._methods):
+            try:
+                self.check(self._methods[index].name)
+            except CallRefused as refused:
+                call.fail(refused)
 
     def _start(self, call: ServerCall, index: int, request: bytes) -> None:
         if call.ended:
@@ -353,3 +394,7 @@ class ServerStream:
         except Exception:
             log.exception("call.failed", method=method.name)
             call.fail(CallRefused(grpc.StatusCode.INTERNAL, "the call failed; the server's log has the cause"))
+
+
+def _exhausted(message: str) -> CallRefused:
+    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, message)

@@ -33,7 +33,7 @@ def main() -> None:
 
     async def serve(stopping: asyncio.Event) -> None:
         registry, health = new_registry(), HealthBoard()
-        await health.announce([_SERVICE])
+        health.announce([_SERVICE])
         async with (
             tracing(settings, registry),
             serving_ops(
@@ -54,9 +54,9 @@ def main() -> None:
                 await worker.registered()
             else:
                 await stack.enter_async_context(serving_alone(settings, registry))
-            await health.set_ready(_SERVICE)
+            health.set_ready(_SERVICE)
             await stopping.wait()
-            await health.drain()
+            health.drain()
 
     run(serve, settings, "mocker")
 

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
 from kvrouter.net import trace_context
 from kvrouter.net.authorization import CallerCheck, ServiceToken
+from kvrouter.net.call_gate import CallGate
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
 from kvrouter.net.grpc_status import set_error
+from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
+from kvrouter.net.health_service import HealthService
 from kvrouter.net.logs import get_logger
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
@@ -78,12 +79,14 @@ class WorkerServer:
         self._ranks = ranks
         self._load = load
         self._draining = False
-        self._health = health.HealthServicer()
+        self._health = HealthService()
         self.callers = CallerCheck(tls, token)
         """Decides which processes may call the worker."""
-        checks = [self.callers] if self.callers.applies else []
-        self._server = grpc.aio.server(interceptors=checks, options=SERVER_OPTIONS)
-        self._call_streams = CallStreamServer(check=self.callers if checks else None)
+        check = self.callers if self.callers.applies else None
+        gate = CallGate(check)
+        self._server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
+        self._call_streams = CallStreamServer(check=check)
+        self._call_streams.on_opening = gate.conduct.opened
         self._draining_streams: asyncio.Task[None] | None = None
 
     @property
@@ -113,10 +116,8 @@ class WorkerServer:
         self._call_streams.add_streaming(f"{SERVICE}/Generate", self._generate_on_stream)
         self._call_streams.add_unary(f"{SERVICE}/Abort", self._abort_on_stream)
         self._call_streams.register(self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        add_reflection(
-            self._server, [SERVICE, CALL_STREAM_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
-        )
+        self._health.register(self._server)
+        add_reflection(self._server, [SERVICE, CALL_STREAM_SERVICE, HEALTH_SERVICE])
         try:
             port = add_port(self._server, bind, self._tls)
         except RuntimeError as error:
@@ -124,14 +125,15 @@ class WorkerServer:
         self._requests.attach()
         await self._server.start()
         for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            self._health.set(name, True)
         return port
 
     async def refuse_requests(self) -> None:
         """Refuses new requests from now on and reports that in grpc.health; running calls continue."""
         self._draining = True
         self._draining_streams = asyncio.create_task(self._call_streams.drain())
-        await self._health.enter_graceful_shutdown()
+        for name in ("", SERVICE):
+            self._health.set(name, False)
 
     async def stop(self, grace_seconds: float) -> None:
         """Waits for running calls, cancels them after ``grace_seconds``, and stops listening."""

@@ -42,7 +42,7 @@ def main(options: Sequence[str] | None = None) -> None:
 
 async def _serve(settings: RelaySettings, ready: asyncio.Event, stopping: asyncio.Event) -> None:
     registry, health = new_registry(), HealthBoard()
-    await health.announce([_READY])
+    health.announce([_READY])
     async with (
         serving_ops(
             settings.http_bind,
@@ -55,9 +55,9 @@ async def _serve(settings: RelaySettings, ready: asyncio.Event, stopping: asynci
     ):
         ready.set()
         await worker.registered()
-        await health.set_ready(_READY)
+        health.set_ready(_READY)
         await stopping.wait()
-        await health.drain()
+        health.drain()
 
 
 if __name__ == "__main__":

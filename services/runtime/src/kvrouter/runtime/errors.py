@@ -426,6 +426,11 @@ def to_status(error: KvRouterError) -> status_pb2.Status:
     return status
 
 
+def to_refusal(error: KvRouterError) -> CallRefused:
+    """Returns the error as one of a call on a call stream."""
+    return CallRefused(error.code, error.message, error.info)
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvRouterError:
     """Returns the error that the service raised."""
     code: int = error.code().value[0]

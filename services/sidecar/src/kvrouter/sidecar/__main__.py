@@ -35,7 +35,7 @@ def main(options: Sequence[str] | None = None) -> None:
             running(settings, registry, health),
         ):
             await stopping.wait()
-            await health.drain()
+            health.drain()
 
     run(sidecar, settings, "sidecar")
 

@@ -31,7 +31,7 @@ async def running(
         KeyTaken: another process registered the same worker.
     """
     options = list(options_of_engines(settings))
-    await health.announce(each.url for each in options)
+    health.announce(each.url for each in options)
     # Each running request has a connection of its own.
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session:

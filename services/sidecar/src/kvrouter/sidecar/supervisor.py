@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import structlog
@@ -36,7 +36,7 @@ _LEAST_REPORT_SECONDS = 0.05
 class EngineSupervisor:
     """Serves one engine: waits for it, registers it, and registers it anew when it has changed."""
 
-    def __init__(self, options: EngineOptions, http: EngineHttp, on_ready: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(self, options: EngineOptions, http: EngineHttp, on_ready: Callable[[bool], None]) -> None:
         """``on_ready`` is called when the engine's worker begins or ceases to take requests."""
         self.options = options
         self.relayed: RelayedRanks = {}
@@ -113,7 +113,7 @@ class EngineSupervisor:
     async def _leave(self) -> None:
         self._worker = self.engine = None
         self.relayed.clear()
-        await self._on_ready(False)
+        self._on_ready(False)
 
     async def _follow(self, api: EngineApi, known: EngineDescription) -> None:
         """Reports the engine's load and watches it, until it has changed or is not needed any more."""
@@ -140,7 +140,7 @@ class EngineSupervisor:
 
     async def _announce(self, worker: sdk.Worker) -> None:
         await worker.registered()
-        await self._on_ready(True)
+        self._on_ready(True)
 
     async def _watch(self, worker: sdk.Worker, engine: ServedEngine, known: EngineDescription) -> None:
         """Looks whether the engine is the same whenever that is in doubt. Returns when it is another one."""
@@ -154,7 +154,7 @@ class EngineSupervisor:
                 self.counts["outages"] += 1
                 self._log.warning("sidecar.engine_away")
                 worker.set_accepting(False)
-                await self._on_ready(False)
+                self._on_ready(False)
                 engine.fail_running()
                 _, found = await self._discover()
             if found != known:
@@ -163,7 +163,7 @@ class EngineSupervisor:
             if not worker.is_accepting:
                 self._log.info("sidecar.engine_back")
                 worker.set_accepting(True)
-                await self._on_ready(True)
+                self._on_ready(True)
 
     async def _report_load(
         self, worker: sdk.Worker, engine: ServedEngine, api: EngineApi, known: EngineDescription

@@ -14,13 +14,14 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     ExternalProcessorServicer,
     add_ExternalProcessorServicer_to_server,
 )
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio
 from kvrouter.frontend.endpoint_picker.exchange import Context, Exchange
 from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
+from kvrouter.net.call_gate import CallGate
 from kvrouter.net.grpc_options import SERVER_OPTIONS
+from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
+from kvrouter.net.health_service import HealthService
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.errors import KvRouterError
@@ -91,18 +92,18 @@ async def serving_picker(
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[CallGate()], options=SERVER_OPTIONS)
     service = EndpointPickerService(picker, metrics, options)
     add_ExternalProcessorServicer_to_server(service, server)
-    health = aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    add_reflection(server, [SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
+    health = HealthService()
+    health.register(server)
+    add_reflection(server, [SERVICE, HEALTH_SERVICE])
     try:
         port = add_port(server, bind, tls)
     except RuntimeError:
         raise BindFailed(bind) from None
-    await health.set(_LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-    await _publish(health, ready=False)
+    health.set(_LIVENESS, True)
+    _publish(health, ready=False)
     await server.start()
     address = f"{bind.rpartition(':')[0]}:{port}"
     log.info("grpc.listening", address=address, services=[SERVICE], encrypted=tls is not None)
@@ -116,7 +117,7 @@ async def serving_picker(
         for task in following:
             task.cancel()
         await asyncio.wait(following)
-        await _publish(health, ready=False)
+        _publish(health, ready=False)
         try:
             async with asyncio.timeout(drain_seconds):
                 await service.wait_idle()
@@ -125,16 +126,15 @@ async def serving_picker(
         await server.stop(_STOP_SECONDS)
 
 
-async def _follow_readiness(health: aio.HealthServicer, picker: Picker) -> None:
+async def _follow_readiness(health: HealthService, picker: Picker) -> None:
     ready = False
     while True:
         if picker.ready != ready:
             ready = picker.ready
-            await _publish(health, ready=ready)
+            _publish(health, ready=ready)
         await asyncio.sleep(_READINESS_SECONDS)
 
 
-async def _publish(health: aio.HealthServicer, *, ready: bool) -> None:
-    status = health_pb2.HealthCheckResponse
+def _publish(health: HealthService, *, ready: bool) -> None:
     for name in (SERVICE, _READINESS, ""):
-        await health.set(name, status.SERVING if ready else status.NOT_SERVING)
+        health.set(name, ready)

@@ -1,10 +1,15 @@
-"""What decides whether a call may run, before its method is called."""
+"""What decides whether a call may run, before its request is read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+from kvrouter.net.authorization import CallerCheck, CallerPeer
+from kvrouter.net.calls import CallRefused, Context
+from kvrouter.runtime.errors import KvRouterError, Unauthenticated, to_refusal
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 """Metadata of a call, as its client sent it."""
@@ -28,3 +33,75 @@ class Guard(Protocol):
             KvRouterError: the call is refused. The context may raise it too when it begins.
         """
         ...
+
+
+class GuardedPeers:
+    """Admits a peer by its certificate and token, then by the guard of the service. Implements kvrouter.net's check."""
+
+    def __init__(self, callers: CallerCheck | None = None) -> None:
+        """``callers`` decides which processes may call which methods; None permits all."""
+        self._callers = callers if callers is not None and callers.applies else None
+        self._guards: dict[str, Guard] = {}
+
+    def add(self, service: str, guard: Guard) -> None:
+        """Guards a service, such as kvrouter.v1.FrontendService."""
+        self._guards[service] = guard
+
+    def peer(self, context: Context) -> GuardedPeer:
+        """Returns the peer of a call."""
+        caller = None if self._callers is None else self._callers.peer(context)
+        return GuardedPeer(caller, self._guards, tuple(context.invocation_metadata() or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedPeer:
+    """Who opened a connection. Implements kvrouter.net.calls.Peer."""
+
+    caller: CallerPeer | None
+    guards: dict[str, Guard]
+    metadata: Metadata
+
+    def open_stream(self, methods: Sequence[str]) -> None:
+        """Checks that the peer may call one of the methods.
+
+        Raises:
+            CallRefused: it may call none of them.
+        """
+        if self.caller is not None:
+            self.caller.open_stream(methods)
+            methods = [method for method in methods if self.caller.may_call(method)]
+        refused: CallRefused | None = None
+        # One method of each service: a credential is one for all of them, whatever its role permits.
+        for method in {_service(method): method for method in reversed(methods)}.values():
+            guard = self.guards.get(_service(method))
+            if guard is None:
+                return
+            try:
+                guard.admit(f"/{method}", self.metadata, 0)
+            except Unauthenticated as error:
+                refused = to_refusal(error)
+            except KvRouterError:
+                return
+            else:
+                return
+        if refused is not None:
+            raise refused
+
+    def check(self, method: str) -> None:
+        """Checks that the peer may call a method. Its guard counts a call later, when the size of the request is known.
+
+        Raises:
+            CallRefused: it may not call it.
+        """
+        if self.caller is not None:
+            self.caller.check(method)
+        guard = self.guards.get(_service(method))
+        if guard is not None:
+            try:
+                guard.admit(f"/{method}", self.metadata, 0)
+            except KvRouterError as error:
+                raise to_refusal(error) from None
+
+
+def _service(method: str) -> str:
+    return method.partition("/")[0]

@@ -20,13 +20,14 @@ import grpc.aio
 import structlog
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.net import trace_context
 from kvrouter.net.authorization import CallerCheck
+from kvrouter.net.call_gate import CallGate
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.net.grpc_status import STATUS_KEY
+from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.deadline import Deadline
@@ -40,7 +41,7 @@ from kvrouter.runtime.errors import (
 )
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc.call_handlers import call_handler
-from kvrouter.runtime.rpc.guard import UNGUARDED, Guard
+from kvrouter.runtime.rpc.guard import UNGUARDED, Guard, GuardedPeers
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 from kvrouter.runtime.rpc.request_parsing import request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
@@ -82,23 +83,23 @@ class RpcServer:
         callers: CallerCheck | None = None,
     ) -> None:
         self._tls = tls
-        if callers is not None and not callers.applies:
-            callers = None
+        self._peers = GuardedPeers(callers)
+        self._gate = CallGate(self._peers, max_calls=max_calls)
         self.health = HealthBoard()
         """Readiness of the services; each starts as not ready."""
         self._bind = bind
         options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
         self._server = grpc.aio.server(
-            interceptors=[] if callers is None else [callers],
+            interceptors=[self._gate],
             options=list(options.items()),
-            maximum_concurrent_rpcs=max_calls,
         )
         self._names: list[str] = []
         self._draining = False
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._call_streams = CallStreamServer(counts=call_stream_counts, check=callers)
+        self._call_streams = CallStreamServer(counts=call_stream_counts, check=self._peers)
+        self._call_streams.on_opening = self._gate.conduct.opened
         self._port = 0
         self._host = bind.rpartition(":")[0]
         """Host under which others reach the server by default."""
@@ -109,9 +110,14 @@ class RpcServer:
         return self._calls + self._call_streams.running
 
     @property
-    def ordinary_calls(self) -> int:
-        """Number of running calls that are RPCs of their own, not carried by call streams."""
-        return self._calls
+    def gate(self) -> CallGate:
+        """What admits the calls."""
+        return self._gate
+
+    @property
+    def call_streams(self) -> CallStreamServer:
+        """The call streams."""
+        return self._call_streams
 
     @property
     def port(self) -> int:
@@ -135,11 +141,10 @@ class RpcServer:
             BindFailed: the port is in use or the address is not one of this machine's.
             InvalidTls: TLS is enabled without a certificate.
         """
-        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._server)
-        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        self.health.service.register(self._server)
         self._call_streams.register(self._server)
-        add_reflection(self._server, [*self._names, CALL_STREAM_SERVICE, health_name])
-        await self.health.announce(self._names)
+        add_reflection(self._server, [*self._names, CALL_STREAM_SERVICE, HEALTH_SERVICE])
+        self.health.announce(self._names)
         try:
             self._port = add_port(self._server, self._bind, self._tls)
         except RuntimeError:
@@ -157,7 +162,7 @@ class RpcServer:
             seconds: Maximum time to wait for calls; those that take longer are cancelled.
         """
         self._draining = True
-        await self.health.drain()
+        self.health.drain()
         try:
             async with asyncio.timeout(seconds):
                 await self._call_streams.drain()
@@ -186,6 +191,8 @@ class RpcServer:
                 not end the other calls on the stream, so the object refuses it.
             guard: Decides which calls may run; None for all.
         """
+        if guard is not None:
+            self._peers.add(descriptor.full_name, guard)
         handlers = {}
         for name, method in methods_by_python_name(descriptor).items():
             bound = _bound_method(implementation, name)

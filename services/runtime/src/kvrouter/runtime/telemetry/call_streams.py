@@ -54,9 +54,10 @@ class CallStreamMetrics(Collector):
             yield counter
         yield self._by_reason(
             "ended",
-            "Call streams that ended, by reason: closed, lost, silent, draining, unread, failed (by a defect here),"
-            " or the rule that was broken (columns, draining_twice, flood, garbage, hello, http2, too_long, unfinished,"
-            " unknown_call, unknown_kind, version).",
+            "Call streams that ended, by reason: closed, lost, silent, idle, draining, replaced (by a further stream at"
+            " the limit), credential (no longer valid), unread, failed (by a defect here), or the rule that was broken"
+            " (columns, draining_twice, flood, garbage, hello, http2, too_long, unfinished, unknown_call, unknown_kind,"
+            " version).",
             "reason",
         )
         yield self._by_reason(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health import aio
+from kvrouter.net.health_service import HealthService
 from prometheus_client import CollectorRegistry, Gauge
-
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def readiness_gauge(registry: CollectorRegistry) -> Gauge:
@@ -23,28 +19,28 @@ class HealthBoard:
     """Readiness by full gRPC service name. The empty name stands for all services together."""
 
     def __init__(self) -> None:
-        self.servicer = aio.HealthServicer()
-        """Servicer of grpc.health."""
+        self.service = HealthService()
+        """Answers grpc.health."""
         self._ready: dict[str, bool] = {}
         self._draining = False
 
-    async def announce(self, services: Iterable[str]) -> None:
+    def announce(self, services: Iterable[str]) -> None:
         """Adds services as not ready."""
         for service in services:
             self._ready.setdefault(service, False)
-        await self._publish()
+        self._publish()
 
-    async def set_ready(self, service: str, ready: bool = True) -> None:
+    def set_ready(self, service: str, ready: bool = True) -> None:
         """Sets the readiness of one service. While draining, it is stored but not published."""
         if self._ready.get(service) == ready:
             return
         self._ready[service] = ready
-        await self._publish()
+        self._publish()
 
-    async def drain(self) -> None:
+    def drain(self) -> None:
         """Reports every service as not ready from now on."""
         self._draining = True
-        await self._publish()
+        self._publish()
 
     @property
     def services(self) -> Mapping[str, bool]:
@@ -60,7 +56,7 @@ class HealthBoard:
         """Whether there is a service and all are ready."""
         return bool(self._ready) and all(self.services.values())
 
-    async def _publish(self) -> None:
+    def _publish(self) -> None:
         for name, ready in self.services.items():
-            await self.servicer.set(name, _SERVING if ready else _NOT_SERVING)
-        await self.servicer.set("", _SERVING if self.ready else _NOT_SERVING)
+            self.service.set(name, ready)
+        self.service.set("", self.ready)

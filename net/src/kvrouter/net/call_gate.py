@@ -1,0 +1,179 @@
+"""Decides about each call of a gRPC server before a byte of its request is read.
+
+gRPC reads and parses the request of a unary call before the handler runs, so that a client without a credential could
+make a server receive 64 MiB, or wait for the rest of them for ever. Here, every call begins as a stream: the peer is
+checked, then the request is read within a time limit, then the handler runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+from kvrouter.net.calls import SERVICE as CALL_STREAMS
+from kvrouter.net.calls import CallRefused, Context, PeerCheck
+from kvrouter.net.evictable_calls import EvictableCalls
+from kvrouter.net.grpc_options import MAX_CALLS
+from kvrouter.net.grpc_status import set_error
+from kvrouter.net.peer_conduct import PeerConduct
+from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
+
+_FOR_EVERYBODY = ("grpc.health.", "grpc.reflection.")
+"""Beginnings of the names of services that need no credential."""
+_LASTING = "grpc.health.v1.Health/Watch"
+"""The method for everybody whose calls last."""
+_REQUEST_SECONDS = 60.0
+"""Time for the request of an admitted call to arrive, seconds: 64 MiB over a slow network."""
+_OPEN_SECONDS = 10.0
+"""Time for the request of a call for everybody to arrive, and for all of the call unless it lasts, seconds."""
+
+_Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+
+class CallGate(grpc.aio.ServerInterceptor):
+    """Admits the calls of a server. Calls for everybody have a bound of their own, and take no room from others."""
+
+    def __init__(
+        self, check: PeerCheck | None = None, *, max_calls: int = MAX_CALLS, for_everybody: EvictableCalls | None = None
+    ) -> None:
+        """``check`` decides which methods a peer may call; None permits all. ``max_calls`` bounds admitted calls."""
+        self.calls = 0
+        """Number of admitted calls that run."""
+        self.max_calls = max_calls
+        self.for_everybody = EvictableCalls() if for_everybody is None else for_everybody
+        self.conduct = PeerConduct()
+        """Closes connections that flood the server."""
+        self._check = check
+        self._handlers: dict[str, Any] = {}
+        self._unknown: Any = grpc.stream_stream_rpc_method_handler(self._refuse_unknown)
+
+    async def intercept_service(
+        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Implements grpc.aio.ServerInterceptor."""
+        path = str(handler_call_details.method)
+        known = self._handlers.get(path)
+        if known is not None:
+            return known
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return self._unknown
+        gated = self._handlers[path] = self._gated(handler, path.removeprefix("/"))
+        return gated
+
+    def _gated(self, handler: Any, method: str) -> Any:
+        run = _behaviour(handler, _OPEN_SECONDS if method.startswith(_FOR_EVERYBODY) else _REQUEST_SECONDS)
+        gated = self._open(run, method) if method.startswith(_FOR_EVERYBODY) else self._admitting(run, method)
+        parse = handler.request_deserializer if handler.request_streaming else None
+        return grpc.stream_stream_rpc_method_handler(gated, parse, handler.response_serializer)
+
+    def _admitting(self, run: Callable[[Any, Context], Awaitable[None]], method: str) -> Callable[..., Awaitable[None]]:
+        check = self._check
+        # Whether a call stream is admitted is decided when it opens.
+        opens_stream = method.startswith(CALL_STREAMS)
+
+        async def admit(incoming: Any, context: Context) -> None:
+            peer = context.peer()
+            if self.calls >= self.max_calls:
+                refused = CallRefused(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"the server runs its {self.max_calls} calls already"
+                )
+            else:
+                try:
+                    if check is not None:
+                        check.peer(context).check(method)
+                except CallRefused as error:
+                    refused = error
+                    self.conduct.without_credential(peer)
+                else:
+                    if not opens_stream:
+                        self.conduct.admitted(peer)
+                    self.calls += 1
+                    try:
+                        await run(incoming, context)
+                    finally:
+                        self.calls -= 1
+                    return
+            set_error(context, refused.code, str(refused), refused.info)
+
+        return admit
+
+    def _open(self, run: Callable[[Any, Context], Awaitable[None]], method: str) -> Callable[..., Awaitable[None]]:
+        seconds = None if method == _LASTING else _OPEN_SECONDS
+
+        async def serve(incoming: Any, context: Context) -> None:
+            self.conduct.without_credential(context.peer())
+            try:
+                async with asyncio.timeout(seconds) as timeout:
+                    with self.for_everybody.running(timeout):
+                        await run(incoming, context)
+            except TimeoutError:
+                set_error(
+                    context,
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    "the call took too long, or others came",
+                    ErrorInfo(reason=ErrorReason.ERROR_REASON_OVERLOADED, advice="Call again."),
+                )
+
+        return serve
+
+    async def _refuse_unknown(self, _incoming: Any, context: Context) -> None:
+        self.conduct.without_credential(context.peer())
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("the server has no such method")
+
+
+def _behaviour(handler: Any, seconds: float) -> Callable[[Any, Context], Awaitable[None]]:
+    """Returns what reads the request of a call within a time limit, runs its handler, and writes what it returns."""
+    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    parse = handler.request_deserializer or _unparsed
+
+    async def read(context: Context) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                encoded = await context.read()
+        except TimeoutError:
+            raise _Unreadable(f"expected a whole request within {seconds:g} s") from None
+        if encoded is grpc.aio.EOF:
+            raise _Unreadable("expected a request, received none")
+        return parse(encoded)
+
+    async def respond(incoming: Any, context: Context) -> None:
+        # The request is kept in no variable here: a handler may drop it long before the call ends.
+        if inspect.isasyncgenfunction(behaviour):
+            async for response in behaviour(incoming if handler.request_streaming else await read(context), context):
+                await context.write(response)
+            return
+        answer = await behaviour(incoming if handler.request_streaming else await read(context), context)
+        if not handler.response_streaming and answer is not None:
+            await context.write(answer)
+
+    async def run(incoming: Any, context: Context) -> None:
+        try:
+            await respond(incoming, context)
+        except _Unreadable as unreadable:
+            cause = str(unreadable)
+        except DecodeError:
+            cause = "the request cannot be parsed"
+        else:
+            return
+        set_error(context, grpc.StatusCode.INVALID_ARGUMENT, cause, _BAD_REQUEST)
+
+    return run
+
+
+class _Unreadable(Exception):
+    """The request did not arrive."""
+
+
+_BAD_REQUEST = ErrorInfo(
+    reason=ErrorReason.ERROR_REASON_BAD_REQUEST, advice="Send one request, encoded as the .proto files define."
+)
+
+
+def _unparsed(encoded: bytes) -> bytes:
+    return encoded

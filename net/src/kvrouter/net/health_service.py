@@ -1,0 +1,69 @@
+"""Serves grpc.health.v1, so that a client that does not read what it watches delays nobody.
+
+The servicer of grpcio-health-checking writes to each watching client while it holds the lock that a change of the
+status needs, and keeps every name that clients ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from kvrouter.net.calls import Context
+
+SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+"""Full name of the service, for reflection."""
+
+_SERVING = HealthCheckResponse.SERVING
+_NOT_SERVING = HealthCheckResponse.NOT_SERVING
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # The base class is not typed.
+    """Answers with the status of services by their full names. The empty name stands for all of them."""
+
+    def __init__(self) -> None:
+        self._serving: dict[str, bool] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def serving(self) -> Mapping[str, bool]:
+        """Whether each service works."""
+        return self._serving
+
+    def set(self, service: str, serving: bool) -> None:
+        """Sets whether a service works."""
+        if self._serving.get(service) != serving:
+            self._serving[service] = serving
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a gRPC server that is not started yet."""
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse | None:  # noqa: N802 - gRPC's name
+        """Implements grpc.health.v1.Health."""
+        serving = self._serving.get(request.service)
+        if serving is None:
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+            return None
+        return HealthCheckResponse(status=_SERVING if serving else _NOT_SERVING)
+
+    async def Watch(self, request: HealthCheckRequest, context: Context) -> None:  # noqa: N802 - gRPC's name
+        """Implements grpc.health.v1.Health."""
+        service = request.service[:_MAX_NAME]
+        last: HealthCheckResponse.ServingStatus.ValueType | None = None
+        while True:
+            changed, serving = self._changed, self._serving.get(service)
+            status = HealthCheckResponse.SERVICE_UNKNOWN if serving is None else _SERVING if serving else _NOT_SERVING
+            if status != last:
+                last = status
+                await context.write(HealthCheckResponse(status=status))
+            await changed.wait()
+
+
+_MAX_NAME = 256
+"""Characters of a name that are kept; no service has a longer one."""

@@ -1,0 +1,141 @@
+"""Closes connections that flood a gRPC server with calls for which they show no credential.
+
+A refused call costs a server as much as an admitted one that does nothing. gRPC serves calls in the order in which they
+come, so that a flood of them would delay everybody, and has no way to close one connection. So its socket is shut down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections import OrderedDict
+from ipaddress import IPv6Address, ip_address
+from urllib.parse import unquote
+
+from kvrouter.net.logs import get_logger
+
+log = get_logger(__name__)
+
+_CALLS_PER_SECOND = 10.0
+"""Calls without a credential that one connection may make for good, each second: probes and tools make fewer."""
+_BURST = 32.0
+"""Calls without a credential that one connection may make at once."""
+_FLOOD_BURST = 2.0
+"""The same while such calls of all connections are a flood."""
+_FLOOD_PER_SECOND = 500
+"""Calls without a credential of all connections in a second that are a flood."""
+_MAX_PEERS = 16_384
+"""Connections that are remembered; the least recently used is forgotten."""
+_SWEEP_SECONDS = 0.2
+"""Least interval at which connections are closed: each time, all descriptors are looked at."""
+
+_Address = tuple[str, int]
+
+
+class PeerConduct:
+    """Counts calls by connection. One that made an admitted call is never closed: it may carry many clients."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+        """Number of connections that were closed."""
+        self._admitted: OrderedDict[str, None] = OrderedDict()
+        self._allowances: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Calls that a connection may still make, and when they were computed."""
+        self._second = 0
+        self._in_second = 0
+        self._closing: set[_Address] = set()
+
+    def opened(self, peer: str, admitted: bool) -> None:
+        """Records that a peer opened a call stream, or tried to."""
+        if admitted:
+            self.admitted(peer)
+        else:
+            self.without_credential(peer)
+
+    def admitted(self, peer: str) -> None:
+        """Records an admitted call of a peer, as gRPC names it."""
+        if peer not in self._admitted:
+            self._allowances.pop(peer, None)
+            self._admitted[peer] = None
+            if len(self._admitted) > _MAX_PEERS:
+                self._admitted.popitem(last=False)
+
+    def without_credential(self, peer: str) -> None:
+        """Records a call for which a peer showed no credential that counts. Too many of them end the connection."""
+        if peer in self._admitted:
+            return
+        now = time.monotonic()
+        self._count(int(now))
+        burst = _FLOOD_BURST if self._in_second > _FLOOD_PER_SECOND else _BURST
+        left, then = self._allowances.pop(peer, (burst, now))
+        left = min(burst, left + (now - then) * _CALLS_PER_SECOND) - 1
+        if left < 0:
+            self._close(peer)
+            return
+        self._allowances[peer] = left, now
+        if len(self._allowances) > _MAX_PEERS:
+            self._allowances.popitem(last=False)
+
+    def _count(self, second: int) -> None:
+        if second != self._second:
+            self._second, self._in_second = second, 0
+        self._in_second += 1
+
+    def _close(self, peer: str) -> None:
+        address = _address_of(peer)
+        if address is None:
+            return
+        if not self._closing:
+            asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
+        self._closing.add(address)
+
+    def _sweep(self) -> None:
+        closing, self._closing = self._closing, set()
+        closed = close_connections(closing)
+        self.closed += closed
+        log.warning("connections.closed", connections=closed, peer=min(closing)[0], cause="too many calls refused")
+
+
+def close_connections(peers: set[_Address]) -> int:
+    """Shuts down the sockets of this process that are connected to one of the addresses; returns how many."""
+    closed = 0
+    for name in os.listdir("/dev/fd"):
+        try:
+            # A duplicate cannot become another connection meanwhile.
+            descriptor = os.dup(int(name))
+        except OSError:
+            continue
+        try:
+            with socket.socket(fileno=descriptor) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and _plain(connection.getpeername()) in peers:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    closed += 1
+        except OSError as error:
+            if error.errno == errno.ENOTSOCK:
+                os.close(descriptor)
+    return closed
+
+
+def _plain(name: tuple[str, int]) -> _Address:
+    return _normal(name[0]), name[1]
+
+
+def _normal(host: str) -> str:
+    address = ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return str(mapped or address)
+
+
+def _address_of(peer: str) -> _Address | None:
+    """Returns host and port of a peer such as ``ipv4:127.0.0.1:5`` or ``ipv6:%5B::1%5D:5``; None for another kind."""
+    kind, _, rest = unquote(peer).partition(":")
+    host, _, port = rest.rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdigit():
+        return None
+    try:
+        return _normal(host.strip("[]")), int(port)
+    except ValueError:
+        return None
