@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import aclosing
 from typing import cast
 
+import pytest
+from kvrouter.frontend.scheduler_client import rendezvous as module
 from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers, rendezvous
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
@@ -45,3 +49,46 @@ async def test_its_own_serves_while_no_other_is_ready() -> None:
         assert {picked(registered, component) for component in COMPONENTS} == {"own"}
     drained = Registered(own=False, other=True)
     assert {picked(drained, component) for component in COMPONENTS} == {"other"}
+
+
+class Registrations:
+    """A Directory with Schedulers whose registrations the test changes."""
+
+    tls = None
+
+    def __init__(self, endpoint: str) -> None:
+        self.registered = {"one": ServiceRegistration(endpoint=endpoint, ready=True)}
+
+    def services(self, _kind: str) -> dict[str, ServiceRegistration]:
+        return self.registered
+
+
+async def test_a_scheduler_that_left_is_dialled_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REGISTRATION_SECONDS", 0.01)
+    dialled = 0
+
+    async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal dialled
+        dialled += 1
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        endpoint = "{}:{}".format(*server.sockets[0].getsockname()[:2])
+        registrations = Registrations(endpoint)
+        async with aclosing(RemoteSchedulers(cast(Directory, registrations))) as schedulers:
+            assert schedulers.pick(ComponentName("n", "c")) is not None
+            async with asyncio.timeout(30):
+                while dialled < 2:
+                    await asyncio.sleep(0.01)
+            registrations.registered = {}
+            async with asyncio.timeout(30):
+                while schedulers._tasks:
+                    await asyncio.sleep(0.01)
+            assert schedulers.pick(ComponentName("n", "c")) is None
+            # One that returns is dialled again.
+            registrations.registered = {"one": ServiceRegistration(endpoint=endpoint, ready=True)}
+            before = dialled
+            assert schedulers.pick(ComponentName("n", "c")) is not None
+            async with asyncio.timeout(30):
+                while dialled == before:
+                    await asyncio.sleep(0.01)

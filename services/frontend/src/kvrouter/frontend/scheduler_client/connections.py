@@ -148,6 +148,11 @@ class StreamConnection:
         """Closes a session."""
         self._start(_CLOSE, request.SerializeToString(), lambda _: None)
 
+    @property
+    def running_calls(self) -> int:
+        """Number of calls that wait for their answer."""
+        return self._client.running
+
     async def lost(self) -> None:
         """Returns when the stream has ended or takes no new calls, and at once if it is not open."""
         await self._client.wait_lost()

@@ -13,6 +13,9 @@ from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.v1.names import ComponentName
 
+_REGISTRATION_SECONDS = 1.0
+"""Interval at which registrations of connected Schedulers are checked."""
+
 
 def rendezvous(component: ComponentName, scheduler_ids: Iterable[str], shard: int = 0) -> str | None:
     """Returns the Scheduler with the highest hash; None if there is none.
@@ -84,7 +87,7 @@ class RemoteSchedulers:
         self._client_name = client_name
         self._counts = CallStreamCounts() if counts is None else counts
         self._connections: dict[str, StreamConnection] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def pick(
         self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
@@ -119,11 +122,29 @@ class RemoteSchedulers:
             connection = self._connections[endpoint] = StreamConnection(
                 endpoint, client_name=self._client_name, counts=self._counts, tls=self._directory.tls
             )
-            opening = asyncio.create_task(
-                connection.run(), name=f"call stream to {endpoint}", context=trace_context.background()
+            keeping = asyncio.create_task(
+                self._keep(endpoint, connection), name=f"call stream to {endpoint}", context=trace_context.background()
             )
-            self._tasks.append(opening)
+            self._tasks.add(keeping)
+            keeping.add_done_callback(self._tasks.discard)
         return connection
+
+    async def _keep(self, endpoint: str, connection: StreamConnection) -> None:
+        """Keeps a connection open until its Scheduler is no longer registered and has answered its calls.
+
+        The address may be somebody else's from then on, who would be shown the service token.
+        """
+        running = asyncio.create_task(connection.run())
+        try:
+            while not running.done() and (connection.running_calls or self._is_registered(endpoint)):  # noqa: ASYNC110 - calls end without a notice
+                await asyncio.sleep(_REGISTRATION_SECONDS)
+        finally:
+            del self._connections[endpoint]
+            running.cancel()
+            await asyncio.wait({running})
+
+    def _is_registered(self, endpoint: str) -> bool:
+        return any(registration.endpoint == endpoint for registration in self._directory.services("scheduler").values())
 
     async def changed(self) -> None:
         """Returns at the next change of the registrations."""
@@ -134,4 +155,4 @@ class RemoteSchedulers:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            await asyncio.wait(list(self._tasks))
