@@ -28,7 +28,7 @@ def replace(path: Path, *lines: str, mode: int = 0o600) -> None:
 
 def test_the_first_token_is_shown_and_each_is_accepted(tmp_path: Path) -> None:
     token = write(tmp_path / "token", NEW, "", OLD)
-    assert token.shown == NEW
+    assert token.shown_to("scheduler") == NEW
     assert token.accepts(NEW)
     assert token.accepts(OLD.encode())
     for other in ("", "x" * 32, NEW[:-1], NEW + "n", "\u00fc"):
@@ -38,7 +38,7 @@ def test_the_first_token_is_shown_and_each_is_accepted(tmp_path: Path) -> None:
 
 def test_a_digest_accepts_its_token_and_shows_nothing(tmp_path: Path) -> None:
     token = write(tmp_path / "token", digest_line(NEW))
-    assert token.shown == ""
+    assert token.shown_to("scheduler") == ""
     assert token.accepts(NEW)
     assert not token.accepts(digest_line(NEW))
     assert not token.accepts(digest_line(NEW).removeprefix("sha256:"))
@@ -75,10 +75,10 @@ def test_a_replaced_file_is_used_and_an_unusable_one_is_not(tmp_path: Path, monk
     path = tmp_path / "token"
     token = write(path, OLD)
     replace(path, NEW, OLD)
-    assert token.shown == NEW
+    assert token.shown_to("scheduler") == NEW
     assert token.accepts(OLD)
     replace(path, "broken")
-    assert token.shown == NEW
+    assert token.shown_to("scheduler") == NEW
     path.unlink()
     assert token.accepts(NEW)
     replace(path, NEW)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
+from kvrouter.net.authorization.service_token import digest_line
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DependencyAway, ServiceRefused
 from kvrouter.runtime.rpc import (
     add_service,
@@ -16,10 +18,11 @@ from kvrouter.runtime.rpc import (
     remote,
     remote_on_call_stream,
 )
+from kvrouter.v1.indexer_pb2 import GetStatsRequest, GetStatsResponse
 from kvrouter.v1.worker_pb2 import AbortRequest
 from structlog.testing import capture_logs
 
-from .rpc_harness import WORKER, Worker, soon, tokens
+from .rpc_harness import INDEXER, WORKER, Worker, soon, tokens
 
 TOKEN = "a token of sixteen times two".replace(" ", "-") + "-characters"
 OTHER = TOKEN[::-1]
@@ -33,7 +36,8 @@ def token_of(path: Path, content: str) -> ServiceToken:
 
 @pytest.fixture
 def check(tmp_path: Path) -> CallerCheck:
-    return CallerCheck(None, token_of(tmp_path / "expected", TOKEN))
+    token_of(tmp_path / "expected", TOKEN)
+    return CallerCheck(None, ServiceToken(str(tmp_path / "expected"), of_worker=True))
 
 
 @pytest.mark.parametrize("shown", [TOKEN, OTHER, ""], ids=["the token", "another", "none"])
@@ -85,3 +89,35 @@ async def test_a_call_stream_needs_the_token(check: CallerCheck, tmp_path: Path,
         running.cancel()
         await asyncio.wait([running])
         await server.drain(0)
+
+
+class Indexer:
+    async def get_stats(self, _request: GetStatsRequest, *, deadline: Deadline) -> GetStatsResponse:
+        assert deadline.remaining()
+        return GetStatsResponse()
+
+
+async def test_what_a_worker_is_shown_opens_no_service(tmp_path: Path) -> None:
+    service = token_of(tmp_path / "service", TOKEN)
+    shown = service.shown_to("worker")
+    digest_of_worker = tmp_path / "digest"
+    token_of(digest_of_worker, digest_line(shown))
+    worker = ServiceToken(str(digest_of_worker), of_worker=True)
+    assert worker.accepts(shown)
+    assert not worker.accepts(TOKEN)
+    assert not service.accepts(shown)
+    assert service.accepts(service.shown_to("scheduler"))
+    stolen = token_of(tmp_path / "stolen", shown)
+    server = open_server("127.0.0.1:0", callers=CallerCheck(None, service))
+    add_service(server, INDEXER, Indexer())
+    await server.start()
+    for token in (stolen, service):
+        with showing(token):
+            async with open_channel(server.endpoint(), role="indexer") as channel:
+                call = remote(INDEXER, channel).get_stats(GetStatsRequest(), deadline=soon())
+                if token is service:
+                    assert await call == GetStatsResponse()
+                    continue
+                with pytest.raises(ServiceRefused):
+                    await call
+    await server.drain(0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nkeys
-from kvrouter.net.authorization.service_token import digest_line
+from kvrouter.net.authorization.service_token import digest_line, worker_token
 from kvrouter.net.etcd import EtcdAccess
 from kvrouter.net.nats_access import NatsAccess
 from kvrouter.net.tls import Tls, TlsOptions
@@ -125,11 +125,11 @@ class Credentials:
         return path
 
     def _service_token(self) -> None:
-        """Creates the token that services show each other, and the digest with which workers recognize it."""
+        """Creates the token that services show each other, and the digest with which workers recognize theirs."""
         path = self.folder / "service-token"
         if not path.exists():
             write_file(path, secrets.token_hex(32).encode(), 0o600)
-        digest = digest_line(path.read_text().strip())
+        digest = digest_line(worker_token(path.read_text().strip()))
         write_file(self.folder / "service-token.digest", f"{digest}\n".encode(), 0o600)
 
     def _etcd_script(self) -> str:

@@ -1,4 +1,7 @@
-"""A token that the processes of one system share: they show it when they call, and expect it when they are called."""
+"""A token that the processes of one system share: they show it when they call, and expect it when they are called.
+
+What workers receive is another token, derived from it, which opens workers only.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,11 @@ _SHOWN: list[ServiceToken] = []
 calls in contexts of their own."""
 
 
+def worker_token(token: str) -> str:
+    """Returns the token that is shown to workers. The service token cannot be found from it."""
+    return hashlib.sha256(f"worker:{token}".encode()).hexdigest()
+
+
 def digest_line(token: str) -> str:
     """Returns the line with which a process that calls nobody recognizes a token."""
     return DIGEST_PREFIX + _digest(token).hex()
@@ -39,30 +47,30 @@ class ServiceToken:
     use. Tokens are compared by their digests, in constant time.
     """
 
-    def __init__(self, path: str) -> None:
-        """Reads the file.
+    def __init__(self, path: str, *, of_worker: bool = False) -> None:
+        """Reads the file. ``of_worker`` accepts what is shown to workers; digests in the file are of that then.
 
         Raises:
             UnreadableSecret: it cannot be used.
         """
+        self._of_worker = of_worker
         self._path = path
         self._version = file_version(path)
         self._checked_at = time.monotonic()
-        self._shown, self._digests = _read(path)
+        self._shown, self._digests = _read(path, of_worker=of_worker)
 
     @classmethod
-    def of(cls, path: str) -> ServiceToken | None:
+    def of(cls, path: str, *, of_worker: bool = False) -> ServiceToken | None:
         """Returns the tokens of a file; None if ``path`` is empty."""
-        return cls(path) if path else None
+        return cls(path, of_worker=of_worker) if path else None
 
     def __repr__(self) -> str:
         return f"ServiceToken({self._path!r})"
 
-    @property
-    def shown(self) -> str:
-        """The token to show; empty if the file has digests only."""
+    def shown_to(self, role: str) -> str:
+        """Returns what is shown to a server of a role, such as worker; empty if the file has digests only."""
         self._follow()
-        return self._shown
+        return worker_token(self._shown) if self._shown and role == "worker" else self._shown
 
     def accepts(self, shown: str | bytes) -> bool:
         """Returns whether a caller showed one of the tokens."""
@@ -81,7 +89,7 @@ class ServiceToken:
             return
         self._version = version
         try:
-            self._shown, self._digests = _read(self._path)
+            self._shown, self._digests = _read(self._path, of_worker=self._of_worker)
         except UnreadableSecret as error:
             log.error("secret.unreadable", cause=str(error), uses="the previous secret")
         else:
@@ -106,7 +114,7 @@ def shown_token() -> ServiceToken | None:
     return _SHOWN[-1] if _SHOWN else None
 
 
-def _read(path: str) -> tuple[str, tuple[bytes, ...]]:
+def _read(path: str, *, of_worker: bool) -> tuple[str, tuple[bytes, ...]]:
     """Returns the token to show, and the digests of all.
 
     Raises:
@@ -117,18 +125,18 @@ def _read(path: str) -> tuple[str, tuple[bytes, ...]]:
     except UnicodeDecodeError:
         raise UnreadableSecret(f"{path}: expected tokens of ASCII characters, one a line, received others") from None
     return next((line for line in lines if not line.startswith(DIGEST_PREFIX)), ""), tuple(
-        _digest_of_line(path, line) for line in lines
+        _digest_of_line(path, line, of_worker=of_worker) for line in lines
     )
 
 
-def _digest_of_line(path: str, line: str) -> bytes:
+def _digest_of_line(path: str, line: str, *, of_worker: bool) -> bytes:
     if not line.startswith(DIGEST_PREFIX):
         if len(line) < _LEAST_CHARACTERS or not line.isprintable() or " " in line:
             raise UnreadableSecret(
                 f"{path}: expected a token of at least {_LEAST_CHARACTERS} characters without spaces on each line:"
                 " create one with openssl rand -hex 32"
             )
-        return _digest(line)
+        return _digest(worker_token(line) if of_worker else line)
     try:
         digest = bytes.fromhex(line.removeprefix(DIGEST_PREFIX))
     except ValueError:

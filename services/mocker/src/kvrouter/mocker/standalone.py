@@ -52,7 +52,7 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
         ranks,
         lambda: load_response(config, load_reports(engine, config, incarnation, next(numbers))),
         Tls.of(config.tls),
-        ServiceToken.of(config.service_token_file),
+        ServiceToken.of(config.service_token_file, of_worker=True),
     )
     CallerMetrics(registry, lambda: [server.callers])
     async with asyncio.TaskGroup() as group:

@@ -72,8 +72,8 @@ class WorkerConfig:
     """Certificates of the WorkerService; None serves plain text. All processes of a namespace must agree on it."""
 
     service_token_file: str = ""
-    """File with the token that callers must show, of mode 0600 or 0640: best its digest alone, since a worker calls
-    nobody. Empty expects none."""
+    """File with the digest of the token that workers are shown, or with the service token that it is derived from, of
+    mode 0600 or 0640. Empty expects none."""
 
     transport: Transport = Transport.TRANSPORT_UNSPECIFIED
     """Transport of events. Unspecified uses the component's default, which its first worker sets (durable if that

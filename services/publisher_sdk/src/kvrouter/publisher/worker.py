@@ -138,7 +138,7 @@ class Worker:
             self._ranks,
             lambda: load_response(config, self.load_reports()),
             Tls.of(config.tls),
-            ServiceToken.of(config.service_token_file),
+            ServiceToken.of(config.service_token_file, of_worker=True),
             files,
             structured_output=config.structured_output,
             spans=_spans(config),

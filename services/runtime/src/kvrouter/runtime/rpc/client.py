@@ -46,13 +46,14 @@ def open_channel(
         max_message_bytes: Maximum size of a response; a larger one raises ``TooLarge``.
         api_key: API key or token that every call shows; empty for none.
 
-    Calls to a scheduler, an indexer or a worker also show the service token of this process, if it has one.
+    Calls to a scheduler or an indexer also show the service token of this process, if it has one, and calls to a worker
+    the token that is derived from it.
     """
     options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
     channel = transport_security.open_channel(target, tuple(options.items()), tls, role)
     token = _token_for(role)
     if token is not None:
-        channel = MetadataChannel(channel, lambda: (HEADER, token.shown))
+        channel = MetadataChannel(channel, lambda: (HEADER, token.shown_to(role)))
     return MetadataChannel(channel, lambda: ("authorization", f"Bearer {api_key}")) if api_key else channel
 
 
@@ -75,7 +76,8 @@ def call_stream_client(
         counts: Counts for metrics.
         ends_when_silent: Whether a server that answers no heartbeat loses its calls. If not, they wait for it.
 
-    The stream shows the service token of this process, if it has one, to a scheduler, an indexer or a worker.
+    The stream shows the service token of this process, if it has one, to a scheduler or an indexer, and what is derived
+    from it to a worker.
     """
     token = _token_for(role)
     return CallStreamClient(
@@ -83,7 +85,7 @@ def call_stream_client(
         client_name=client_name,
         tls=tls,
         role=role,
-        metadata=lambda: ((HEADER, token.shown),) if token is not None and token.shown else (),
+        metadata=lambda: ((HEADER, shown),) if token is not None and (shown := token.shown_to(role)) else (),
         counts=counts,
         ends_when_silent=ends_when_silent,
     )
