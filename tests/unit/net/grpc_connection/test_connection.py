@@ -126,6 +126,19 @@ def test_messages_that_arrive_with_the_first_one_wait_for_their_receiver(run: Ru
     run(main())
 
 
+def test_messages_that_arrive_before_their_receiver_are_bounded(run: Run) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(opened() + data(prefixed(b"first") + prefixed(b"") * 1_000))
+        await until_closed(reader)
+
+    async def main() -> None:
+        async with serving(serve) as target:
+            with pytest.raises(Http2Violation, match="at most 16 messages"):
+                await connect(target)
+
+    run(main())
+
+
 PEERS: dict[str, tuple[bytes, type[Exception], str]] = {
     "closes the connection": (b"", ConnectionLost, "UNAVAILABLE"),
     "closes it within a message": (opened() + data(prefixed(b"first")[:-1]), ConnectionLost, "UNAVAILABLE"),

@@ -48,6 +48,8 @@ _LEAST_MESSAGE_BYTES = 4096
 _FLOOD_ITEMS = 10_000
 _FLOOD_SECONDS = 10.0
 """Items and messages that serve no running call which a server may send in this time. They take some 20 ms to read."""
+_ITEMS_OF_EMPTY_MESSAGE = 10
+"""A message without an item takes as long to parse as that many items."""
 _ITEMS_OF_CANCEL = 100
 """Responses of a cancelled call that may be under way."""
 
@@ -228,7 +230,7 @@ class ClientStream:
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
         self.heard = True
         if not message.whole_numbers and not message.responses:
-            self._spend(1)
+            self._spend(_ITEMS_OF_EMPTY_MESSAGE)
         numbers, whole = message.whole_numbers, message.whole_responses
         if numbers or whole:
             self._receive_whole(numbers[:], whole[:])

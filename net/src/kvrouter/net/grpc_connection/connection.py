@@ -8,13 +8,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvrouter.net.grpc_connection.connecting import addresses_of, first_connection, host_and_port
-from kvrouter.net.grpc_connection.http2_call import Http2Call, Metadata
+from kvrouter.net.grpc_connection.http2_call import Http2Call, Http2Violation, Metadata
 from kvrouter.net.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
 from kvrouter.net.tls.tls import Tls
 
 _CHECK_SECONDS = KEEPALIVE_TIMEOUT_MS / 1000
 _CHECKS_TO_PING = KEEPALIVE_MS // KEEPALIVE_TIMEOUT_MS
 _CONNECT_SECONDS = 2.0
+_MAX_EARLY = 16
+"""Messages that a server may send after its first one before the client has processed that."""
 
 
 class ConnectionLost(Exception):
@@ -243,6 +245,8 @@ class GrpcConnection(asyncio.Protocol):
 
     def _receive_first(self, message: bytes) -> None:
         if self._first.done():
+            if len(self._early) == _MAX_EARLY:
+                raise Http2Violation(f"expected at most {_MAX_EARLY} messages after the first one, received more")
             self._early.append(message)
         else:
             self._first.set_result(message)
