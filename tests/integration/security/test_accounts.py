@@ -136,9 +136,12 @@ async def test_a_user_of_etcd_reads_and_writes_its_own_keys_only(
     credentials: Credentials, secure_etcd: EtcdServer
 ) -> None:
     allowed = {
-        WORKER: [POOL.worker_key(1), POOL.incarnation_key(1), POOL.descriptor_key],
+        WORKER: [POOL.worker_key(1), POOL.incarnation_key(1)],
         "frontend": ["/kvrouter/v1/secure/services/frontend/a"],
-        "scheduler": ["/kvrouter/v1/secure/services/scheduler/a", "/kvrouter/v1/secure/thresholds/m/n"],
+        "scheduler": [
+            *("/kvrouter/v1/secure/services/scheduler/a", "/kvrouter/v1/secure/thresholds/m/n"),
+            *(POOL.descriptor_key, POOL.drain_key(1)),
+        ],
         "indexer": [
             *("/kvrouter/v1/secure/services/indexer/a", POOL.snapshot_key),
             *(POOL.snapshot_lock_key, POOL.applied_key("a")),
