@@ -102,6 +102,7 @@ class Client:
         """Sends one request and adds its outcome to the run. Returns whether it completed."""
         prompt = [next(self._numbers), *(self._random.randrange(1000) for _ in range(PROMPT_TOKENS - 1))]
         body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS}
+        body["ignore_eos"] = True
         first: float | None = None
         began = time.perf_counter()
         try:

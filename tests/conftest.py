@@ -24,6 +24,10 @@ settings.register_profile("gate", settings.get_profile("any"), derandomize=True)
 settings.load_profile("gate" if os.environ.get("CI") else "any")
 
 
+# Simulated engines end outputs at their maximum, so that tests know their lengths.
+os.environ["KVROUTER_MEAN_OUTPUT_TOKENS"] = "0"
+
+
 @pytest.fixture(autouse=True)
 def log_as_by_default() -> None:
     """Drops what an earlier test in this process configured: a filter by level would hide lines from this one."""

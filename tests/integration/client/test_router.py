@@ -27,7 +27,7 @@ async def where(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncItera
     async with AsyncExitStack() as stack:
         for worker_id in (1, 2):
             settings = MockerSettings(
-                **where, worker_id=worker_id, clock_factor=20.0, num_blocks=512, drain_seconds=0.2
+                **where, worker_id=worker_id, clock_factor=20.0, num_blocks=512, drain_seconds=0.2, mean_output_tokens=0
             )
             worker = await stack.enter_async_context(mocker_app.running(settings, new_registry()))
             await worker.registered()

@@ -72,7 +72,7 @@ class System:
         return self.schedulers[0]
 
     async def start_worker(self, worker_id: int, **settings: Any) -> Worker:
-        settings = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.2} | settings
+        settings = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.2, "mean_output_tokens": 0} | settings
         stack = await self.stack.enter_async_context(AsyncExitStack())
         running = mocker_app.running(MockerSettings(**self.where, worker_id=worker_id, **settings), new_registry())
         worker = self.workers[worker_id] = await stack.enter_async_context(running)

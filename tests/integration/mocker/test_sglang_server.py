@@ -44,6 +44,7 @@ async def serving(**options: Any) -> AsyncIterator[Client]:
         "lora_modules": {"adapter": "/adapters/1"},
         "disaggregation_bootstrap_port": 0,
         "drain_seconds": 0.1,
+        "mean_output_tokens": 0,
     }
     async with (
         serving_sglang(MockerSettings(**(known | options)), CollectorRegistry()) as server,
@@ -103,6 +104,17 @@ async def test_token_ids_go_in_and_come_out(client: Client) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 4}
     assert body["text"] == "".join(f" t{token}" for token in body["output_ids"])
     assert (await generated(client))["meta_info"]["cached_tokens"] == 16
+
+
+async def test_outputs_end_by_themselves_unless_they_ignore_it() -> None:
+    async with serving(mean_output_tokens=3, num_blocks=512) as client:
+        body = await generated(client, sampling_params={"max_new_tokens": 1000})
+        assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": None}
+        body = await generated(client, sampling_params={"max_new_tokens": 300, "ignore_eos": True})
+        assert body["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
+        body = await generated(client, sampling_params={"max_new_tokens": 1000, "min_new_tokens": 200})
+        assert body["meta_info"]["finish_reason"]["type"] == "stop"
+        assert len(body["output_ids"]) >= 200
 
 
 async def test_chunks_of_a_stream_are_cumulative(client: Client) -> None:

@@ -40,6 +40,7 @@ async def serving(**options: Any) -> AsyncIterator[Client]:
         "enable_prompt_tokens_details": True,
         "lora_modules": {"adapter": "/adapters/1"},
         "drain_seconds": 0.1,
+        "mean_output_tokens": 0,
     }
     async with (
         serving_vllm(MockerSettings(**(known | options)), CollectorRegistry()) as server,
@@ -103,6 +104,18 @@ async def test_token_ids_go_in_and_come_out(client: Client) -> None:
     assert body["usage"]["completion_tokens"] == 4
     again = await completed(client)
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+async def test_outputs_end_by_themselves_unless_they_ignore_it() -> None:
+    async with serving(mean_output_tokens=3, num_blocks=512) as client:
+        (choice,) = (await completed(client, max_tokens=1000, return_token_ids=True))["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+        assert choice["text"] == decode(choice["token_ids"])
+        (choice,) = (await completed(client, max_tokens=300, ignore_eos=True, return_token_ids=True))["choices"]
+        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 300)
+        (choice,) = (await completed(client, max_tokens=1000, min_tokens=200, return_token_ids=True))["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert len(choice["token_ids"]) >= 200
 
 
 async def test_output_is_drawn_from_the_vocabulary() -> None:

@@ -60,7 +60,7 @@ class EngineServer:
 
     @asynccontextmanager
     async def started(self, **options: Any) -> AsyncIterator[ServedEngine]:
-        chosen = MockerSettings(bind=self.bind, **(self.options | options))
+        chosen = MockerSettings(bind=self.bind, **({"mean_output_tokens": 0} | self.options | options))
         async with self.serving(chosen, CollectorRegistry()) as server:
             yield server
 

@@ -175,7 +175,7 @@ impl Engine {
             let first = length == sequence.prompt_tokens + 1;
             let gap = if first { 0.0 } else { now - sequence.last_output_at };
             sequence.last_output_at = now;
-            let finish = if sequence.stop.contains(&token) {
+            let finish = if sequence.stops_with(token) {
                 Finish::Stop
             } else if length >= sequence.limit {
                 Finish::Length

@@ -101,11 +101,17 @@ impl Engine {
         stop: Vec<u32>,
         now: f64,
         received: bool,
+        min_tokens: usize,
+        ends_after: Option<usize>,
+        output: Vec<u32>,
     ) -> PyResult<()> {
         if self.model.holds(number) {
             return Err(PyValueError::new_err(format!("request {number} is already running or waiting")));
         }
-        self.model.submit(Request { number, prompt: prompt.to_vec(), max_tokens, received, root, stream, stop }, now);
+        let prompt = prompt.to_vec();
+        let request =
+            Request { number, prompt, max_tokens, received, root, stream, stop, min_tokens, ends_after, output };
+        self.model.submit(request, now);
         Ok(())
     }
 
@@ -215,7 +221,18 @@ impl Fleet {
         received: bool,
     ) -> PyResult<()> {
         let engine = self.checked(engine)?;
-        let request = Request { number, prompt: prompt.to_vec(), max_tokens, received, root, stream, stop: Vec::new() };
+        let request = Request {
+            number,
+            prompt: prompt.to_vec(),
+            max_tokens,
+            received,
+            root,
+            stream,
+            stop: Vec::new(),
+            min_tokens: 0,
+            ends_after: None,
+            output: Vec::new(),
+        };
         self.engines.submit(engine, request);
         Ok(())
     }

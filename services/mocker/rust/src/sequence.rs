@@ -17,6 +17,12 @@ pub struct Request {
     /// Initial state of the generator of its output tokens.
     pub stream: u64,
     pub stop: Vec<u32>,
+    /// Output tokens before which no stop token ends the request.
+    pub min_tokens: usize,
+    /// Output tokens after which it ends with `stop`.
+    pub ends_after: Option<usize>,
+    /// The whole output, if it is not drawn.
+    pub output: Vec<u32>,
 }
 
 pub struct Sequence {
@@ -30,7 +36,12 @@ pub struct Sequence {
     /// Whether the blocks of its prompt have arrived and are not admitted yet.
     pub received: bool,
     pub root: u64,
-    pub stop: Vec<u32>,
+    stop: Vec<u32>,
+    /// Length before which no stop token ends the sequence.
+    stops_from: usize,
+    /// Length at which it ends with `stop`.
+    ends_at: usize,
+    output: Vec<u32>,
     pub submitted_at: f64,
     pub scheduled_at: Option<f64>,
     pub last_output_at: f64,
@@ -58,6 +69,9 @@ impl Sequence {
             received: request.received,
             root: request.root,
             stop: request.stop,
+            stops_from: prompt_tokens.saturating_add(request.min_tokens),
+            ends_at: request.ends_after.map_or(usize::MAX, |tokens| prompt_tokens.saturating_add(tokens)),
+            output: request.output,
             submitted_at,
             scheduled_at: None,
             last_output_at: submitted_at,
@@ -85,10 +99,16 @@ impl Sequence {
         }
     }
 
-    /// Draws the next output token: the high half of a linear congruential generator (Knuth's MMIX).
+    /// Returns whether the output ends with this token, which is its newest.
+    pub fn stops_with(&self, token: u32) -> bool {
+        self.length >= self.ends_at || (self.length >= self.stops_from && self.stop.contains(&token))
+    }
+
+    /// Adds the next output token, drawn unless the output is given: the high half of a linear congruential generator (Knuth's MMIX).
     pub fn generate(&mut self, config: &Config) -> u32 {
         self.stream = self.stream.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        let token = (((self.stream >> 32) * config.vocabulary_size) >> 32) as u32;
+        let drawn = (((self.stream >> 32) * config.vocabulary_size) >> 32) as u32;
+        let token = self.output.get(self.length - self.prompt_tokens).copied().unwrap_or(drawn);
         self.tokens.extend_from_slice(&token.to_le_bytes());
         self.length += 1;
         if self.length.is_multiple_of(config.block_size) {

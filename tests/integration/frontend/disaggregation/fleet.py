@@ -51,7 +51,13 @@ class Fleet:
 
     async def start(self, worker_id: int, role: str, *, component: str = "", **settings: Any) -> Worker:
         """Starts a worker and waits until it can be chosen."""
-        defaults = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.2, "role": role}
+        defaults = {
+            "clock_factor": 20.0,
+            "num_blocks": 512,
+            "drain_seconds": 0.2,
+            "mean_output_tokens": 0,
+            "role": role,
+        }
         registry = self.registries[worker_id] = new_registry()
         component = component or role
         running = mocker_app.running(

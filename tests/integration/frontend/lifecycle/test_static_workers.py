@@ -48,7 +48,7 @@ _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 @asynccontextmanager
 async def worker(worker_id: int, port: int = 0, **settings: Any) -> AsyncIterator[str]:
-    known: dict[str, Any] = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.1}
+    known: dict[str, Any] = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.1, "mean_output_tokens": 0}
     mocker = MockerSettings(**(NOWHERE | known | settings), worker_id=worker_id, bind=f"127.0.0.1:{port}")
     async with serving_alone(mocker, new_registry()) as endpoint:
         yield endpoint

@@ -30,6 +30,7 @@ configs = st.builds(
     max_sequences=st.integers(1, 5),
     max_batched_tokens=st.integers(5, 20),
     max_waiting=st.integers(1, 8),
+    mean_output_tokens=st.sampled_from([0.0, 0.0, 4.0]),
     vocabulary_size=st.sampled_from([2, 3, 1 << 32]),
     hash_seed=st.integers(0, (1 << 64) - 1),
     speed=st.sampled_from([1.0, 0.3, 7.0]),
@@ -37,9 +38,17 @@ configs = st.builds(
     max_model_tokens=st.sampled_from([None, None, 2, 7, 15]),
     time_model=st.sampled_from([TimeModel(), TimeModel(1e-3, 0.0, 0.0, -9.0, 3.0, 0.0, 0.5)]),
 )
+ends = st.fixed_dictionaries(
+    {
+        "stop_token_ids": st.sampled_from([frozenset(), frozenset({1})]),
+        "min_tokens": st.integers(0, 4),
+        "ignore_eos": st.booleans(),
+        "output": st.sampled_from([(), (), (7, 8, 9, 7, 8), (5,)]),
+    }
+)
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("submit"), prompts, st.integers(1, 12), st.sampled_from(SCOPES), st.booleans()),
+        st.tuples(st.just("submit"), prompts, st.integers(1, 12), st.sampled_from(SCOPES), ends),
         st.tuples(st.just("begin")),
         st.tuples(st.just("end")),
         st.tuples(st.just("step")),
@@ -76,9 +85,8 @@ def test_both_do_the_same(config: EngineConfig, script: list[tuple]) -> None:  #
     pair = Pair(config)
     for number, (action, *details) in enumerate(script):
         if action == "submit":
-            prompt, max_tokens, scope, stops = details
-            stop = frozenset({1}) if stops else frozenset()
-            pair.both("submit", request(str(number), prompt, max_tokens, scope, stop_token_ids=stop), pair.now)
+            prompt, max_tokens, scope, end = details
+            pair.both("submit", request(str(number), prompt, max_tokens, scope, **end), pair.now)
         elif action == "abort":
             pair.both("abort", str(details[0]))
         elif action == "clear":

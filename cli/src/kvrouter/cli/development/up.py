@@ -28,6 +28,9 @@ from kvrouter.devtools.system.stack import (
 from rich.console import Console
 from rich.table import Table
 
+_MEAN_OUTPUT_TOKENS = 128
+"""Mean length of outputs without max_tokens or with a large one, as by default of the simulated engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
@@ -77,6 +80,7 @@ async def up(options: UpOptions, console: Console) -> None:
             http_port=options.http_port,
             grpc_port=options.grpc_port,
             restarts=True,
+            mean_output_tokens=_MEAN_OUTPUT_TOKENS,
             has_text=True,
             secure=options.secure,
             scheduler_config=options.scheduler_config,

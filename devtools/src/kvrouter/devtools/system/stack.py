@@ -64,6 +64,8 @@ class StackOptions:
     """Number of prefill workers, besides the others, which are decode workers then. 0: every worker does both."""
     stream_interval: int = 1
     """Tokens in each piece of a response after the first token. Every token has its own time stamp all the same."""
+    mean_output_tokens: float = 0.0
+    """Mean length of outputs that end by themselves, 0 or more; 0 ends them at their maximum only."""
     mode: str = "forecast"
     """Routing mode of the Scheduler."""
     scheduler_config: Path | None = None
@@ -210,6 +212,7 @@ class Stack:
                     *("--max-sequences", str(options.sequences)),
                     *text,
                     *("--clock-factor", str(options.clock), "--stream-interval", str(options.stream_interval)),
+                    *("--mean-output-tokens", str(options.mean_output_tokens)),
                     account=Account("worker", number, self._component(number)),
                 )
             )

@@ -144,13 +144,15 @@ _NOT_FOUND = grpc.StatusCode.NOT_FOUND
 
 
 def _engine_request(request: WorkerServiceGenerateRequest) -> EngineRequest:
-    scope, sampling = request.scope, request.sampling_options
+    scope, sampling, stop = request.scope, request.sampling_options, request.stop_conditions
     return EngineRequest(
         request_id=request.request_id,
         prompt=pack_tokens(request.token_ids),
-        max_tokens=request.stop_conditions.max_tokens,
+        max_tokens=stop.max_tokens,
         scope=Scope(scope.lora_name, scope.cache_salt, scope.tenant),
-        stop_token_ids=frozenset(request.stop_conditions.stop_token_ids),
+        stop_token_ids=frozenset(stop.stop_token_ids),
+        min_tokens=stop.min_tokens,
+        ignore_eos=stop.ignore_eos,
         seed=sampling.seed if sampling.HasField("seed") else None,
         received=request.stage != Stage.STAGE_PREFILL and request.HasField("transfer_params"),
     )

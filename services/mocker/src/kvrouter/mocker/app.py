@@ -44,6 +44,7 @@ def engine_config(settings: MockerSettings, worker_id: int, dp_rank: int) -> Eng
         max_model_tokens=settings.max_model_len or None,
         speed=settings.speed,
         vocabulary_size=settings.vocabulary_size,
+        mean_output_tokens=settings.mean_output_tokens,
         hash_seed=(worker_id * 0x9E3779B97F4A7C15 + dp_rank) % (1 << 64),
     )
 

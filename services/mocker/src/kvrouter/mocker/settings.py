@@ -37,6 +37,12 @@ class MockerSettings(EngineServerSettings):
     vocabulary_size: int = Field(
         default=32_000, ge=1, le=1 << 32, description="Number of token ids from which the output is drawn, from 0 on."
     )
+    mean_output_tokens: float = Field(
+        default=128.0,
+        ge=0,
+        description="Mean length of outputs that end by themselves, distributed geometrically, unless the request has "
+        "ignore_eos; 0 ends outputs at their maximum only.",
+    )
     speed: float = Field(
         default=1.0, gt=0, description="Speed relative to the time model; 2 halves the time of every step."
     )

@@ -24,6 +24,9 @@ class Engine:
         stop: Sequence[int],
         now: float,
         received: bool,
+        min_tokens: int,
+        ends_after: int | None,
+        output: Sequence[int],
     ) -> None: ...
     def begin_step(self, now: float) -> tuple[tuple[float, int, int, int, int], list[Event]] | None: ...
     def end_step(self, now: float) -> list[tuple[int, int, int, bool, int, float, float]]: ...

@@ -26,6 +26,8 @@ class EngineConfig:
     """Speed relative to the time model, above 0. At 2, every step takes half the time."""
     vocabulary_size: int = 32000
     """Output tokens are drawn from 0 up to below this number, 1 to 2^32."""
+    mean_output_tokens: float = 0.0
+    """Mean length of outputs that end by themselves, with `stop`; 0 if none does."""
     hash_seed: int = 0
     """Seed of the engine hashes, u64. Only engines with equal seeds give equal blocks equal hashes."""
     time_model: TimeModel = field(default_factory=TimeModel)
@@ -47,6 +49,8 @@ class EngineConfig:
             )
         if not 0 < self.speed < float("inf"):
             raise ValueError(f"speed is {self.speed}: expected above 0 and finite")
+        if not 0 <= self.mean_output_tokens < float("inf"):
+            raise ValueError(f"mean_output_tokens is {self.mean_output_tokens}: expected 0 or more and finite")
         if not 1 <= self.vocabulary_size <= 1 << 32:
             raise ValueError(f"vocabulary_size is {self.vocabulary_size}: expected 1 to 2^32")
         if not 0 <= self.hash_seed < 1 << 64:

@@ -8,7 +8,7 @@ from itertools import count
 from kvrouter.mocker.engine import _native
 from kvrouter.mocker.engine.block_pool import root_hash
 from kvrouter.mocker.engine.config import EngineConfig
-from kvrouter.mocker.engine.sequence import output_stream
+from kvrouter.mocker.engine.sequence import output_end, output_stream
 from kvrouter.mocker.engine.types import (
     CachedBlock,
     CacheEvent,
@@ -92,6 +92,9 @@ class NativeEngine:
             [token for token in request.stop_token_ids if 0 <= token < 1 << 32],
             now,
             request.received,
+            request.min_tokens,
+            output_end(request, self.config),
+            list(request.output),
         )
 
     def begin_step(self, now: float) -> Step | None:

@@ -135,7 +135,7 @@ class Engine:
             length = sequence.length = sequence.length + 1
             request = sequence.request
             reason: FinishReason | None = None
-            if token in request.stop_token_ids:
+            if length >= sequence.ends_at or (length >= sequence.stops_from and token in request.stop_token_ids):
                 reason = FinishReason.STOP
             elif length >= sequence.limit:
                 reason = FinishReason.LENGTH

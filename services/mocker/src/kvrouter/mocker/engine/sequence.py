@@ -1,3 +1,5 @@
+import sys
+
 from kvrouter.mocker.engine.block_pool import Block, engine_hash, root_hash
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.types import EngineRequest, pack_tokens
@@ -13,8 +15,32 @@ def output_stream(request: EngineRequest) -> int:
     A token depends on the seed, or else the request's id, and on its position in the sequence. So a request that
     continues elsewhere, with the output so far in its prompt, has the same further output.
     """
-    source = request.request_id if request.seed is None else str(request.seed)
-    return _skipped(xxh3_64_intdigest(source.encode()), request.prompt_tokens)
+    return _skipped(xxh3_64_intdigest(_source(request).encode()), request.prompt_tokens)
+
+
+def output_end(request: EngineRequest, config: EngineConfig) -> int | None:
+    """Returns the output tokens after which a request ends by itself; None if only its maximum ends it.
+
+    Every token from ``min_tokens`` on ends the output with the same probability. Lengths are distributed geometrically,
+    and whether a token is the last depends on the same as the token, so a request that continues elsewhere has the
+    same end.
+    """
+    if request.output:
+        return len(request.output)
+    if request.ignore_eos or not config.mean_output_tokens:
+        return None
+    first = max(1, request.min_tokens)
+    state = _skipped(xxh3_64_intdigest(f"{_source(request)} end".encode()), request.prompt_tokens + first - 1)
+    threshold = (1 << 32) / config.mean_output_tokens
+    for length in range(first, request.max_tokens + 1):
+        state = (state * _MULTIPLIER + _INCREMENT) & _MASK
+        if state >> 32 < threshold:
+            return length
+    return None
+
+
+def _source(request: EngineRequest) -> str:
+    return request.request_id if request.seed is None else str(request.seed)
 
 
 def _skipped(state: int, steps: int) -> int:
@@ -37,6 +63,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_planned",
         "_root",
         "_stream",
         "_width",
@@ -44,6 +71,7 @@ class Sequence:
         "cached_tokens",
         "chain",
         "computed",
+        "ends_at",
         "held",
         "length",
         "limit",
@@ -54,6 +82,7 @@ class Sequence:
         "room",
         "scheduled",
         "scheduled_at",
+        "stops_from",
         "submitted_at",
         "upcoming",
     )
@@ -68,6 +97,11 @@ class Sequence:
         self.cached_tokens = 0
         self.prompt_tokens = self.length = request.prompt_tokens
         self.limit = min(self.length + request.max_tokens, config.length_limit)
+        end = output_end(request, config)
+        self.ends_at = sys.maxsize if end is None else self.length + end
+        """Length at which it ends with `stop`."""
+        self.stops_from = self.length + request.min_tokens
+        """Length before which no stop token ends it."""
         self.computed = 0
         self.held = 0
         self.room = 0
@@ -82,6 +116,7 @@ class Sequence:
         self._width = 4 * config.block_size  # bytes of a block's tokens
         self._root = root_hash(config.hash_seed, request.scope)
         self._stream: int | None = None
+        self._planned = 0  # output tokens
 
     def cut(self) -> None:
         """Cuts the prompt into blocks and hashes them, if that is not done yet.
@@ -118,6 +153,9 @@ class Sequence:
             state = (state * _MULTIPLIER + _INCREMENT) & _MASK
             drawn.append((state >> 32) * vocabulary_size >> 32)
         self._stream = state
+        known = self.request.output[self._planned : self._planned + len(drawn)]
+        drawn[: len(known)] = known
+        self._planned += len(drawn)
         piece = begun + pack_tokens(drawn)
         self.pieces.append(piece)
         self.chain.append(engine_hash(self.chain[-1], piece))

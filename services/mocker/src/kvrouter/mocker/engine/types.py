@@ -45,6 +45,12 @@ class EngineRequest:
     """Seed of the output tokens; None to use the request id, so that a replay repeats them."""
     received: bool = False
     """Whether the blocks of the prompt arrive from a prefill worker, so that only its last token is computed."""
+    min_tokens: int = 0
+    """Output tokens before which neither a stop token nor the drawn end ends the request."""
+    ignore_eos: bool = False
+    """Whether the output has no drawn end."""
+    output: tuple[int, ...] = ()
+    """The whole output, u32 each, which ends with `stop`; empty to draw it."""
 
     def __post_init__(self) -> None:
         if not self.prompt:

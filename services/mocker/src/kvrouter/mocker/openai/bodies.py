@@ -31,6 +31,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     temperature: float | None = None
     seed: int | None = None
+    min_tokens: int | None = 0
+    ignore_eos: bool = False
     # vLLM
     request_id: str = ""
     cache_salt: str | None = None

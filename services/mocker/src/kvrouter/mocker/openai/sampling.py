@@ -35,5 +35,7 @@ def sampling(body: GenerationBody, prompt_tokens: int, limit: int) -> Sampling:
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         include_stop=body.include_stop_str_in_output or body.no_stop_trim,
         seed=body.seed,
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=body.ignore_eos,
         greedy=body.temperature == 0,
     )

@@ -24,6 +24,8 @@ class Sampling:
     include_stop: bool = False
     """Whether the text contains the stop string or token that ended it."""
     seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
     greedy: bool = False
     """Whether the output is a function of the prompt."""
 
@@ -53,6 +55,8 @@ class Sequenced:
             max_tokens=sampling.max_tokens,
             scope=self.scope,
             stop_token_ids=sampling.stop_token_ids,
+            min_tokens=sampling.min_tokens,
+            ignore_eos=sampling.ignore_eos,
             seed=None if seed is None else seed + (0 if sampling.greedy else self.choice),
         )
 
@@ -121,9 +125,10 @@ class Generations:
         piece = Piece(token_ids, cached_tokens=None if tokens.first is None else tokens.first.cached_tokens)
         if finish_reason is not None:
             piece.finish_reason = finish_reason.value
-        if finish_reason is FinishReason.STOP:
+        by_stop_token = finish_reason is FinishReason.STOP and token_ids[-1] in sampling.stop_token_ids
+        if by_stop_token:
             piece.stop_reason = token_ids[-1]
-        hides_last = finish_reason is FinishReason.STOP and not sampling.include_stop
+        hides_last = by_stop_token and not sampling.include_stop
         for number, token_id in enumerate(token_ids[:-1] if hides_last else token_ids, start=1):
             if text.push(token_id):
                 piece.token_ids = token_ids[:number]

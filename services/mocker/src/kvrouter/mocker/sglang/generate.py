@@ -17,6 +17,8 @@ class SamplingBody(msgspec.Struct):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     no_stop_trim: bool = False
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
     temperature: float | None = None
     sampling_seed: int | None = None
     n: int = 1
@@ -58,6 +60,8 @@ class SamplingBody(msgspec.Struct):
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             include_stop=self.no_stop_trim,
             seed=self.sampling_seed,
+            min_tokens=self.min_new_tokens,
+            ignore_eos=self.ignore_eos,
             greedy=self.temperature == 0,
         )
 
