@@ -175,7 +175,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "mocker": {
         "engine": (),
         "clock": (),
-        "driver": ("clock", "engine"),
+        "poison": ("engine",),
+        "driver": ("clock", "engine", "poison"),
         "handover": ("rooms", "serving"),
         "logprobs": (),
         "adapter": ("driver", "engine", "handover", "logprobs"),
@@ -186,7 +187,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "rooms": ("serving",),
         "sglang": ("app", "driver", "engine", "openai", "rooms", "serving", "settings"),
         "vllm": ("app", "driver", "engine", "openai", "serving", "settings"),
-        "settings": ("serving",),
+        "settings": ("poison", "serving"),
     },
     "devtools": {
         "system": (),

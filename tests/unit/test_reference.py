@@ -17,7 +17,7 @@ from kvrouter.runtime.errors import KvRouterError
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.errors_pb2 import ErrorReason
-from kvrouter.v1.names import ComponentName, service_key, threshold_key
+from kvrouter.v1.names import ComponentName, service_key, threshold_key, worker_deaths_subject
 
 from ..reference_pages import REFERENCE, TYPES, named, rows, section
 
@@ -156,6 +156,7 @@ def test_names_are_those_of_the_code() -> None:
         *(component.events_subject(worker, rank), component.live_subject(worker, rank)),
         *(component.load_subject(worker, rank), component.sync_subject, component.sync_state_subject("ID")),
         *(component.stream, component.snapshot_bucket.replace("__2_", "__LEN_")),
+        worker_deaths_subject("NS"),
     }
     for found, written in ids.items():
         names = {name.replace(found, written) for name in names}

@@ -55,6 +55,11 @@ def threshold_key(namespace: str, model: str) -> str:
     return f"{namespace_prefix(namespace)}thresholds/{model}"
 
 
+def worker_deaths_subject(namespace: str) -> str:
+    """Returns the subject on which the Frontends of a namespace tell each other of deaths of workers."""
+    return f"kvrouter.v1.{check_name(namespace)}.worker-deaths"
+
+
 @dataclass(frozen=True, slots=True)
 class ComponentName:
     """A component's name, and the names derived from it."""

@@ -103,6 +103,18 @@ def test_attempts_begin_anew_after_each_migration() -> None:
     assert budget.migration_refusal() == "it has migrated 2 times, its limit"
 
 
+def test_drained_workers_cost_no_migration() -> None:
+    budget = AttemptBudget(max_attempts=1, migration_limit=1, pinned=False)
+    drained = WorkerFailure(1, "drained", "worker 1 is being drained")
+    for _ in range(5):
+        assert budget.allows_after(drained, with_output=True)
+        budget.failed(drained, with_output=True)
+    budget.failed(LOST, with_output=True)
+    assert not budget.allows(with_output=True)
+    assert budget.allows(with_output=True, is_drained=True)
+    assert budget.migrations == 6
+
+
 def test_repeated_returns_to_a_silent_worker_cost_one_attempt() -> None:
     budget = AttemptBudget(max_attempts=3, migration_limit=0, pinned=False)
     for _ in range(10):

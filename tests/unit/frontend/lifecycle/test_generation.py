@@ -17,7 +17,9 @@ from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.connection import ResponseReceiver
 from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.frontend.worker_client.poison_prompts import PoisonPrompts
 from kvrouter.frontend.worker_client.pool import WorkerPool
+from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
 from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -122,7 +124,7 @@ async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_atte
         model="m", request_id="r", stop_conditions=StopConditions(max_tokens=1)
     )
     client = WorkerClient(cast(WorkerPool, Pool()), health, metrics)
-    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, budget())
+    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, budget(), deaths())
     collecting = asyncio.create_task(collected(generation))
     async with asyncio.timeout(30):
         for requested in range(2, 7):
@@ -148,7 +150,7 @@ async def test_a_request_whose_outcome_is_unknown_is_aborted_before_it_is_retrie
     link, pool = Link(iter([SILENT, SOUND])), Pool(breaks=True)
     request = FrontendServiceGenerateRequest(model="m", request_id="r", stop_conditions=StopConditions(max_tokens=1))
     client = WorkerClient(cast(WorkerPool, pool), health, metrics)
-    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, budget())
+    generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, budget(), deaths())
     assert await collected(generation) == [SOUND]
     assert pool.events == ["start at silent:1", "abort r at silent:1", "start at sound:1"]
     assert link.live == 0
@@ -156,6 +158,10 @@ async def test_a_request_whose_outcome_is_unknown_is_aborted_before_it_is_retrie
 
 def budget() -> AttemptBudget:
     return AttemptBudget(max_attempts=3, migration_limit=3, pinned=False)
+
+
+def deaths() -> RequestDeaths:
+    return RequestDeaths(PoisonPrompts(60), "", "m", PROMPT)
 
 
 async def collected(generation: Generation) -> list[int]:

@@ -6,7 +6,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrouter.v1.names import ComponentName, components_prefix, namespace_prefix, services_prefix
+from kvrouter.v1.names import (
+    ComponentName,
+    components_prefix,
+    namespace_prefix,
+    services_prefix,
+    worker_deaths_subject,
+)
 
 SERVICES_ACCOUNT = "KVROUTER"
 """NATS account of the services and administrators. It has the streams."""
@@ -70,8 +76,7 @@ def publish_subjects(account: Account, namespace: Namespace) -> list[str]:
         names = [f"kvrouter.v1.{namespace.name}.{component}" for component in namespace.components]
         # Schedulers answer each other's requests for state.
         return [*(f"{name}.{kind}" for name in names for kind in ("sync", "sync-state.*")), f"{account.inbox_prefix}.>"]
-    # Frontends need nothing of NATS. An empty list would allow everything.
-    return [f"{account.inbox_prefix}.>"] if account.role == "frontend" else [">"]
+    return [worker_deaths_subject(namespace.name)] if account.role == "frontend" else [">"]
 
 
 def subscribe_subjects(account: Account, namespace: Namespace) -> list[str]:
@@ -82,6 +87,8 @@ def subscribe_subjects(account: Account, namespace: Namespace) -> list[str]:
         return [inbox, *(f"{name}.live.>" for name in names)]
     if account.role == "scheduler":
         return [inbox, *(f"{name}.{kind}" for name in names for kind in ("load.>", "sync", "sync-state.*"))]
+    if account.role == "frontend":
+        return [inbox, worker_deaths_subject(namespace.name)]
     return [">"] if account.role == "admin" else [inbox]
 
 

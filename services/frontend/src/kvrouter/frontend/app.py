@@ -42,9 +42,12 @@ from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.frontend.worker_client.poison_prompts import MAX_ENTRIES, PoisonPrompts
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.probes import WorkerProbes
+from kvrouter.frontend.worker_client.shared_deaths import MAX_UNSENT, SharedDeaths
 from kvrouter.frontend.worker_client.stall_trials import StallTrials
+from kvrouter.frontend.worker_client.worker_fate import MAX_WATCHERS
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.contracts import Indexer
@@ -56,6 +59,7 @@ from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
+from kvrouter.v1.names import worker_deaths_subject
 from prometheus_client import CollectorRegistry
 
 _DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
@@ -105,7 +109,13 @@ async def running(
     bounds.add("worker_channels", lambda: len(pool), pool.max_connections, when_full="evicts")
     bounds.add("booking_updates", lambda: links.most_waiting_updates, MAX_UPDATES, when_full="drops")
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
-    options = GatewayOptions(limits, settings.max_attempts, settings.request_timeout_seconds, settings.migration_limit)
+    options = GatewayOptions(
+        limits,
+        settings.max_attempts,
+        settings.request_timeout_seconds,
+        settings.migration_limit,
+        settings.pool_restart_seconds,
+    )
     recorder: Recorder | None = None
     if settings.record:
         recorder = Recorder(RecordingFile(Path(settings.record), settings.record_max_bytes), runtime.registry)
@@ -130,6 +140,14 @@ async def running(
     bounded = OverloadLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
     admission = RequestAdmission(access, OverloadBounds(bounded, runtime.registry))
     models = ServedModels(runtime.directory, texts, access)
+    poison_prompts = PoisonPrompts(settings.poison_prompt_seconds)
+    bounds.add("poison_prompts", lambda: len(poison_prompts), MAX_ENTRIES, when_full="evicts")
+    shared_deaths: SharedDeaths | None = None
+    if not settings.static_workers:
+        subject = worker_deaths_subject(settings.namespace)
+        shared_deaths = SharedDeaths(poison_prompts, runtime.nats, subject, runtime.quarantine)
+        bounds.add("death_notices", lambda: shared_deaths.unsent, MAX_UNSENT, when_full="drops")
+    bounds.add("left_requests", lambda: health.most_watchers, MAX_WATCHERS, when_full="drops")
     runner = RequestRunner(
         models,
         links,
@@ -141,6 +159,7 @@ async def running(
         access=access,
         admission=admission,
         disaggregation=disaggregation,
+        poison_prompts=poison_prompts,
     )
     booking_limits = BookingLimits(
         settings.max_bookings_per_caller, settings.max_sessions_per_caller, settings.max_lease_seconds
@@ -152,6 +171,7 @@ async def running(
         probing = group.create_task(probes.run(), name="worker-probes")
         loading = group.create_task(texts.run(), name="tokenizers")
         following = None if opened is None else group.create_task(opened.run(), name="access")
+        sharing = None if shared_deaths is None else group.create_task(shared_deaths.run(), name="shared-deaths")
         aborting = group.create_task(disaggregation.abandoned.run(), name="abandoned-prefills")
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
@@ -164,6 +184,8 @@ async def running(
             loading.cancel()
             if following is not None:
                 following.cancel()
+            if sharing is not None:
+                sharing.cancel()
             aborting.cancel()
             if recorder is not None:
                 recorder.stop()

@@ -102,10 +102,25 @@ class FrontendSettings(RoutingSettings):
         default=3, ge=1, le=16, description="Most workers that a request without output is tried on."
     )
     migration_limit: int = Field(
-        default=3,
+        default=2,
         ge=0,
         le=16,
-        description="Most times that a request continues on another worker after output; 0 ends it with its worker.",
+        description="Most times that a request continues on another worker after it failed with output, of which a "
+        "death of the worker can be one; 0 ends it with its worker.",
+    )
+    pool_restart_seconds: float = Field(
+        default=15.0,
+        ge=0,
+        le=3600,
+        description="Longest time for which a request waits, within its deadline, while all workers of its pool are "
+        "restarting, in seconds; 0 refuses it at once.",
+    )
+    poison_prompt_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        le=86_400,
+        description="Time for which a tenant's prompt is refused after two workers died while they ran it, in seconds; "
+        "0 refuses none.",
     )
     request_timeout_seconds: float = Field(
         default=600.0, gt=0, description="Longest duration of a request whose client sets no deadline, in seconds."

@@ -16,6 +16,7 @@ from kvrouter.mocker.engine.implementation import make_engine
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
+from kvrouter.mocker.poison import Poison
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
@@ -114,6 +115,7 @@ def make_drivers(
             emit,
             stream_interval=settings.stream_interval,
             observe_lateness=lateness.observe,
+            poison=None if settings.poison_token is None else Poison(settings.poison_token, settings.poison_effect),
         )
         for dp_rank in range(settings.dp_size)
     }

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.engine.implementation import EngineModel
 from kvrouter.mocker.engine.types import CacheEvent, DuplicateRequest, EngineRequest, FinishReason, Output
+from kvrouter.mocker.poison import Poison
 
 MAX_LATE_SECONDS = 0.02
 """Lateness that an engine catches up with, wall seconds: more than a pause of the garbage collector."""
@@ -61,6 +62,7 @@ class EngineDriver:
         *,
         observe_lateness: Callable[[float], None] = lambda _: None,
         stream_interval: int = 1,
+        poison: Poison | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -72,11 +74,13 @@ class EngineDriver:
             observe_lateness: Called for each step with the engine seconds by which its output is late.
             stream_interval: Tokens, at least 1, that are collected before they are emitted. The first token and the
                 rest at the end are not delayed.
+            poison: A token that harms the process; None for none.
         """
         self.engine = engine
         self.clock = clock
         self._observe_lateness = observe_lateness
         self._stream_interval = stream_interval
+        self._poison = poison
         self.prompt_tokens_total = 0
         """Prompt tokens of requests with a first token."""
         self.cached_tokens_total = 0
@@ -96,6 +100,8 @@ class EngineDriver:
         self.engine.check(request, waiting=len(self._arrivals))
         if request.request_id in self._running:
             raise DuplicateRequest(request.request_id)
+        if self._poison is not None:
+            self._poison.submitted(request)
         self._running[request.request_id] = _Running(request.prompt_tokens)
         self._arrivals.append((self.clock.now(), request))
         self._work.set()
@@ -138,6 +144,8 @@ class EngineDriver:
             emitted = self._collect(self.engine.end_step(at), at)
             if now - at > MAX_LATE_SECONDS * self.clock.factor:
                 at = now
+            if emitted and self._poison is not None:
+                self._poison.goes_on(request_id for request_id, tokens in emitted if tokens.first is None)
             if emitted:
                 self._emit(emitted)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from kvrouter.mocker.poison import PoisonEffect
 from kvrouter.mocker.serving.settings import EngineServerSettings
 from kvrouter.runtime.config.settings import Name
 from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
@@ -24,6 +25,16 @@ class MockerSettings(EngineServerSettings):
     num_blocks: int = Field(default=16_384, ge=1, description="Number of KV blocks of each rank.")
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens per KV block.")
     max_batched_tokens: int = Field(default=8192, ge=1, description="Most tokens that a step computes.")
+    poison_token: int | None = Field(
+        default=None,
+        ge=0,
+        lt=1 << 32,
+        description="Token id that harms the process when a prompt has it, to test what a router does; none for none.",
+    )
+    poison_effect: PoisonEffect = Field(
+        default="die",
+        description="What the poison token does: the process dies at once, dies after the first output, or hangs.",
+    )
     max_sequences: int = Field(default=256, ge=1, description="Most requests that run at the same time.")
     max_waiting: int = Field(
         default=65_536, ge=1, description="Most requests that wait in the engine's queue; one more is refused."

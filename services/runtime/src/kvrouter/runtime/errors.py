@@ -234,6 +234,16 @@ class WorkerLost(KvRouterError):
         self.worker_id = worker_id
 
 
+class PoisonPrompt(KvRouterError):
+    """Workers died while they ran the request, or its tenant's requests with the same prompt."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+    reason = ErrorReason.ERROR_REASON_POISON_PROMPT
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, advice="Do not send it again; report it to the operator, whose log has the workers.")
+
+
 class RequestIdReused(KvRouterError):
     """The request id is booked with other content."""
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.rules import check_generation
 from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.api.served_models import ServedModels
@@ -23,6 +24,8 @@ from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
 from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.worker_client.client import WorkerClient, Workers
+from kvrouter.frontend.worker_client.poison_prompts import PoisonPrompts
+from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import KvRouterError
@@ -39,7 +42,9 @@ class GatewayOptions:
     default_deadline_seconds: float
     """Deadline of requests whose client sets none."""
     migration_limit: int
-    """Maximum number of migrations of requests that set none."""
+    """Maximum number of migrations of a request, which can set a lower one."""
+    pool_restart_seconds: float = 0.0
+    """Longest time for which a request waits for a pool that restarts as a whole."""
 
 
 class RequestRunner:
@@ -58,7 +63,10 @@ class RequestRunner:
         popular_prefixes: PopularPrefixes | None = None,
         access: Access | None = None,
         disaggregation: Disaggregation | None = None,
+        poison_prompts: PoisonPrompts | None = None,
     ) -> None:
+        self.poison_prompts = PoisonPrompts(0) if poison_prompts is None else poison_prompts
+        """The prompts that saw deaths of workers."""
         self.options = options
         self.workers = workers
         """The connections to workers."""
@@ -96,6 +104,7 @@ class RequestRunner:
             through: Starts the attempts, at workers that check the request themselves; None for their Generate.
 
         Raises:
+            PoisonPrompt: workers died of it.
             KvRouterError: the request is invalid, cannot be routed, or lost its worker; or an error of the receiver.
         """
         deadline = deadline.or_after(self.options.default_deadline_seconds)
@@ -109,15 +118,17 @@ class RequestRunner:
                 self._access.enforce(lambda caller: check_generation(caller, request), "Generate")
             views, lora_name = self._models.resolve_all(request.model)
             known_model = views[0].descriptor.model
+            deaths = RequestDeaths(self.poison_prompts, _tenant_of(request), known_model, prompt)
             if lora_name:
                 request.model = known_model
                 request.scope.lora_name = lora_name
             view, pools = views[0], None
             if len(views) > 1:
-                pools = self._pools_of(request, tokens, lora_name or known_model, through)
+                pools = self._pools_of(request, tokens, lora_name or known_model, through, deaths)
                 view = pools.largest()
             if through is None:
                 check_request(request, tokens, view, self.options.limits)
+            deaths.check()
             admitted = self.admission.admit(views, tokens, request.stop_conditions.max_tokens, "Generate")
             if pools is not None:
                 # Only now, since this asks Schedulers.
@@ -130,8 +141,10 @@ class RequestRunner:
                 through or self.workers,
                 self._metrics,
                 self._budget(request, through),
-                self._prefill_stage(request, view, through),
+                deaths,
+                self._prefill_stage(request, view, through, deaths),
                 pools,
+                self.options.pool_restart_seconds,
             )
             with suppress(OutputComplete):
                 await generation.run(receiver, deadline=deadline)
@@ -163,7 +176,9 @@ class RequestRunner:
             prefixes.note(outline)
 
     def _budget(self, request: FrontendServiceGenerateRequest, through: Workers | None) -> AttemptBudget:
-        limit = request.migration_limit if request.HasField("migration_limit") else self.options.migration_limit
+        limit = self.options.migration_limit
+        if request.HasField("migration_limit"):
+            limit = min(limit, request.migration_limit)
         return AttemptBudget(
             max_attempts=self.options.max_attempts,
             migration_limit=limit,
@@ -172,14 +187,23 @@ class RequestRunner:
         )
 
     def _prefill_stage(
-        self, request: FrontendServiceGenerateRequest, view: ComponentView, through: Workers | None
+        self,
+        request: FrontendServiceGenerateRequest,
+        view: ComponentView,
+        through: Workers | None,
+        deaths: RequestDeaths,
     ) -> PrefillStage | None:
         if self._disaggregation is None:
             return None
-        return self._disaggregation.stage(request, view, through or self.workers)
+        return self._disaggregation.stage(request, view, through or self.workers, deaths)
 
     def _pools_of(
-        self, request: FrontendServiceGenerateRequest, tokens: int, model: str, through: Workers | None
+        self,
+        request: FrontendServiceGenerateRequest,
+        tokens: int,
+        model: str,
+        through: Workers | None,
+        deaths: RequestDeaths,
     ) -> RequestPools:
         """Returns the pools that can serve a request, of which there are several now.
 
@@ -188,11 +212,18 @@ class RequestRunner:
             tokens: Tokens of its prompt.
             model: Its model or LoRA adapter.
             through: Starts the attempts at workers with an OpenAI API; None for any worker.
+            deaths: Counts the workers that die of it.
         """
         return RequestPools(
             request,
             lambda: fitting_pools(request, tokens, self._models.pools(model, forwarding=through is not None)),
             self.pool_choice,
             self.workers.health,
-            lambda view: self._prefill_stage(request, view, through),
+            lambda view: self._prefill_stage(request, view, through, deaths),
         )
+
+
+def _tenant_of(request: FrontendServiceGenerateRequest) -> str:
+    """Returns the tenant of a request: its caller's, or without authentication that of its scope."""
+    caller = current_caller()
+    return request.scope.tenant if caller is None else caller.tenant

@@ -126,7 +126,7 @@ class FrontendService:
 
         Raises:
             BadRequest, PromptTooLong, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers, AllBusy, WorkerLost,
-            OutOfRange, TooLarge, Overloaded, DeadlineExceeded, DependencyAway.
+            PoisonPrompt, OutOfRange, TooLarge, Overloaded, DeadlineExceeded, DependencyAway.
         """
         async with aclosing(self.generate_encoded(request, deadline=deadline)) as responses:
             async for encoded in responses:

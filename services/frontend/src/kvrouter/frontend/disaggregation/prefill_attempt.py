@@ -12,6 +12,7 @@ from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.frontend.worker_client.attempt import Outcome, WorkerAttempt
 from kvrouter.frontend.worker_client.failures import WorkerFailure
 from kvrouter.frontend.worker_client.output import Output, TokensOnly
+from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
 from kvrouter.v1.message_limits import DEFAULT_LIMITS
 from kvrouter.v1.worker_pb2 import TransferParams
 
@@ -37,6 +38,7 @@ class PrefillAttempt:
         link: SchedulerLink,
         metrics: FrontendMetrics,
         params: TransferParams | None,
+        deaths: RequestDeaths,
     ) -> None:
         """``params`` are set if the decode worker receives the request at the same time."""
         self.booking = booking
@@ -51,6 +53,7 @@ class PrefillAttempt:
         """How the prefill failed after its transfer parameters were known."""
         self._link = link
         self._metrics = metrics
+        self._deaths = deaths
         self._attempt: WorkerAttempt | None = None
         self._freed = False
         self._cached_tokens: int | None = None
@@ -101,6 +104,8 @@ class PrefillAttempt:
         if self._freed:
             return
         self._free()
+        if isinstance(outcome, WorkerFailure):
+            self._deaths.add(outcome)
         if outcome is None:
             self.may_keep_blocks = True
             message = f"worker {self.booking.rank.worker_id} sent no transfer parameters"

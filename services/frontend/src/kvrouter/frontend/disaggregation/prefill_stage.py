@@ -20,6 +20,7 @@ from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
 from kvrouter.frontend.worker_client.client import Workers
+from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
@@ -49,13 +50,13 @@ class Disaggregation:
         self._choice = PoolChoice(links)
 
     def stage(
-        self, request: FrontendServiceGenerateRequest, view: ComponentView, workers: Workers
+        self, request: FrontendServiceGenerateRequest, view: ComponentView, workers: Workers, deaths: RequestDeaths
     ) -> PrefillStage | None:
         """Returns the prefill stage of a request; None if its component is not disaggregated."""
         if not is_disaggregated(view):
             return None
         return PrefillStage(
-            request, view, self._directory, self._links, self._choice, workers, self._metrics, self.abandoned
+            request, view, self._directory, self._links, self._choice, workers, self._metrics, self.abandoned, deaths
         )
 
 
@@ -72,8 +73,9 @@ class PrefillStage:
         workers: Workers,
         metrics: FrontendMetrics,
         abandoned: AbandonedPrefills,
+        deaths: RequestDeaths,
     ) -> None:
-        """``view`` is the decode pool."""
+        """``view`` is the decode pool, ``deaths`` counts those of all the workers of the request."""
         self.reason = ""
         """Why a prefill worker computes the prompt of the latest attempt or not, in English."""
         self.params: TransferParams | None = None
@@ -90,6 +92,7 @@ class PrefillStage:
         self._workers = workers
         self._metrics = metrics
         self._abandoned = abandoned
+        self._deaths = deaths
         self._pools = PrefillPools(())
         self._numbers = itertools.count()
         self._failures = 0
@@ -145,6 +148,9 @@ class PrefillStage:
             hashes: Local hashes of the prompt, packed.
             reason: Why a prefill worker should compute it.
             deadline: Deadline of the request.
+
+        Raises:
+            PoisonPrompt: too many workers died while they ran the request.
         """
         began = time.perf_counter_ns()
         outcome, why = "failed", ""
@@ -164,6 +170,7 @@ class PrefillStage:
                 except (PrefillFailed, KvRouterError) as error:
                     outcome, why = "failed", str(error)
                     self._fail(why)
+                    self._deaths.check()
                     continue
                 self.reason, self.spent_ns = reason, time.perf_counter_ns() - began
                 self._metrics.prefills.labels("remote").inc()
@@ -252,7 +259,7 @@ class PrefillStage:
             worker = None if latest is None else latest.workers.get(worker_id)
         params = draw_room(worker, selection.rank) if worker is not None and runs_concurrently(worker) else None
         self._abandoned.forget(selection.endpoint, request.request_id)
-        self._running = running = PrefillAttempt(booking, selection.endpoint, link, self._metrics, params)
+        self._running = running = PrefillAttempt(booking, selection.endpoint, link, self._metrics, params, self._deaths)
         try:
             with span("kvrouter.v1.WorkerService/Generate", Kind.CLIENT) as prefill_span:
                 if prefill_span.recording:
@@ -272,7 +279,7 @@ class PrefillStage:
                         prompt,
                         take,
                         deadline=deadline,
-                        has_alternative=lambda: True,
+                        may_leave=lambda cause: self._deaths.may_leave(worker_id, cause),
                     )
                 )
                 return await running.transfer_params()

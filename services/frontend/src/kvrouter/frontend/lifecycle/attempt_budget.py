@@ -15,7 +15,8 @@ class AttemptBudget:
 
     A failure without output costs an attempt, and the request is retried. A failure after output costs a migration: the
     request continues on another worker, with a new set of attempts. A worker that cannot be reached costs nothing: the
-    request has not failed there, and several may be gone before their registrations end.
+    request has not failed there, and several may be gone before their registrations end. Nor does one that an operator
+    drains. Deaths of workers are counted besides, by ``RequestDeaths``.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class AttemptBudget:
             cannot_migrate: Returns why the request cannot continue elsewhere once it has output; empty if it can.
         """
         self.migrations = 0
-        """Migrations so far."""
+        """Migrations so far, those from drained workers included."""
         self.silent_worker_id: int | None = None
         """Worker that the latest attempt left because it stopped answering."""
         self._max_attempts = max_attempts
@@ -45,35 +46,46 @@ class AttemptBudget:
         self._failed_attempts = 0
         """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
         Scheduler may discover another worker later than this gateway does."""
+        self._failed_migrations = 0
+        """Migrations that count against the limit."""
         self._not_sent = 0
 
-    def allows(self, *, with_output: bool) -> bool:
-        """Returns whether a further attempt may follow if the running one fails with or without output."""
+    def allows(self, *, with_output: bool, is_drained: bool = False) -> bool:
+        """Returns whether a further attempt may follow if the running one fails with or without output.
+
+        ``is_drained``: whether it ends because its worker is drained.
+        """
         if with_output:
-            return not self.migration_refusal()
+            return not self.migration_refusal(is_drained=is_drained)
         return not self._pinned and self._failed_attempts + 1 < self._max_attempts
 
     def allows_after(self, failure: WorkerFailure, *, with_output: bool) -> bool:
         """Returns whether a further attempt may follow a failure of the running one."""
-        return self.allows(with_output=with_output) or (not with_output and self._is_free(failure))
+        allowed = self.allows(with_output=with_output, is_drained=failure.is_drained)
+        return allowed or (not with_output and self._is_free(failure))
 
     def _is_free(self, failure: WorkerFailure) -> bool:
         return failure.not_sent and not self._pinned and self._not_sent < _MAX_NOT_SENT
 
-    def migration_refusal(self) -> str:
+    def waited(self) -> None:
+        """Records that the request has waited for its workers to start again: all may be tried anew."""
+        self._not_sent = 0
+
+    def migration_refusal(self, *, is_drained: bool = False) -> str:
         """Returns why the request cannot migrate; empty if it can."""
         if not self._migration_limit:
             return "its migration limit is 0"
         if why := self._cannot_migrate():
             return why
-        if self.migrations >= self._migration_limit:
-            return f"it has migrated {self.migrations} times, its limit"
+        if not is_drained and self._failed_migrations >= self._migration_limit:
+            return f"it has migrated {self._failed_migrations} times, its limit"
         return ""
 
     def failed(self, failure: WorkerFailure, *, with_output: bool) -> None:
         """Counts a failed attempt that another one follows."""
         if with_output:
             self.migrations += 1
+            self._failed_migrations += not failure.is_drained
             self._failed_attempts = 0
         elif self._is_free(failure):
             self._not_sent += 1

@@ -74,6 +74,10 @@ class AttemptInput:
         """Excludes a worker that failed, until the request has further output or turns to another pool."""
         self.routing.constraints.excluded_worker_ids.append(worker_id)
 
+    def readmit(self) -> None:
+        """Takes back all exclusions of workers that failed."""
+        self.routing.constraints.excluded_worker_ids[:] = self._never
+
     def avoid(self, unhealthy: Mapping[int, str], others: Sequence[int]) -> None:
         """Avoids workers where possible.
 

@@ -22,6 +22,7 @@ from kvrouter.frontend.lifecycle.kept_output import KeptOutput
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.frontend.lifecycle.progress import Progress
 from kvrouter.frontend.lifecycle.request_pools import RequestPools
+from kvrouter.frontend.lifecycle.restart_wait import RestartWait
 from kvrouter.frontend.lifecycle.routing_info import routing_info
 from kvrouter.frontend.lifecycle.span_attributes import GENERATE, describe_attempt, describe_outcome, of_request
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -31,6 +32,7 @@ from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.worker_client.client import Workers
 from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.frontend.worker_client.failures import FAULTS, Fault, WorkerFailure
+from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
@@ -56,6 +58,20 @@ class _PoolRefuses(Exception):
     """The pool of an attempt has no worker for it, and there is another pool."""
 
 
+class _PoolRestarts(Exception):
+    """The pool of an attempt has no worker for it, and has been waited for a moment."""
+
+
+class _Unreachable(Exception):
+    """The worker of an attempt cannot be connected to."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.failure = WorkerFailure(
+            worker_id, "UNAVAILABLE", f"worker {worker_id} cannot be connected to", not_sent=True
+        )
+        super().__init__(self.failure.message)
+
+
 class Generation:
     """One request. Call ``run`` once."""
 
@@ -68,8 +84,10 @@ class Generation:
         workers: Workers,
         metrics: FrontendMetrics,
         budget: AttemptBudget,
+        deaths: RequestDeaths,
         prefill: PrefillStage | None = None,
         pools: RequestPools | None = None,
+        restart_seconds: float = 0.0,
     ) -> None:
         """Starts nothing yet.
 
@@ -81,8 +99,10 @@ class Generation:
             workers: Starts the attempts.
             metrics: The Frontend's metrics.
             budget: Limits the attempts.
+            deaths: Counts the workers that die while they run the request, and ends it at the second one.
             prefill: Has the prompt computed by prefill workers; None if the component is not disaggregated.
             pools: Every component that serves the model; None if there is only one.
+            restart_seconds: Longest time to wait for a pool that restarts as a whole, seconds.
         """
         self._request = request
         self._input = AttemptInput(request, prompt, view)
@@ -90,6 +110,8 @@ class Generation:
         self._metrics = metrics
         self._model_metrics = metrics.models.of(view.descriptor.model)
         self._budget = budget
+        self._deaths = deaths
+        self._restart = RestartWait(restart_seconds)
         self._prefill = prefill
         self._links = links
         self._pools = pools
@@ -142,6 +164,7 @@ class Generation:
         """Runs the request to its end. Its output goes to the receiver, in one step from the worker's connection.
 
         Raises:
+            PoisonPrompt: two workers died while they ran it, or its tenant's requests with the same prompt.
             KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
                 further attempt was possible.
         """
@@ -158,13 +181,20 @@ class Generation:
             try:
                 failure = await self._attempt(attempt, receiver, deadline, failure)
             except PrefillLost:
+                self._deaths.check()
                 continue  # The next attempt uses another prefill worker, or none.
-            except _PoolRefuses:
+            except (_PoolRefuses, _PoolRestarts):
                 continue
             if failure is None:
                 return
             with_output = self._attempt_has_output
+            self._deaths.add(failure)
+            await self._deaths.shared()
+            self._deaths.check()
+            self._restart.failed(failure)
             if not self._budget.allows_after(failure, with_output=with_output):
+                if failure.not_sent and await self._await_restart(deadline):
+                    continue
                 raise self._final(failure, attempt)
             if failure.outcome_unknown:
                 await self._workers.abort(self._endpoint, self._booked_id)
@@ -179,7 +209,7 @@ class Generation:
                     attempt=attempt,
                     cause=failure.message,
                 )
-            if not with_output and self._prefill is not None and self._prefill.params is not None:
+            if not (with_output or failure.not_sent) and self._prefill is not None and self._prefill.params is not None:
                 self._prefill.failed(failure.message)
                 self._unserved_worker_ids.append(failure.worker_id)
             elif not failure.is_silent:
@@ -243,12 +273,18 @@ class Generation:
             self._refused.add(self._input.component)
             if self._pools is not None and self._pools.others(self._refused):
                 raise _PoolRefuses from None
+            if not isinstance(error, AllBusy) and await self._await_restart(deadline):
+                raise _PoolRestarts from None
             if not isinstance(error, NoWorkers):
                 raise error if failure is None else self._after(failure, error) from None
             if failure is None:
                 raise
             why = "no other worker is eligible for the request"
             raise failure.as_error(why, has_output=self._output_tokens > 0) from None
+        except _Unreachable as unreachable:
+            self._progress = None
+            self._metrics.worker_failures.labels(cause=unreachable.failure.cause).inc()
+            return unreachable.failure
         except KvRouterError as error:
             raise error if failure is None else self._after(failure, error) from None
         self._refused.clear()
@@ -289,6 +325,7 @@ class Generation:
 
         Raises:
             KvRouterError: no rank could be chosen.
+            _Unreachable: the decode worker cannot be connected to.
         """
         prefill = self._prefill
         if prefill is None or not prefill.begin():
@@ -300,6 +337,8 @@ class Generation:
             return selection, booking
         served = False
         try:
+            if not await self._workers.is_reachable(selection.endpoint):
+                raise _Unreachable(selection.rank.worker_id)  # Before a prefill worker computes the prompt for it.
             served = await prefill.run(
                 self._worker_request(booking),
                 self._input.prompt,
@@ -313,6 +352,22 @@ class Generation:
             if not served:
                 self._link.free(booking, None)
         return (selection, booking) if served else await self._book(attempt, _WHOLE, deadline)
+
+    async def _await_restart(self, deadline: Deadline) -> bool:
+        """Waits a moment if the pool restarts as a whole, and lets all of its workers be tried again.
+
+        Returns whether it did. It does not if the pool has other reasons to refuse the request.
+        """
+        restart = self._restart
+        is_restarting = restart.has_lost_workers or self._workers.health.restarting_pools.is_restarting(
+            self._input.component, restart.limit_seconds
+        )
+        if not is_restarting or not await restart.pause(deadline):
+            return False
+        self._refused.clear()
+        self._input.readmit()
+        self._budget.waited()
+        return True
 
     async def _book(self, attempt: int, stage: Stage, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
@@ -365,7 +420,7 @@ class Generation:
             self._input.prompt,
             progress.pass_on,
             deadline=deadline,
-            has_alternative=lambda: self._has_alternative(worker_id),
+            may_leave=lambda cause: self._may_leave(worker_id, cause),
             stays_a_probe=worker_id == self._budget.silent_worker_id,
         )
         if self._prefill is not None:
@@ -386,9 +441,16 @@ class Generation:
         finally:
             del outcome
 
-    def _has_alternative(self, worker_id: int) -> bool:
-        """Returns whether another healthy worker could take the request in a further attempt."""
-        if not self._budget.allows(with_output=self._attempt_has_output):
+    def _may_leave(self, worker_id: int, cause: str) -> bool:
+        """Returns whether the request may leave its worker: another healthy one could take it in a further attempt.
+
+        It ends at once where it learns of its last death.
+        """
+        if not self._deaths.may_leave(worker_id, cause):
+            return False
+        if cause == "lost" and self._deaths.next_is_last:
+            return True
+        if not self._budget.allows(with_output=self._attempt_has_output, is_drained=cause == "drained"):
             return False
         return any(
             worker.worker_id != worker_id

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+import grpc
 import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.core import read_tokens
@@ -27,6 +28,10 @@ from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGe
 log = structlog.get_logger(component="frontend")
 
 _ENGINE_FAILED = frozenset({FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT})
+_ENGINE_MAY_DIE = frozenset({"error", "unfinished"})
+"""Failures with which an engine may answer before its process ends."""
+_HARMLESS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED})
+"""Codes with which a worker fails a request that does not harm it."""
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 _parse = WorkerServiceGenerateResponse.FromString
 
@@ -55,7 +60,7 @@ class WorkerAttempt:
         *,
         max_tokens: int,
         deadline: Deadline,
-        has_alternative: Callable[[], bool],
+        may_leave: Callable[[str], bool],
         stays_a_probe: bool,
         shares_blame: bool = False,
     ) -> None:
@@ -69,7 +74,8 @@ class WorkerAttempt:
             on_output: Called with each piece, encoded and parsed. An exception from it ends the attempt.
             max_tokens: Number of tokens after which the output ends, even if the worker generates more.
             deadline: Deadline of the call.
-            has_alternative: Returns whether another worker could take the request, or continue it once it has output.
+            may_leave: Returns whether the request may leave its worker for a cause, as in ``WorkerFailure``: because
+                another one could take it, or continue it once it has output.
             stays_a_probe: Whether to wait for one more missed probe before leaving a worker that does not answer.
             shares_blame: Whether the worker receives its prompt from another worker, which may be at fault if it fails
                 before its first output. Such a failure counts against it only by ``blame``.
@@ -84,7 +90,7 @@ class WorkerAttempt:
         self._max_tokens = max_tokens
         self._limit = OutputLimit(max_tokens)
         self._deadline = deadline
-        self._has_alternative = has_alternative
+        self._may_leave = may_leave
         self._stays_a_probe = stays_a_probe
         self._shares_blame = shares_blame
         self._unattributed: WorkerFailure | None = None
@@ -172,7 +178,7 @@ class WorkerAttempt:
             failure = self._note("error", f"ended the request with {FinishReason.Name(finish_reason)}")
             if not self._has_output:
                 self._end(failure)
-            elif self._has_alternative():
+            elif self._may_leave("error"):
                 self._pass_on_unfinished(output)
                 self._end(failure)
         if not self._over:
@@ -228,20 +234,24 @@ class WorkerAttempt:
     def _leave_if_needed(self) -> None:
         if self._over:
             return
-        if self._health.is_stalled and self._has_alternative():
-            self._metrics.worker_failures.labels(cause="stalled").inc()
-            self._end(WorkerFailure(self._worker_id, "stalled", f"worker {self._worker_id} generates nothing any more"))
-            return
-        if self._health.is_leaving and self._has_alternative():
+        health, missed = self._health, self._health.missed_probes
+        if health.is_lost and self._may_leave("lost"):
+            self._leave("lost", "is lost: its registration has ended, and it does not answer")
+        elif health.is_stalled and self._may_leave("stalled"):
+            self._leave("stalled", "generates nothing any more")
+        elif health.is_leaving and self._may_leave("drained"):
             self._end(WorkerFailure(self._worker_id, "drained", f"worker {self._worker_id} is being drained"))
-            return
-        missed = self._health.missed_probes
-        if not self._health.is_suspected or missed < self._missed_to_leave or not self._has_alternative():
-            return
-        # Not counted against the worker: probes alone decide when it is suspected or has recovered.
-        self._metrics.worker_failures.labels(cause="silent").inc()
-        message = f"worker {self._worker_id} stopped answering: it missed {missed} probes in a row"
-        self._end(WorkerFailure(self._worker_id, "silent", message))
+        elif health.is_suspected and missed >= self._missed_to_leave and self._may_leave("silent"):
+            self._leave("silent", f"stopped answering: it missed {missed} probes in a row")
+
+    def _leave(self, cause: str, what: str) -> None:
+        """Ends the attempt at a worker that does not go on with it.
+
+        That is not counted against the worker: probes and stall detection decide when it is avoided.
+        """
+        self._metrics.worker_failures.labels(cause=cause).inc()
+        message = f"worker {self._worker_id} {what}"
+        self._end(WorkerFailure(self._worker_id, cause, message, fate=self._health.fate()))
 
     def _finish(self) -> None:
         if self._finish_reason not in _ENGINE_FAILED:
@@ -276,9 +286,11 @@ class WorkerAttempt:
         """
         fault = fault_of(error, self._deadline)
         if fault is Fault.WORKER:
-            failure = self._note(error.code.name, f"failed with {error.code.name}: {error}")
             unknown, not_sent = isinstance(cause, OutcomeUnknown), isinstance(cause, NotSent)
-            return replace(failure, outcome_unknown=unknown, not_sent=not_sent)
+            # Taken first, since a worker that signs off, or is known to have died, is another one afterwards.
+            fate = None if not_sent or error.code in _HARMLESS else self._health.fate(connection_lost=unknown)
+            failure = self._note(error.code.name, f"failed with {error.code.name}: {error}")
+            return replace(failure, outcome_unknown=unknown, not_sent=not_sent, fate=fate)
         if fault is Fault.DEADLINE and self._health.is_suspected:
             missed = self._health.missed_probes
             return DeadlineExceeded(
@@ -287,7 +299,8 @@ class WorkerAttempt:
         return error.untraced()
 
     def _note(self, cause: str, what: str) -> WorkerFailure:
-        failure = WorkerFailure(self._worker_id, cause, f"worker {self._worker_id} {what}")
+        fate = self._health.fate() if cause in _ENGINE_MAY_DIE else None
+        failure = WorkerFailure(self._worker_id, cause, f"worker {self._worker_id} {what}", fate=fate)
         self._metrics.worker_failures.labels(cause=cause).inc()
         if self._shares_blame and not self._has_output:
             self._unattributed = failure

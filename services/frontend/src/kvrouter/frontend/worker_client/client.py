@@ -43,7 +43,7 @@ class Workers(Protocol):
         on_output: Callable[[bytes, Output], None],
         *,
         deadline: Deadline,
-        has_alternative: Callable[[], bool],
+        may_leave: Callable[[str], bool],
         stays_a_probe: bool = False,
     ) -> WorkerAttempt:
         """Starts a request at a worker; see ``WorkerClient``."""
@@ -51,6 +51,10 @@ class Workers(Protocol):
 
     async def answers(self, endpoint: str) -> bool:
         """Returns whether a worker is registered and answers a probe soon."""
+        ...
+
+    async def is_reachable(self, endpoint: str) -> bool:
+        """Returns False if a worker refuses connections now. There may be a connection already."""
         ...
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
@@ -83,7 +87,7 @@ class WorkerClient:
         on_output: Callable[[bytes, Output], None],
         *,
         deadline: Deadline,
-        has_alternative: Callable[[], bool],
+        may_leave: Callable[[str], bool],
         stays_a_probe: bool = False,
     ) -> WorkerAttempt:
         """Starts a request at a worker. The caller waits for ``ended``, or cancels the attempt.
@@ -91,7 +95,7 @@ class WorkerClient:
         ``prompt`` is a packed buffer; the request has no token ids.
         ``on_output`` is called with each piece of the output, encoded as a WorkerServiceGenerateResponse and parsed;
         the last one has a finish reason. The attempt leaves a worker that stops answering probes as soon as
-        ``has_alternative`` returns True. With ``stays_a_probe`` it waits for one more missed probe
+        ``may_leave`` returns True. With ``stays_a_probe`` it waits for one more missed probe
         first.
         """
         attempt = WorkerAttempt(
@@ -102,7 +106,7 @@ class WorkerClient:
             on_output,
             max_tokens=request.stop_conditions.max_tokens,
             deadline=deadline,
-            has_alternative=has_alternative,
+            may_leave=may_leave,
             stays_a_probe=stays_a_probe,
             shares_blame=request.HasField("transfer_params") and request.stage == Stage.STAGE_DECODE,
         )
@@ -119,6 +123,16 @@ class WorkerClient:
                 return await self._pool.probe(endpoint) is Probe.ANSWERED
         except TimeoutError:
             return False
+
+    async def is_reachable(self, endpoint: str) -> bool:
+        """Returns False if a worker refuses connections now. Costs nothing if there is a connection already."""
+        if self._pool.is_connected(endpoint):
+            return True
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await self._pool.probe(endpoint) is not Probe.UNREACHABLE
+        except TimeoutError:
+            return True
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
         """Aborts a request that a worker may still run. Returns whether the worker could be reached soon."""

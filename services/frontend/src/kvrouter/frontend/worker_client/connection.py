@@ -12,10 +12,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.frontend.worker_client.attempt import RunningCall
 from kvrouter.net import trace_context
-from kvrouter.net.calls import CallStreamCounts, NotSent
+from kvrouter.net.calls import CallStreamCounts, NotSent, OutcomeUnknown
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.errors import DependencyAway, KvRouterError
 from kvrouter.runtime.rpc import call_stream_client, open_channel, remote
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
@@ -84,6 +84,15 @@ class WorkerConnection:
     def idle(self) -> bool:
         """Whether no call runs."""
         return not self._pending and not self._reading and not self._stream.running
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the worker can be called without connecting to it first."""
+        return self._stream.ready or self._is_channel_ready
+
+    @property
+    def _is_channel_ready(self) -> bool:
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     def open_stream(self) -> None:
         """Opens a call stream and keeps it open. Calls use it once it is open."""
@@ -159,6 +168,9 @@ class WorkerConnection:
                 async for response in responses:
                     receiver.on_response(response)
             receiver.on_end()
+        except DependencyAway as error:
+            # The worker itself may answer that it is away; then the connection stays.
+            receiver.on_error(error if self._is_channel_ready else OutcomeUnknown(str(error)))
         except Exception as error:
             receiver.on_error(error)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import grpc
+from kvrouter.frontend.worker_client.worker_fate import WorkerFate
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy, KvRouterError, WorkerLost
 
@@ -71,7 +72,9 @@ def fault_of(error: KvRouterError, deadline: Deadline) -> Fault:
     return fault
 
 
-_WITHOUT_ANSWER = frozenset({"silent", "stalled", grpc.StatusCode.UNAVAILABLE.name})
+_WITHOUT_ANSWER = frozenset({"silent", "stalled", "lost", grpc.StatusCode.UNAVAILABLE.name})
+HANGS = frozenset({"silent", "stalled"})
+"""Causes of leaving a worker that may hang for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class WorkerFailure:
 
     worker_id: int
     cause: str
-    """Label for metrics: a gRPC code, ``malformed``, ``unfinished``, ``error``, ``silent``, ``stalled`` or
+    """Label for metrics: a gRPC code, ``malformed``, ``unfinished``, ``error``, ``silent``, ``stalled``, ``lost`` or
     ``drained``."""
     message: str
     """What happened, for logs and errors."""
@@ -88,6 +91,8 @@ class WorkerFailure:
     """Whether the worker may still run the request, so that it must be aborted before it is retried."""
     not_sent: bool = False
     """Whether the request never reached the worker, such as one that cannot be connected to."""
+    fate: WorkerFate | None = None
+    """What becomes of the worker; None if it does not matter, as for one that was draining or only full."""
 
     @property
     def is_silent(self) -> bool:
@@ -98,6 +103,11 @@ class WorkerFailure:
     def never_began(self) -> bool:
         """Whether the worker has computed nothing of the request: it has not got it, or had no room for it."""
         return self.not_sent or self.cause == grpc.StatusCode.RESOURCE_EXHAUSTED.name
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the worker was left because an operator drains it."""
+        return self.cause == "drained"
 
     @property
     def may_still_run(self) -> bool:

@@ -7,7 +7,7 @@ Workers are identified by address, so that a worker that restarts elsewhere has 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, Set
 from random import Random
 
 import structlog
@@ -21,8 +21,10 @@ from kvrouter.frontend.worker_client.observed_worker import (
     is_healthy,
     state_of,
 )
+from kvrouter.frontend.worker_client.restarting_pools import RestartingPools
 from kvrouter.frontend.worker_client.stall_detection import StallDetector
 from kvrouter.frontend.worker_client.worker_call import WorkerCall
+from kvrouter.frontend.worker_client.worker_fate import WorkerFate
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.frontend_pb2 import WorkerHealth as WorkerHealthMessage
 from kvrouter.v1.names import ComponentName
@@ -31,6 +33,8 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 log = structlog.get_logger(component="frontend")
 
 _NONE: Mapping[int, str] = {}
+_ONE_DEATH_SECONDS = 5.0
+"""Time within which lost connections to one address are one death, if the process there is not known."""
 
 
 class WorkerHealth:
@@ -60,6 +64,7 @@ class WorkerHealth:
         self._clock = clock
         self._rng = rng or Random()
         self._workers: dict[str, ObservedWorker] = {}
+        self.restarting_pools = RestartingPools(clock)
         self._unhealthy: dict[str, ObservedWorker] = {}
         """Workers that are suspected or whose circuit is not closed."""
 
@@ -84,6 +89,7 @@ class WorkerHealth:
 
     def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
         """Applies the registrations. A worker that left is removed when its last call has ended."""
+        self.restarting_pools.update(components)
         registered: dict[str, list[Registered]] = {}
         migrating: dict[str, int] = {}
         for name, view in components.items():
@@ -93,6 +99,7 @@ class WorkerHealth:
                     migrating[registration.endpoint] = drain.migrate_unix_ns
         for endpoint, registrations in registered.items():
             worker = self._worker(endpoint)
+            self._identify(worker, registrations)
             worker.registered = registrations
             worker.migrate_unix_ns = migrating.get(endpoint, 0)
             worker.leaving = worker.leaving and worker.migrate_unix_ns > 0
@@ -105,9 +112,54 @@ class WorkerHealth:
         if worker.registered:
             worker.former = worker.registered
             worker.kept_until = self._clock() + LOST_SECONDS if worker.suspected else 0.0
+            self._resolve(worker, died=not worker.is_draining)
         worker.registered = ()
         worker.former = [(name, each) for name, each in worker.former if (name, each.worker_id) not in live]
         self.forget_if_gone(worker)
+
+    def _identify(self, worker: ObservedWorker, registrations: Sequence[Registered]) -> None:
+        """Notes which process a worker is, and whether it is stopping."""
+        ranks = registrations[0][1].ranks
+        incarnation = ranks[0].incarnation if ranks else 0
+        if worker.incarnation not in (0, incarnation):
+            self._resolve(worker, died=not worker.is_draining)  # Another process has taken its address.
+        worker.incarnation = incarnation
+        worker.is_draining = any(each.draining for _, each in registrations)
+
+    def _resolve(self, worker: ObservedWorker, *, died: bool) -> None:
+        fate, worker.fate = worker.fate, None
+        if fate is not None:
+            fate.resolve(died=died)
+
+    @property
+    def most_watchers(self) -> int:
+        """Largest number of requests that wait for the fate of a worker which they left."""
+        return max((each.fate.watchers for each in self._workers.values() if each.fate is not None), default=0)
+
+    def fate_of(self, worker: ObservedWorker) -> WorkerFate | None:
+        """Returns what becomes of a worker that a request leaves or that fails it; None if it is draining."""
+        if worker.is_draining:
+            return None
+        if not worker.registered:
+            return WorkerFate(_identity(worker), self._clock(), died=True)
+        if worker.fate is None:
+            worker.fate = WorkerFate(_identity(worker), self._clock())
+        return worker.fate
+
+    def death_of(self, worker: ObservedWorker) -> WorkerFate | None:
+        """Returns the death of a worker whose connection was lost; None if it was draining or had signed off."""
+        if worker.is_draining or not (worker.registered or worker.suspected):
+            return None
+        now = self._clock()
+        if not worker.incarnation and (not worker.died_at or now - worker.died_at > _ONE_DEATH_SECONDS):
+            worker.lives += 1
+            worker.died_at = now
+        self._resolve(worker, died=True)
+        return WorkerFate(_identity(worker), now, died=True)
+
+    def recovered(self, worker: ObservedWorker) -> None:
+        """Records that a worker serves requests, so that those that left it know that it lives."""
+        self._resolve(worker, died=False)
 
     def endpoints(self) -> KeysView[str]:
         """Returns the addresses of all workers, including those that left with calls still running."""
@@ -157,6 +209,8 @@ class WorkerHealth:
         now_ns = time.time_ns()
         for worker in list(self._workers.values()):
             self.forget_if_gone(worker)
+            if worker.fate is not None and self._clock() - worker.fate.since > LOST_SECONDS:
+                self._resolve(worker, died=False)
             worker.leaving = 0 < worker.migrate_unix_ns <= now_ns
             if worker.leaving:
                 worker.leaving_intervals += 1
@@ -188,6 +242,7 @@ class WorkerHealth:
     def _resume(self, worker: ObservedWorker) -> None:
         worker.stalled = False
         worker.circuit.responded()
+        self.recovered(worker)
         log.info("worker.resumed", endpoint=worker.endpoint, workers=ids_of(worker))
         self.reclassify(worker)
 
@@ -211,6 +266,7 @@ class WorkerHealth:
             return
         if worker.suspected:
             log.info("worker.recovered", endpoint=endpoint, workers=ids_of(worker), missed_probes=worker.missed)
+            self.recovered(worker)
         worker.missed, worker.suspected = 0, False
         self.reclassify(worker)
 
@@ -295,3 +351,8 @@ class WorkerHealth:
         if not worker.is_lost or not worker.former or self._clock() >= worker.kept_until:
             self._workers.pop(worker.endpoint, None)
             self._unhealthy.pop(worker.endpoint, None)
+
+
+def _identity(worker: ObservedWorker) -> str:
+    """Returns what identifies the process of a worker, the same in every Frontend if its incarnation is known."""
+    return f"{worker.endpoint} {worker.incarnation or worker.lives}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvrouter.frontend.worker_client.circuit_breaker import CircuitBreaker
 from kvrouter.frontend.worker_client.stall_detection import StallDetector
+from kvrouter.frontend.worker_client.worker_fate import WorkerFate
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -56,6 +57,16 @@ class ObservedWorker:
     heard: bool = False
     """Whether it sent anything since the last probe."""
     last_failure: str = ""
+    is_draining: bool = False
+    """Whether it is stopping, or an operator drains it, or did so when it left: then its end is no death."""
+    incarnation: int = 0
+    """Incarnation of its cache, which distinguishes its process from earlier ones; 0 if unknown."""
+    lives: int = 0
+    """Deaths so far of processes whose incarnation is unknown."""
+    died_at: float = 0.0
+    """Time of the latest of these, seconds."""
+    fate: WorkerFate | None = None
+    """What requests that left it wait for: whether it dies or recovers. None if there are none."""
     waiting: dict[object, Callable[[], None]] = field(default_factory=dict)
     """Its calls, with the functions to call while they should leave the worker."""
 

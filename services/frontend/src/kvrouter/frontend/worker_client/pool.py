@@ -70,6 +70,10 @@ class WorkerPool:
         """
         return self._connection(endpoint).generate(request, receiver, deadline=deadline)
 
+    def is_connected(self, endpoint: str) -> bool:
+        """Returns whether there is a connection to a worker."""
+        return self._connection(endpoint).is_connected
+
     async def abort(self, endpoint: str, request_id: str) -> bool:
         """Aborts a request at a worker. Returns whether the worker could be reached soon."""
         return await self._connection(endpoint).abort(request_id)

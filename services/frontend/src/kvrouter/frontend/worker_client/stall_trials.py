@@ -64,7 +64,7 @@ class StallTrials:
             lambda _, output: attempt.cancel() if output.token_ids else None,
             max_tokens=1,
             deadline=Deadline.never(),
-            has_alternative=lambda: True,
+            may_leave=lambda _: True,
             stays_a_probe=False,
         )
         attempt.ended.add_done_callback(partial(self._end, endpoint))

@@ -9,6 +9,7 @@ import structlog
 from kvrouter.frontend.worker_client.failures import WorkerFailure
 from kvrouter.frontend.worker_client.observed_worker import ObservedWorker, ids_of
 from kvrouter.frontend.worker_client.stall_detection import MonitoredRequest
+from kvrouter.frontend.worker_client.worker_fate import WorkerFate
 
 log = structlog.get_logger(component="frontend")
 
@@ -33,6 +34,18 @@ class Observer(Protocol):
 
     def forget_if_gone(self, worker: ObservedWorker) -> None:
         """Forgets a worker that has left and has no more calls."""
+        ...
+
+    def fate_of(self, worker: ObservedWorker) -> WorkerFate | None:
+        """Returns what becomes of a worker that a request leaves or that fails it; None if it is draining."""
+        ...
+
+    def death_of(self, worker: ObservedWorker) -> WorkerFate | None:
+        """Returns the death of a worker whose connection was lost; None if it was draining or had signed off."""
+        ...
+
+    def recovered(self, worker: ObservedWorker) -> None:
+        """Records that a worker serves requests."""
         ...
 
 
@@ -70,6 +83,15 @@ class WorkerCall:
         return self._worker.leaving and self._worker.leaving_intervals > self._leaving_before
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the worker's lease has ended while it did not answer, and it was not draining."""
+        return self._worker.is_lost and not self._worker.is_draining
+
+    def fate(self, *, connection_lost: bool = False) -> WorkerFate | None:
+        """Returns what becomes of the worker, which the request leaves, or which fails it; None if it is draining."""
+        return self._health.death_of(self._worker) if connection_lost else self._health.fate_of(self._worker)
+
+    @property
     def missed_probes(self) -> int:
         """Consecutive probes that the worker has not answered."""
         return self._worker.missed
@@ -85,6 +107,7 @@ class WorkerCall:
 
     def responded(self) -> None:
         """Records the first output."""
+        self._health.recovered(self._worker)
         if self._monitored is not None and self._worker.detector is not None:
             self._worker.detector.first_output(self._monitored, self._health.now())
         if not self._worker.circuit.is_closed:
@@ -95,6 +118,7 @@ class WorkerCall:
 
     def completed(self) -> None:
         """Records that the response is complete."""
+        self._health.recovered(self._worker)
         self._worker.last_failure = ""
         if self._worker.circuit.failures:
             self._worker.circuit.completed()

@@ -42,6 +42,7 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateRequest,
     WorkerServiceGenerateResponse,
 )
+from yarl import URL
 
 _NOT_FORWARDED = frozenset(
     {
@@ -58,6 +59,8 @@ _BUSY_STATUS = 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
 _MAX_WHOLE_BYTES = 1 << 20
 """Size up to which a response that is no stream is kept until it is complete, so that another engine can give it."""
+_REACHED_SECONDS = 0.5
+"""Longest wait for a connection to the engine that shall decode a prompt, before a prefill engine computes it."""
 _MAX_PREFILL_BYTES = 16 << 20
 """Maximum size of the response of a prefill engine."""
 
@@ -177,7 +180,7 @@ class ForwardedRequest:
         on_output: Callable[[bytes, Output], None],
         *,
         deadline: Deadline,
-        has_alternative: Callable[[], bool],
+        may_leave: Callable[[str], bool],
         stays_a_probe: bool = False,
     ) -> WorkerAttempt:
         """Starts an attempt at a worker, as ``WorkerClient.start``. The body has the prompt; more is output so far."""
@@ -191,7 +194,7 @@ class ForwardedRequest:
             on_output,
             max_tokens=_UNLIMITED_TOKENS,
             deadline=deadline,
-            has_alternative=has_alternative,
+            may_leave=may_leave,
             stays_a_probe=stays_a_probe,
             shares_blame=request.HasField("transfer_params") and request.stage == Stage.STAGE_DECODE,
         )
@@ -215,6 +218,22 @@ class ForwardedRequest:
     async def answers(self, endpoint: str) -> bool:
         """Returns whether a worker is registered and answers a probe soon."""
         return await self._workers.answers(endpoint)
+
+    async def is_reachable(self, endpoint: str) -> bool:
+        """Returns False if the engine at a worker refuses connections now."""
+        worker = self._worker_at(endpoint)
+        if worker is None:
+            return False
+        url = URL(worker.openai_endpoint)
+        try:
+            async with asyncio.timeout(_REACHED_SECONDS):
+                _, writer = await asyncio.open_connection(url.host, url.port)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     async def abort(self, endpoint: str, request_id: str) -> bool:  # noqa: ARG002 - nobody is called
         """Returns True: an engine aborts a request whose connection is closed."""

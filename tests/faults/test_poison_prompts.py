@@ -1,0 +1,99 @@
+"""A prompt that kills every worker which runs it: it costs two workers, however often a client sends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError, PoisonPrompt
+from kvrouter.v1.errors_pb2 import ErrorReason
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import StopConditions
+
+from .processes import MODEL, PATIENCE_SECONDS, Processes, services_ready, start_services, streamed
+from .rig import FULL
+
+WORKERS = 12 if FULL else 4
+FRONTENDS = 2
+RETRIED_SECONDS = 60.0 if FULL else 2.0
+POISON = 31_999
+PROMPT = [*range(40), POISON]
+EFFECTS = [
+    "die",
+    pytest.param("die-after-output", marks=pytest.mark.full),
+    pytest.param("hang", marks=pytest.mark.full),
+]
+
+
+async def started(processes: Processes, effect: str, *, frontend: Sequence[str] = ()) -> None:
+    await start_services(processes, schedulers=1, frontends=FRONTENDS, frontend=frontend)
+    lease = ("--lease-seconds", "2") if effect == "hang" else ()
+    for number in range(WORKERS):
+        poisoned = ("--poison-token", str(POISON), "--poison-effect", effect)
+        await processes.start("mocker", f"mocker-{number}", "--worker-id", str(number + 1), *poisoned, *lease)
+    await services_ready(processes, schedulers=1, frontends=FRONTENDS)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await processes.directory.wait_for(
+            lambda seen: sum(len(view.workers) for view in seen.components.values()) == WORKERS
+        )
+
+
+async def send(processes: Processes, number: int, *, migration_limit: int | None = None) -> KvRouterError:
+    """Sends the poison prompt to one of the Frontends, and returns the error."""
+    request = FrontendServiceGenerateRequest(
+        model=MODEL,
+        token_ids=PROMPT,
+        stop_conditions=StopConditions(max_tokens=50),
+        migration_limit=migration_limit,
+    )
+    frontend = processes.frontend(f"frontend-{number % FRONTENDS}")
+    try:
+        async for _ in frontend.generate(request, deadline=Deadline.after(PATIENCE_SECONDS)):
+            pass
+    except KvRouterError as error:
+        return error
+    raise AssertionError("the poison prompt was served")
+
+
+def dead_or_hung(processes: Processes) -> list[str]:
+    """Returns the workers whose process has ended or is stopped."""
+    found = []
+    for name, process in processes.running.items():
+        if not name.startswith("mocker"):
+            continue
+        if process.returncode is not None:
+            found.append(name)
+            continue
+        with open(f"/proc/{process.pid}/stat") as stat:
+            if stat.read().rpartition(") ")[2][0] in "TZ":
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+async def test_a_client_that_retries_a_poison_prompt_costs_two_workers(processes: Processes, effect: str) -> None:
+    await started(processes, effect, frontend=("--worker-probe-seconds", "0.2"))
+    errors = [await send(processes, 0, migration_limit=16)]
+    until = time.monotonic() + RETRIED_SECONDS
+    while time.monotonic() < until:
+        errors.append(await send(processes, len(errors), migration_limit=16))
+        await asyncio.sleep(0.05)
+    assert all(isinstance(error, PoisonPrompt) for error in errors), errors
+    assert all(error.info.reason == ErrorReason.ERROR_REASON_POISON_PROMPT for error in errors)
+    assert not any(error.info.HasField("retry_after_ms") for error in errors), "nothing invites a retry"
+    assert len(dead_or_hung(processes)) == 2
+    assert await streamed(processes.frontend("frontend-0"), 1, 5) == 5, "other prompts are served"
+
+
+async def test_clients_that_follow_retry_info_cost_two_workers(processes: Processes) -> None:
+    """Each request ends with its worker, and invites a retry: the second one learns of the first one's death."""
+    await started(processes, "die-after-output")
+    first = await send(processes, 0, migration_limit=0)
+    assert first.info.reason == ErrorReason.ERROR_REASON_WORKER_LOST
+    assert first.info.HasField("retry_after_ms")
+    errors = [await send(processes, number, migration_limit=0) for number in range(1, 20)]
+    assert all(isinstance(error, PoisonPrompt) for error in errors), errors
+    assert len(dead_or_hung(processes)) == 2
