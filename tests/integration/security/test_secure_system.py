@@ -212,8 +212,6 @@ SERVICES = {
     "indexer": indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"],
     "worker": worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
 }
-UNREADABLE = b"\xff"
-"""A request that no method accepts: an admitted call changes nothing."""
 STREAM = "a call stream"
 ACCOUNTS = ("admin", "frontend", "scheduler", "indexer", "worker-0000000000000001")
 
@@ -233,8 +231,7 @@ async def admitted_calls(port: Port, authority: DevelopmentAuthority, account: s
         for method in service.methods:
             call = channel.stream_stream(f"/{service.full_name}/{method.name}")(timeout=20)
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                if not method.client_streaming:  # refused before it is read, so that a write could fail
-                    await call.write(UNREADABLE)
+                # Callers are refused before anything is read, so that a write could fail.
                 await call.done_writing()
             with suppress(grpc.aio.AioRpcError):
                 while await call.read() is not grpc.aio.EOF:
