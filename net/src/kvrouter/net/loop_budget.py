@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 PASS_US = 10_000
@@ -24,7 +25,7 @@ class LoopBudget:
         self._pass_us = pass_us
         self._left_us = pass_us
         self._is_pass_open = False
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
 
     async def turn(self, cost_us: int) -> None:
         """Waits for a pass with room for some work. Work beyond the budget of a whole pass gets a pass of its own.
@@ -32,17 +33,31 @@ class LoopBudget:
         Args:
             cost_us: Estimated CPU time of the work, microseconds.
         """
-        if not self._waiting and self._fits(cost_us):
-            self._take(cost_us)
+        if self.take(cost_us):
             return
         turn: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.append((turn, cost_us))
+        # A cancelled reader's share of the pass stays unused.
+        self._waiting.append((lambda: None if turn.done() else turn.set_result(None), cost_us))
         await turn
+
+    def take(self, cost_us: int) -> bool:
+        """Takes a turn in this pass if nobody waits and there is room for the work; returns whether it did."""
+        if self._waiting or not self._fits(cost_us):
+            return False
+        self._spend(cost_us)
+        return True
+
+    def call(self, cost_us: int, work: Callable[[], None]) -> None:
+        """Does some work as soon as it is its turn. The work must not raise."""
+        if self.take(cost_us):
+            work()
+        else:
+            self._waiting.append((work, cost_us))
 
     def _fits(self, cost_us: int) -> bool:
         return cost_us <= self._left_us or self._left_us == self._pass_us
 
-    def _take(self, cost_us: int) -> None:
+    def _spend(self, cost_us: int) -> None:
         self._left_us -= cost_us
         if not self._is_pass_open:
             self._is_pass_open = True
@@ -51,11 +66,10 @@ class LoopBudget:
     def _begin_pass(self) -> None:
         self._is_pass_open = False
         self._left_us = self._pass_us
-        while self._waiting and (self._waiting[0][0].done() or self._fits(self._waiting[0][1])):
-            turn, cost_us = self._waiting.popleft()
-            if not turn.done():  # Not cancelled.
-                self._take(cost_us)
-                turn.set_result(None)
+        while self._waiting and self._fits(self._waiting[0][1]):
+            work, cost_us = self._waiting.popleft()
+            self._spend(cost_us)
+            work()
 
 
 _budgets: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBudget] = WeakKeyDictionary()

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import grpc.aio
 import pytest
 import uvloop
 from kvrouter.net.grpc_connection import ConnectionLost, GrpcConnection, Http2Violation, connection
 from kvrouter.net.grpc_connection.frames import Kind, frame
+from kvrouter.net.loop_budget import PASS_US
 
 from .http2_server import data, ended, opened, prefixed
 
@@ -353,3 +355,23 @@ def test_a_host_with_no_address_that_answers_names_every_failure(run: Run, monke
 @asynccontextmanager
 async def nothing() -> AsyncIterator[None]:
     yield
+
+
+async def test_what_is_read_at_once_is_processed_over_several_passes() -> None:
+    call = Mock(ended=None, going_away=False, waiting=False)
+    reading = GrpcConnection(call)
+    transport = Mock(is_closing=Mock(return_value=False))
+    reading._transport = transport
+    received = bytes(1 << 20)
+    reading.data_received(received)
+    reading.data_received(b"last")
+    reading.connection_lost(None)
+    transport.pause_reading.assert_called_once()
+    processed: list[int] = []
+    while not reading._ended.done():
+        before = sum(processed)
+        processed = [len(each.args[0]) for each in call.receive.call_args_list]
+        # A microsecond for 4 bytes; two counts may be up to two passes apart.
+        assert sum(processed) - before <= 2 * PASS_US * 4
+        await asyncio.sleep(0)
+    assert b"".join(each.args[0] for each in call.receive.call_args_list) == received + b"last"

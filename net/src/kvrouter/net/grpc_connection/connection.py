@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
 from kvrouter.net.grpc_connection.connecting import addresses_of, first_connection, host_and_port
 from kvrouter.net.grpc_connection.http2_call import Http2Call, Http2Violation, Metadata
 from kvrouter.net.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
+from kvrouter.net.loop_budget import loop_budget
 from kvrouter.net.tls.tls import Tls
 
 _CHECK_SECONDS = KEEPALIVE_TIMEOUT_MS / 1000
 _CHECKS_TO_PING = KEEPALIVE_MS // KEEPALIVE_TIMEOUT_MS
 _CONNECT_SECONDS = 2.0
+_SLICE_BYTES = 16 << 10
+_READ_US = 20
+"""CPU time of a small read, microseconds."""
+_BYTES_PER_US = 4
+"""Bytes that are processed in a microsecond, when they are the outputs of an engine's step."""
 _MAX_EARLY = 16
 """Messages that a server may send after its first one before the client has processed that."""
 
@@ -38,6 +45,11 @@ class GrpcConnection(asyncio.Protocol):
         self.on_going_away: Callable[[], None] = _ignore
         """Called when ``going_away`` becomes true."""
         self._loop = asyncio.get_running_loop()
+        self._budget = loop_budget()
+        self._unread: deque[bytes] = deque()
+        """What was read and waits for its turn. No more is read meanwhile."""
+        self._lost: Exception | None = None
+        """Why the connection was lost, to be told after what was read."""
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._answered: asyncio.Future[None] = self._loop.create_future()
         """Done when the server has sent its first frames."""
@@ -209,7 +221,9 @@ class GrpcConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Implements asyncio.Protocol."""
-        self.end(ConnectionLost(f"UNAVAILABLE: the connection was lost: {exc or 'closed by the server'}"))
+        self._lost = ConnectionLost(f"UNAVAILABLE: the connection was lost: {exc or 'closed by the server'}")
+        if not self._unread:
+            self.end(self._lost)
 
     def pause_writing(self) -> None:
         """Implements asyncio.Protocol."""
@@ -222,9 +236,30 @@ class GrpcConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Implements asyncio.Protocol."""
+        self._heard = True
+        if len(data) <= _SLICE_BYTES and not self._unread and self._budget.take(_cost_us(data)):
+            self._receive(data)
+            return
+        if not self._unread and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+        is_waiting = bool(self._unread)
+        self._unread.extend(data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES))
+        if not is_waiting:
+            self._budget.call(_cost_us(self._unread[0]), self._receive_waiting)
+
+    def _receive_waiting(self) -> None:
+        """Processes the next slice of what waits for its turn."""
+        self._receive(self._unread.popleft())
+        if self._unread:
+            self._budget.call(_cost_us(self._unread[0]), self._receive_waiting)
+        elif self._lost is not None:
+            self.end(self._lost)
+        elif self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _receive(self, data: bytes) -> None:
         if self._ended.done():
             return
-        self._heard = True
         call = self._call
         try:
             call.receive(data)
@@ -287,6 +322,10 @@ def _cause(failed: ExceptionGroup[Exception]) -> Exception:
         if error not in lost:
             return error
     return lost[0] if len(lost) == 1 else ConnectionLost("; ".join(map(str, lost)))
+
+
+def _cost_us(data: bytes) -> int:
+    return _READ_US + len(data) // _BYTES_PER_US
 
 
 def _ignore() -> None:
