@@ -15,11 +15,15 @@ from kvrouter.net.calls.server_call import Method, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.net.grpc_status import set_error
 from kvrouter.net.logs import get_logger
+from kvrouter.net.loop_budget import loop_budget
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 log = get_logger(__name__)
 
+_MESSAGE_US = 50
+"""CPU time to take in a message with one call, microseconds."""
+_BYTES_PER_US = 50
 _TICK_SECONDS = 1.0
 _SILENT_TICKS = 10
 """Consecutive ticks without a message after which a client that sends pings is gone."""
@@ -124,6 +128,7 @@ class StreamConnection:
         context, stream = self._context, self.stream
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
+                await loop_budget().turn(_MESSAGE_US + len(message) // _BYTES_PER_US)
                 stream.receive(message)
         except ProtocolViolation as violation:
             self.end(violation)

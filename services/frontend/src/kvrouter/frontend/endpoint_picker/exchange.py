@@ -21,11 +21,16 @@ from kvrouter.frontend.endpoint_picker.header_map import header_values
 from kvrouter.frontend.endpoint_picker.metadata import served_endpoint
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
+from kvrouter.net.loop_budget import loop_budget
 from kvrouter.runtime.errors import BadRequest, KvRouterError
 
 _STREAM_TYPE = "text/event-stream"
 
 Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
+
+
+_MESSAGE_US = 80
+"""CPU time to process a part of a response, microseconds."""
 
 
 class _GatewayLeft(Exception):
@@ -52,6 +57,7 @@ class Exchange:
         """
         try:
             while (message := await self._read()) is not None:
+                await loop_budget().turn(_MESSAGE_US)
                 await self._process(message)
         except _GatewayLeft:
             self._metrics.requests.labels(code="CANCELLED").inc()

@@ -9,7 +9,7 @@ continues on another worker (``token_stream``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net import trace_context
 from kvrouter.net.calls import NotSent
+from kvrouter.net.loop_budget import loop_budget
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import AllBusy, DependencyAway
@@ -61,8 +62,18 @@ _MAX_WHOLE_BYTES = 1 << 20
 """Size up to which a response that is no stream is kept until it is complete, so that another engine can give it."""
 _REACHED_SECONDS = 0.5
 """Longest wait for a connection to the engine that shall decode a prompt, before a prefill engine computes it."""
+_CHUNK_US = 60
+"""CPU time to pass a chunk of a stream on, microseconds."""
+_BYTES_PER_US = 50
 _MAX_PREFILL_BYTES = 16 << 20
 """Maximum size of the response of a prefill engine."""
+
+
+async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yields a response in parts, each in its turn on the event loop."""
+    async for chunk in answer.content.iter_any():
+        await loop_budget().turn(_CHUNK_US + len(chunk) // _BYTES_PER_US)
+        yield chunk
 
 
 def generate_request(body: RoutedBody, request_id: str) -> FrontendServiceGenerateRequest:
@@ -297,7 +308,7 @@ class ForwardedRequest:
         remover = UsageRemover() if is_stream and self._removes_usage else None
         reader = UsageReader(is_stream=is_stream)
         whole = bytearray()
-        async for chunk in answer.content.iter_any():
+        async for chunk in _chunks(answer):
             reader.take(chunk)
             if is_stream:
                 await self._write(answer, chunk if remover is None else remover.remove(chunk))
@@ -324,7 +335,7 @@ class ForwardedRequest:
         remover = UsageRemover() if self._removes_usage else None
         reader = UsageReader(is_stream=True)
         try:
-            async for chunk in answer.content.iter_any():
+            async for chunk in _chunks(answer):
                 events, token_ids, failure = tokens.take(chunk)
                 if self.response is None and events:
                     self.response = await self._begin(answer)
