@@ -7,11 +7,11 @@ import inspect
 import json
 from pathlib import Path
 
-from kvrouter.net.model_files import TOKENIZER
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from kvrouter.net.model_files import OUTPUT_FORMAT, TOKENIZER
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCABULARY_SIZE = 4096
-"""Number of tokens at most."""
+"""Number of tokens at most, without those that mark parts of a chat."""
 
 _MODULES = (
     "argparse",
@@ -27,18 +27,27 @@ _MODULES = (
 )
 """Modules of the standard library whose documentation is the text to train on."""
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_MARKS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+"""Tokens that mark tools, their calls and reasoning. Their ids follow the others, so that random output has none."""
+_OUTPUT_FORMAT = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 _TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 # Tools
-{%- for tool in tools %}
+<tools>
+{% for tool in tools %}
 {{ tool | tojson }}
-{%- endfor %}<|im_end|>
+{% endfor %}
+</tools><|im_end|>
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% if enable_thinking or reasoning_effort | default("none") != "none" %}<think>
+{% endif %}{% endif %}"""
 
 
 def write_small_tokenizer(directory: Path) -> None:
@@ -53,9 +62,11 @@ def write_small_tokenizer(directory: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_documentation(), trainer)
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
     tokenizer.save(str(directory / TOKENIZER))
     config = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (directory / OUTPUT_FORMAT).write_text(json.dumps(_OUTPUT_FORMAT), encoding="utf-8")
 
 
 def _documentation() -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import grpc
 import structlog
 from kvrouter.core import Scope as CoreScope
+from kvrouter.mocker.answers import Answers
+from kvrouter.mocker.constrained.errors import Unsupported
 from kvrouter.mocker.driver import Emit, EngineDriver, Publish, Tokens
 from kvrouter.mocker.engine.types import (
     CacheEvent,
@@ -85,8 +87,18 @@ class MockEngine:
         handover: Handover | None = None,
         emit: Callable[[Iterable[RequestOutput]], None] = lambda _: None,
         logprobs: Logprobs | None = None,
+        answers: Answers | None = None,
     ) -> None:
-        """``handover`` hands prompts over; ``emit`` receives what ends requests whose hand-over fails."""
+        """Sets up the engine.
+
+        Args:
+            drivers: The engine of each rank.
+            handover: Hands prompts over; None for an engine with both roles.
+            emit: Receives what ends requests whose hand-over fails.
+            logprobs: Adds log probabilities to outputs.
+            answers: The outputs that are not drawn; None without a tokenizer.
+        """
+        self._answers = answers
         self._logprobs = logprobs or Logprobs()
         self._drivers = drivers
         self._handover = handover
@@ -103,7 +115,7 @@ class MockEngine:
             raise RequestRefused(
                 f"the worker has no rank {request.dp_rank}", field="dp_rank", known=self._drivers, code=_NOT_FOUND
             )
-        engine_request = _engine_request(request)
+        engine_request = _engine_request(request, self._answer(request))
 
         def start() -> None:
             try:
@@ -116,6 +128,12 @@ class MockEngine:
         else:
             self._handover.submit(request, start, lambda why: self._fail(request.request_id, why))
         self._logprobs.begin(request.request_id, request.sampling_options.logprobs)
+
+    def _answer(self, request: WorkerServiceGenerateRequest) -> tuple[int, ...]:
+        try:
+            return () if self._answers is None else self._answers.answer(request)
+        except Unsupported as error:
+            raise RequestRefused(str(error), field="sampling_options.structured_output") from None
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Aborts requests on whichever rank, and returns how many of them were running or waiting."""
@@ -143,7 +161,7 @@ class MockEngine:
 _NOT_FOUND = grpc.StatusCode.NOT_FOUND
 
 
-def _engine_request(request: WorkerServiceGenerateRequest) -> EngineRequest:
+def _engine_request(request: WorkerServiceGenerateRequest, output: tuple[int, ...]) -> EngineRequest:
     scope, sampling, stop = request.scope, request.sampling_options, request.stop_conditions
     return EngineRequest(
         request_id=request.request_id,
@@ -153,6 +171,7 @@ def _engine_request(request: WorkerServiceGenerateRequest) -> EngineRequest:
         stop_token_ids=frozenset(stop.stop_token_ids),
         min_tokens=stop.min_tokens,
         ignore_eos=stop.ignore_eos,
+        output=output,
         seed=sampling.seed if sampling.HasField("seed") else None,
         received=request.stage != Stage.STAGE_PREFILL and request.HasField("transfer_params"),
     )

@@ -7,8 +7,10 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from kvrouter.mocker.adapter import MockEngine, emit_to, publish_to
+from kvrouter.mocker.answers import Answers
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import Emit, EngineDriver, Publish
 from kvrouter.mocker.engine.config import EngineConfig
@@ -18,6 +20,7 @@ from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.poison import Poison
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.net.model_files import TOKENIZER
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
@@ -72,6 +75,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         role=ROLES[settings.role],
         labels=settings.labels,
         tokenizer=settings.tokenizer,
+        structured_output=_has_tokenizer(settings),
         publishes_events=settings.events,
         max_batched_tokens=settings.max_batched_tokens,
         max_sequences=settings.max_sequences,
@@ -82,6 +86,24 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         drain_seconds=settings.drain_seconds,
         tracer=tracer(),
     )
+
+
+def make_answers(settings: MockerSettings) -> Answers | None:
+    """Returns the outputs that are not drawn; None for a worker without a tokenizer.
+
+    Raises:
+        StartRefused: the tokenizer cannot be read.
+    """
+    if not _has_tokenizer(settings):
+        return None
+    try:
+        return Answers(settings.tokenizer)
+    except Exception as error:  # the library raises nothing narrower
+        raise StartRefused(f"the tokenizer in {settings.tokenizer} cannot be read: {error}") from None
+
+
+def _has_tokenizer(settings: MockerSettings) -> bool:
+    return bool(settings.tokenizer) and (Path(settings.tokenizer) / TOKENIZER).is_file()
 
 
 def worker_id_of(settings: MockerSettings) -> int:
@@ -156,6 +178,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
     emit = lambda outputs: worker.emit(outputs)  # noqa: E731 - the worker follows
     logprobs = Logprobs()
     finish = [logprobs.add_to] if handover is None else [logprobs.add_to, handover.finish]
+    answers = make_answers(settings)
     drivers = make_drivers(
         settings,
         worker_id,
@@ -172,7 +195,7 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
         stepping: list[asyncio.Task[None]] = []
         try:
             # The SDK stops first and lets requests finish, for which the engines must continue to step.
-            async with sdk.running(config, MockEngine(drivers, handover, emit, logprobs)) as worker:
+            async with sdk.running(config, MockEngine(drivers, handover, emit, logprobs, answers)) as worker:
                 CallerMetrics(registry, lambda: [worker.callers])
                 for dp_rank, driver in drivers.items():
                     publishers[dp_rank] = worker.rank(dp_rank)

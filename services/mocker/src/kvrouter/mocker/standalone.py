@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 import structlog
 from kvrouter.mocker.adapter import MockEngine, emit_to
-from kvrouter.mocker.app import make_drivers, worker_config, worker_id_of
+from kvrouter.mocker.app import make_answers, make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.net.authorization import ServiceToken
 from kvrouter.net.tls import Tls
@@ -39,7 +39,7 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
     drivers = make_drivers(
         settings, worker_id, registry, lambda _: lambda _: None, emit_to(lambda outputs: server.emit(outputs))
     )
-    engine = MockEngine(drivers)
+    engine = MockEngine(drivers, answers=make_answers(settings))
     ranks = {
         dp_rank: RankPublisher(
             subject="", worker_id=worker_id, dp_rank=dp_rank, incarnation=incarnation, block_size=config.block_size

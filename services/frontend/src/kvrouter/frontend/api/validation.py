@@ -21,6 +21,8 @@ from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 MAX_MIGRATIONS = 16
 """Maximum migration limit of a request."""
+CONSTRAINT_FIELD = "sampling_options.structured_output"
+"""Field of the contract that constrains an output."""
 
 
 _ONLY_PREFILL = Role.ROLE_PREFILL
@@ -189,7 +191,7 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
         structured_workers(view)
 
 
-def structured_workers(view: ComponentView, field: str = "sampling_options.structured_output") -> list[int]:
+def structured_workers(view: ComponentView, field: str = CONSTRAINT_FIELD) -> list[int]:
     """Returns the workers that constrain outputs.
 
     Args:
@@ -204,7 +206,7 @@ def structured_workers(view: ComponentView, field: str = "sampling_options.struc
         raise BadRequest(
             f"{field}: no worker of the model {view.descriptor.model!r} constrains outputs",
             field=field,
-            advice="Leave it out, or use a model whose workers register serves_structured_output.",
+            advice=f"Leave {field} out, or use a model whose engines have structured output.",
         )
     return able
 

@@ -86,7 +86,7 @@ class RunningRequests:
             raise RequestRefused(
                 "this worker does not constrain outputs",
                 field="sampling_options.structured_output",
-                advice="Choose a worker that registers serves_structured_output.",
+                advice="Choose a worker whose engine has structured output.",
                 retry_elsewhere=True,
             )
         request_id, attempt = request.request_id, request.attempt

@@ -11,13 +11,19 @@ from kvrouter.frontend.api.openai.frame import TextFrame
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.request_runner import RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
-from kvrouter.frontend.api.validation import Limits, context_length, longest_prompt, structured_workers
+from kvrouter.frontend.api.validation import (
+    CONSTRAINT_FIELD,
+    Limits,
+    context_length,
+    longest_prompt,
+    structured_workers,
+)
 from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.runtime.errors import BadRequest, KvRouterError
 
 UNKNOWN_LENGTH_TOKENS = 4096
 """Output tokens of a chat without ``max_tokens`` whose model's length is not known."""
@@ -66,6 +72,16 @@ async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSin
     Raises:
         KvRouterError: a sequence failed.
     """
+    try:
+        await _run_all(runner, prepared, sink)
+    except KvRouterError as error:
+        constraint = prepared.frame.request.fields.structured_output()
+        if constraint is not None and error.info.field == CONSTRAINT_FIELD:
+            error.info.field = constraint[0]
+        raise
+
+
+async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:
     frame = prepared.frame
     request = frame.request
     fields = request.fields
