@@ -8,9 +8,8 @@ from typing import Any
 import grpc.aio
 import pytest
 from kvrouter.frontend.worker_client.connection import WorkerConnection
-from kvrouter.net.calls import CallStreamCounts, NotSent
+from kvrouter.net.calls import CallStreamCounts, NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DependencyAway
 
 
 class Failed:
@@ -58,5 +57,5 @@ async def test_a_request_that_its_worker_has_read_was_sent_even_if_the_worker_ca
     unreachable = grpc.ChannelConnectivity.TRANSIENT_FAILURE
     monkeypatch.setattr(connection._channel, "get_state", lambda try_to_connect=False: unreachable)  # noqa: ARG005
     await server.stop(0)
-    assert isinstance(await asyncio.wait_for(receiver.error, 60), DependencyAway)
+    assert isinstance(await asyncio.wait_for(receiver.error, 60), OutcomeUnknown)
     await connection.close()
