@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -115,6 +116,14 @@ async def test_outputs_end_by_themselves_unless_they_ignore_it() -> None:
         body = await generated(client, sampling_params={"max_new_tokens": 1000, "min_new_tokens": 200})
         assert body["meta_info"]["finish_reason"]["type"] == "stop"
         assert len(body["output_ids"]) >= 200
+
+
+async def test_outputs_keep_their_constraints() -> None:
+    async with serving(num_blocks=512) as client:
+        for name, value, pattern in (("regex", "[ab]{5}", "[ab]{5}"), ("json_schema", '{"const": "x"}', '"x"')):
+            body = await generated(client, sampling_params={"max_new_tokens": 100, name: value})
+            assert re.fullmatch(pattern, body["text"])
+            assert body["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 async def test_chunks_of_a_stream_are_cumulative(client: Client) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 import zmq.asyncio
 from aiohttp import web
@@ -116,6 +117,57 @@ async def test_outputs_end_by_themselves_unless_they_ignore_it() -> None:
         (choice,) = (await completed(client, max_tokens=1000, min_tokens=200, return_token_ids=True))["choices"]
         assert choice["finish_reason"] == "stop"
         assert len(choice["token_ids"]) >= 200
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+
+
+async def chatted(client: Client, text: str = "Hello", **fields: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": text}
+    status, body = await client.post("/v1/chat/completions", {"messages": [message], "max_tokens": 200} | fields)
+    assert status == 200, body
+    assert isinstance(body, dict)
+    return body
+
+
+async def test_outputs_keep_their_constraints() -> None:
+    async with serving(num_blocks=512) as client:
+        named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        for fields in ({"response_format": named}, {"structured_outputs": {"json": json.dumps(SCHEMA)}}):
+            (choice,) = (await chatted(client, **fields))["choices"]
+            assert set(json.loads(choice["message"]["content"])) == {"city"}
+            assert choice["finish_reason"] == "stop"
+        (choice,) = (await chatted(client, response_format={"type": "json_object"}))["choices"]
+        assert json.loads(choice["message"]["content"])
+        (choice,) = (await completed(client, structured_outputs={"choice": ["red"]}, max_tokens=50))["choices"]
+        assert choice["text"] == "red"
+        status, body = await client.post(
+            "/v1/completions", {"prompt": PROMPT, "max_tokens": 9, "structured_outputs": {"grammar": "x"}}
+        )
+        assert (status, body["error"]["param"]) == (400, "structured_outputs")
+
+
+async def test_tools_are_called_when_they_must_be_or_the_user_asks_for_them() -> None:
+    async with serving(num_blocks=512) as client:
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        asked = {"text": "What is the weather?"}
+        forced: list[dict[str, Any]] = [{"tool_choice": "required"}, {"tool_choice": named}, asked]
+        for fields in forced:
+            (choice,) = (await chatted(client, tools=[TOOL], **fields))["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+            assert call["function"]["name"] == "get_weather"
+            assert set(json.loads(call["function"]["arguments"])) == {"city"}
+        for fields in ({}, asked | {"tool_choice": "none"}):
+            (choice,) = (await chatted(client, tools=[TOOL], **fields))["choices"]
+            assert choice["message"]["content"]
+        async with openai.AsyncOpenAI(base_url=f"{client.server.url}/v1", api_key="none", max_retries=0) as official:
+            chat: Any = {"model": "mock-model", "messages": [{"role": "user", "content": "weather"}], "tools": [TOOL]}
+            async with official.chat.completions.stream(**chat) as stream:
+                (streamed,) = (await stream.get_final_completion()).choices
+        (made,) = streamed.message.tool_calls or []
+        assert set(json.loads(made.function.arguments)) == {"city"}
 
 
 async def test_output_is_drawn_from_the_vocabulary() -> None:

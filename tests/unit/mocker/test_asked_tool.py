@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from kvrouter.mocker.answers import asked_tool
+from kvrouter.mocker.tools import asked_tool
 
 TOOLS: list[dict[str, Any]] = [{"name": "get_weather"}, {"name": "searchFlights"}]
 

@@ -7,7 +7,6 @@ and ``<think>``. A tokenizer without them has constrained output only.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -16,6 +15,7 @@ from typing import Any
 from kvrouter.mocker.constrained.constraint import Constraint, parse_schema
 from kvrouter.mocker.constrained.errors import Unsupported
 from kvrouter.mocker.constrained.instance import draw_instance, draw_word
+from kvrouter.mocker.tools import asked_tool
 from kvrouter.net.model_files import TOKENIZER
 from kvrouter.v1.worker_pb2 import StructuredOutput, WorkerServiceGenerateRequest
 from tokenizers import Tokenizer
@@ -75,20 +75,6 @@ class Answers:
         if role.strip() != "user":
             return None
         return asked_tool(text, _tools(self._tokenizer.decode(token_ids[begin + 1 : end])))
-
-
-def asked_tool(text: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Returns the first tool whose name has a word of the text; None if there is none.
-
-    Args:
-        text: What the user wrote.
-        tools: Functions with ``name`` and ``parameters``.
-    """
-    words = set(re.findall(r"[a-z]{3,}", text.lower()))
-    for tool in tools:
-        if words.intersection(re.findall(r"[a-z]{3,}", re.sub(r"([a-z])([A-Z])", r"\1 \2", str(tool["name"])).lower())):
-            return tool
-    return None
 
 
 def constraint_of(structured: StructuredOutput) -> Constraint:

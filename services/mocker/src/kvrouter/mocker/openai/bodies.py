@@ -5,11 +5,13 @@ Fields that are not listed are ignored, as by both engines.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.tokenizer import encode
+from kvrouter.mocker.tools import asked_tool
 
 
 class StreamOptions(msgspec.Struct):
@@ -33,7 +35,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     seed: int | None = None
     min_tokens: int | None = 0
     ignore_eos: bool = False
+    response_format: dict[str, Any] | None = None
     # vLLM
+    structured_outputs: dict[str, Any] | None = None
     request_id: str = ""
     cache_salt: str | None = None
     priority: int = 0
@@ -47,6 +51,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
     lora_path: str | None = None
+    json_schema: str | None = None
+    regex: str | None = None
     no_stop_trim: bool = False
 
     @property
@@ -74,6 +80,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     def wanted_logprobs(self) -> bool:
         """Returns whether log probabilities of the output are requested."""
         raise NotImplementedError
+
+    def called_tool(self) -> Mapping[str, Any] | None:
+        """Returns the function that the output calls; None for none."""
+        return None
 
     def prompts(self) -> list[list[int]]:
         """Returns the token ids of each prompt."""
@@ -133,6 +143,21 @@ class ChatBody(GenerationBody, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    def called_tool(self) -> Mapping[str, Any] | None:  # noqa: D102
+        functions: list[dict[str, Any]] = [tool.get("function", {}) for tool in self.tools or []]
+        named = self.tool_choice.get("function", {}).get("name") if isinstance(self.tool_choice, dict) else None
+        if named is not None:
+            functions = [each for each in functions if each.get("name") == named]
+        if self.tool_choice == "required" or named is not None:
+            if not functions:
+                raise ApiError(400, "tool_choice names none of the tools.", param="tool_choice")
+            return functions[0]
+        if self.tool_choice == "none" or not self.messages or self.messages[-1].role != "user":
+            return None
+        return asked_tool(self.messages[-1].text(), [each for each in functions if "name" in each])
 
     def output_tokens(self) -> int | None:  # noqa: D102
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,9 @@ class Responses:
         self._chat = chat
         self._stop_field = stop_field
         self._reports_cached_tokens = reports_cached_tokens
+        tool = body.called_tool()
+        self._tool = None if tool is None else str(tool.get("name"))
+        self._call_ids = [f"call_{uuid.uuid4().hex[:24]}" for _ in self._choices]
         self._cached_tokens: dict[int, int] = {}
         self._created = int(time.time())
         options = body.stream_options
@@ -91,8 +95,9 @@ class Responses:
             if self._body.return_token_ids:
                 chunk["prompt_token_ids"] = self._prompts[0]
             yield chunk
-        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
-        choice |= {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
+        choice: dict[str, Any] = {"index": index}
+        choice["finish_reason"] = self._finish_reason(piece.finish_reason)
+        choice |= {"delta": self._delta(index, piece.text, is_first=is_first)} if self._chat else {"text": piece.text}
         choice |= {"logprobs": self._logprobs(piece.token_ids), self._stop_field: piece.stop_reason}
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
@@ -133,10 +138,13 @@ class Responses:
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         shown: dict[str, Any] = {"index": index}
-        shown |= {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
+        message = {"role": "assistant"} | self._delta(index, choice.text, is_first=True)
+        if self._tool is not None:
+            message["content"] = None
+        shown |= {"message": message} if self._chat else {"text": choice.text}
         shown |= {
             "logprobs": self._logprobs(choice.token_ids),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice.finish_reason),
             self._stop_field: choice.stop_reason,
         }
         if self._body.return_token_ids:
@@ -144,6 +152,19 @@ class Responses:
             if not self._chat:
                 shown["prompt_token_ids"] = self._prompts[self._prompt_of(index)]
         return shown
+
+    def _delta(self, index: int, text: str, *, is_first: bool) -> dict[str, Any]:
+        """Returns text of a message: content, or arguments of a call, whose first piece has its name."""
+        if self._tool is None:
+            return {"content": text}
+        call: dict[str, Any] = {"index": 0, "function": {"arguments": text}}
+        if is_first:
+            call |= {"id": self._call_ids[index], "type": "function"}
+            call["function"]["name"] = self._tool
+        return {"tool_calls": [call]}
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if self._tool is not None and reason == "stop" else reason
 
     def _logprobs(self, token_ids: Sequence[int]) -> dict[str, Any] | None:
         if not self._body.wanted_logprobs():

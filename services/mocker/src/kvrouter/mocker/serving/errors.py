@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvrouter.mocker.constrained.errors import Unsupported
 from kvrouter.mocker.engine.types import DuplicateRequest, PromptTooLong, RequestRefused
 from kvrouter.mocker.serving.service import NoSuchRank
 
@@ -38,6 +39,8 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except (PromptTooLong, DuplicateRequest, NoSuchRank) as error:
+        raise ApiError(400, str(error)) from None
+    except Unsupported as error:
         raise ApiError(400, str(error)) from None
     except RequestRefused as error:
         raise ApiError(503, str(error)) from None

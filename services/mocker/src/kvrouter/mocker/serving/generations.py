@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvrouter.mocker.constrained.constraint import Constraint
 from kvrouter.mocker.driver import Tokens
 from kvrouter.mocker.engine.types import UNSCOPED, EngineRequest, FinishReason, Scope, pack_tokens
 from kvrouter.mocker.serving.output_text import OutputText
 from kvrouter.mocker.serving.service import EngineService, Receive
+from kvrouter.mocker.serving.tokenizer import encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Sampling:
     ignore_eos: bool = False
     greedy: bool = False
     """Whether the output is a function of the prompt."""
+    constraint: Constraint | None = None
+    """What the output must be; None to draw its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,15 @@ class Sequenced:
         """Returns the request to the engine.
 
         Raises:
+            Unsupported: the output cannot be constrained so.
             ValueError: the prompt is empty or a token does not fit into 32 bits.
         """
         prompt, sampling = pack_tokens(self.prompt), self.sampling
         seed = zlib.crc32(prompt) if sampling.greedy else sampling.seed
+        if seed is not None and not sampling.greedy:
+            seed += self.choice
+        constraint = sampling.constraint
+        output = "" if constraint is None else constraint.draw(self.request_id if seed is None else str(seed))
         return EngineRequest(
             request_id=self.request_id,
             prompt=prompt,
@@ -57,7 +66,8 @@ class Sequenced:
             stop_token_ids=sampling.stop_token_ids,
             min_tokens=sampling.min_tokens,
             ignore_eos=sampling.ignore_eos,
-            seed=None if seed is None else seed + (0 if sampling.greedy else self.choice),
+            output=tuple(encode(output)),
+            seed=seed,
         )
 
 

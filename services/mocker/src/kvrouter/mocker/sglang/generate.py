@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from kvrouter.mocker.openai.sampling import constraint_of
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.generations import Piece, Sampling
 from kvrouter.mocker.serving.tokenizer import encode
@@ -21,6 +22,8 @@ class SamplingBody(msgspec.Struct):
     ignore_eos: bool = False
     temperature: float | None = None
     sampling_seed: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
     n: int = 1
 
     def sampling(self, prompt_tokens: int, limit: int) -> Sampling:
@@ -63,6 +66,7 @@ class SamplingBody(msgspec.Struct):
             min_tokens=self.min_new_tokens,
             ignore_eos=self.ignore_eos,
             greedy=self.temperature == 0,
+            constraint=constraint_of({"json": self.json_schema, "regex": self.regex}),
         )
 
 
