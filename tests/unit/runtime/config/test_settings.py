@@ -130,7 +130,11 @@ def test_a_wrong_value_names_its_source(argv: list[str], environ: dict[str, str]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("wieght = 2", "wieght in {}: unknown option"),
+        ("wieght = 2", "wieght in {}: unknown option; did you mean weight?"),
+        ("zzz = 2", "zzz in {}: unknown option; --help lists all"),
+        ('release = "0.0.1"\nwieght = 2', "wieght in {}: unknown option"),
+        ('release = "new"', "release in {}: expected a release such as"),
+        ("release = 0.2", "release in {}: expected a release such as"),
         ("[gateway]\nwieght = 2", "wieght in [gateway] of {}: unknown option"),
         ("[gatevay]\nweight = 2", "gatevay in {}: unknown option"),
         ("weight = 'x'", "weight in {}: "),
@@ -144,6 +148,31 @@ def test_a_wrong_file_names_the_place(text: str, message: str, tmp_path: Path) -
     with pytest.raises(SettingsError) as caught:
         read("--config", str(path))
     assert str(caught.value).startswith(message.format(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "warnings"),
+    [
+        (
+            'release = "999.1"\nweight = 2\nwieght = 3\n[gateway]\nbrand_new = 1\n[brand-new]\na = 1',
+            ["wieght in {}: ignored", "brand-new in {}: ignored", "brand_new in [gateway] of {}: ignored"],
+        ),
+        (
+            "weight = 2\n[gateway]\nmax_held = 1",
+            ["max_held in [gateway] of {}: ignored, an option of an earlier release"],
+        ),
+    ],
+)
+def test_keys_of_another_release_are_warnings_once_each(
+    text: str, warnings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    gateway, _ = read_all([GatewaySettings, GatewaySettings], ["--config", str(path)], {})
+    assert gateway.weight == 2.0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(warnings)
+    assert all(warning.format(path) in line for warning, line in zip(warnings, lines, strict=True))
 
 
 @pytest.mark.parametrize("argv", [["--weight", "heavy"], ["--nonsense", "1"], ["--wei", "1"], ["stray"], ["--weight"]])

@@ -10,8 +10,9 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Protocol, TypeVar, Union, get_args, get_origin
@@ -26,6 +27,13 @@ _CREDENTIALS = re.compile(r"//[^/@]*@")
 """User and password in a URL, which an error must not repeat."""
 _TABLES = frozenset({"indexer", "scheduler", "frontend", "relay", "sidecar", "mocker", "replay", "fleet"})
 """Tables of other services and commands, which a file may contain."""
+_RELEASE = re.compile(r"\d+(\.\d+)*")
+_SUCCESSORS: dict[str, str] = {
+    "max-held": "max-queued-requests",
+    "spread": "sharding",
+    "spread-lag-ms": "overload-lag-ms",
+}
+"""Options of earlier releases that were renamed or removed, with the option that replaced each; empty for none."""
 
 
 class _Settings(Protocol):
@@ -45,6 +53,33 @@ class _Value:
     value: Any
     source: str
     """Where the value comes from, as the user wrote it: ``--port``, ``KVROUTER_PORT``, ``port in router.toml``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: str
+    document: Mapping[str, Any]
+    newer: bool
+    """Whether the file is for a later release than this one, which may have options unknown to this one."""
+    warnings: dict[str, None]
+    """Keys that are ignored, each with the reason, once each."""
+
+    def ignore_unknown(self, key: str, place: str, names: Iterable[str]) -> None:
+        """Warns of a key that another release knows.
+
+        Raises:
+            SettingsError: no release knows the key.
+        """
+        successor = _SUCCESSORS.get(_kebab(key))
+        if successor is not None:
+            advice = f"use {successor.replace('-', '_')}" if successor else "remove it"
+            self.warnings[f"{place}: ignored, an option of an earlier release; {advice}"] = None
+        elif self.newer:
+            self.warnings[f"{place}: ignored, unknown to {VERSION}; the file is for a later release"] = None
+        else:
+            nearest = get_close_matches(_kebab(key), names, n=1)
+            advice = f"did you mean {nearest[0].replace('-', '_')}?" if nearest else "--help lists all"
+            raise SettingsError(f"{place}: unknown option; {advice}")
 
 
 def load(kind: type[S], argv: Sequence[str] | None = None, *, prog: str | None = None) -> S:
@@ -82,16 +117,18 @@ def read_all(
     Raises:
         SettingsError: a value is invalid, a key of the file unknown, or the file unreadable.
     """
-    flags = vars((parser or _parser(kinds, None)).parse_args(list(argv)))
+    parser = parser or _parser(kinds, None)
+    flags = vars(parser.parse_args(list(argv)))
     path = flags.pop("config", None) or environ.get(f"{_PREFIX}CONFIG")
-    document = _read_file(Path(path)) if path else {}
-    return [_build(kind, flags, environ, document, path or "") for kind in kinds]
+    file = _read_file(Path(path)) if path else _File("", {}, newer=False, warnings={})
+    settings = [_build(kind, flags, environ, file) for kind in kinds]
+    for warning in file.warnings:
+        sys.stderr.write(f"{parser.prog}: {warning}\n")
+    return settings
 
 
-def _build(
-    kind: type[BaseModel], flags: Mapping[str, Any], environ: Mapping[str, str], document: Mapping[str, Any], path: str
-) -> BaseModel:
-    from_file = dict(_from_file(kind, document, path))
+def _build(kind: type[BaseModel], flags: Mapping[str, Any], environ: Mapping[str, str], file: _File) -> BaseModel:
+    from_file = dict(_from_file(kind, file))
     values: dict[str, _Value] = {}
     for name, field in kind.model_fields.items():
         chosen = _from_flags(name, field, flags) or _from_environment(name, field, environ) or from_file.get(name)
@@ -153,19 +190,20 @@ def _from_environment(name: str, field: FieldInfo, environ: Mapping[str, str]) -
     return None
 
 
-def _from_file(kind: type[BaseModel], document: Mapping[str, Any], path: str) -> Iterator[tuple[str, _Value]]:
+def _from_file(kind: type[BaseModel], file: _File) -> Iterator[tuple[str, _Value]]:
     names = {each: name for name, field in kind.model_fields.items() for each in _names(name, field)}
     own = _table(kind)
-    general = {key: value for key, value in document.items() if key not in _TABLES | {own}}
-    for table, entries in (("", general), (own, document.get(own, {}))):
+    general = {key: value for key, value in file.document.items() if key not in _TABLES | {own}}
+    for table, entries in (("", general), (own, file.document.get(own, {}))):
         if not isinstance(entries, Mapping):
-            raise SettingsError(f"{path}: expected {table} to be a table")
+            raise SettingsError(f"{file.path}: expected {table} to be a table")
         for key, value in entries.items():
             name = names.get(_kebab(key))
-            place = f"{key} in [{table}] of {path}" if table else f"{key} in {path}"
+            place = f"{key} in [{table}] of {file.path}" if table else f"{key} in {file.path}"
             if name is None:
-                raise SettingsError(f"{place}: unknown option; --help lists all")
-            yield name, _Value(value, place)
+                file.ignore_unknown(key, place, names)
+            else:
+                yield name, _Value(value, place)
 
 
 def _table(kind: Any) -> str:
@@ -173,13 +211,25 @@ def _table(kind: Any) -> str:
     return settings.table()
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> _File:
     try:
-        return tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text())
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not valid TOML: {error}") from None
+    release = document.pop("release", VERSION)
+    if not isinstance(release, str) or not _RELEASE.fullmatch(release):
+        raise SettingsError(f'release in {path}: expected a release such as "{VERSION}" (received {release!r})')
+    return _File(str(path), document, newer=_numbers(release) > _numbers(VERSION), warnings={})
+
+
+def _numbers(release: str) -> list[int]:
+    """Returns the numbers of a release, such as [0, 2] for 0.2.0."""
+    numbers = [int(each) for each in re.findall(r"\d+", release)]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
 
 
 def _prepared(value: Any, field: FieldInfo) -> Any:
