@@ -32,14 +32,26 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
         answer = await stack.select(selecting("talk~1", without))
         at = f"127.0.0.1:{stack.server.port}"
         dead = ("--scheduler", "127.0.0.1:1")
-        for which, others in (("talk", ()), ("talk~1", dead), (str(answer.decision_id), ())):
+        for which, others in (
+            ("talk", ()),
+            ("talk~1", dead),
+            (str(answer.decision_id), ()),
+            ("cmpl-talk", ()),
+            ("chatcmpl-talk", ()),
+            ("chatcmpl-talk-0", ()),
+            ("talk-3", ()),
+        ):
             status, out, errors = await run(which, *others, "--scheduler", at)
             assert status == 0, errors
             assert f"decision {answer.decision_id}" in out
-            assert f"rank {answer.rank.worker_id}:0 by mode kv" in out
+            assert f"rank {answer.rank.worker_id}:0 by mode kv: lowest cost" in out
             assert f"{answer.rank.worker_id}:0 *" in out
-            assert "12.0 = 1.0 * 6.0 + 6.0 (cached_blocks: 0)" in out
-            assert "left out" in out
+            assert "as good; ties are broken at random" in out
+            assert "rank 3:0 left out: " in out
+            assert max(len(line) for line in out.splitlines()) <= 80
+        _, out, _ = await run("talk", "--all", "--scheduler", at)
+        assert "12.0 = 1.0 * 6.0 + 6.0 (cached_blocks: 0)" in out
+        assert "left out" in out
         found = ("--etcd", etcd_endpoint, "--namespace", namespace)
         _, out, _ = await eventually(lambda: run("cmpl-talk", *found), lambda shown: shown[0] == 0)
         assert f"decision {answer.decision_id}" in out

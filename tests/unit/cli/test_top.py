@@ -250,7 +250,7 @@ def test_an_absence_is_said(view: System, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("height", [16, 24, 60])
-@pytest.mark.parametrize("width", [70, 100, 200])
+@pytest.mark.parametrize("width", [70, 80, 100, 200])
 def test_a_frame_fits_the_terminal(width: int, height: int) -> None:
     ranks = [
         rank(number, active_blocks=number * 10_000, total_blocks=100_000, prefill_tokens=10**6, busy="so " * 40)

@@ -1,12 +1,13 @@
-"""``kvrouter explain``: shows why a request was sent to its rank, candidate by candidate."""
+"""``kvrouter explain``: shows why a request was sent to its rank."""
 
 from __future__ import annotations
 
+import re
 import sys
-from datetime import UTC, datetime
 from typing import cast
 
 from kvrouter.cli.errors import CommandFailed
+from kvrouter.cli.explanation import candidates_table, comparison_table, remainder, summary
 from kvrouter.cli.services import open_service
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.sources import Where, open_sources
@@ -15,20 +16,24 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, NotFound
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
-from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest
-from rich.table import Table
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_RESPONSE_PREFIXES = ("chatcmpl-", "cmpl-")
+"""What the OpenAI API puts before the request's id in the id of a response."""
+_INDEXED = re.compile(r"(.+)-\d+")
+_WIDTH, _TABLE_WIDTH = 80, 240
+"""Columns in a pipe: of the summary, and of the whole table."""
 
 
-async def explain(where: Where, which: str, seconds: float) -> None:
+async def explain(where: Where, which: str, seconds: float, *, everything: bool = False) -> None:
     """Prints a past decision.
 
     Args:
         where: Schedulers to query; the first that knows the decision answers.
-        which: Id of the decision, of its request, or of a completion over HTTP.
+        which: Id of the request, of a response, or of the decision; see ``lookups``.
         seconds: Deadline of the whole command.
+        everything: Whether to show every candidate with all terms instead of the best ones.
 
     Raises:
         CommandFailed: no Scheduler knows the decision, or one that may know it does not answer.
@@ -38,22 +43,19 @@ async def explain(where: Where, which: str, seconds: float) -> None:
     if note:
         raise CommandFailed(note)
     deadline = Deadline.after(seconds)
-    questions = [ExplainRequest(request_id=which.removeprefix("cmpl-"))]
-    if which.isascii() and which.isdigit() and int(which) < 1 << 64:
-        questions.append(ExplainRequest(decision_id=int(which)))
     failures: list[str] = []
     for address in addresses:
         async with open_service(address, "scheduler") as channel:
             scheduler = cast(Scheduler, remote(_SCHEDULER, channel))
-            for question in questions:
+            for query in lookups(which):
                 try:
-                    answer = await scheduler.explain(question, deadline=deadline)
+                    answer = await scheduler.explain(query, deadline=deadline)
                 except NotFound:
                     continue
                 except KvRouterError as error:
                     failures.append(f"the Scheduler at {address}: {error}")
                     break
-                _show(answer.decision)
+                _show(answer.decision, everything=everything)
                 return
     if failures:
         raise CommandFailed("; ".join(failures))
@@ -63,53 +65,35 @@ async def explain(where: Where, which: str, seconds: float) -> None:
     )
 
 
-def _show(decision: Decision) -> None:
-    # In a pipe, no columns should be cut off.
-    console = PlainConsole(None if sys.stdout.isatty() else 240)
-    console.print(summary(decision), soft_wrap=True)
-    console.print(candidates_table(decision))
+def lookups(which: str) -> list[ExplainRequest]:
+    """Returns the queries that find a decision by what a user has of it, the most literal first.
+
+    Args:
+        which: Id of the request, as a client gave it, as gRPC or ``x-request-id`` returns it, or as booked; id of a
+            response over HTTP (``chatcmpl-…``, ``cmpl-…``), also with the index of a choice or prompt that engines
+            append; or id of the decision.
+    """
+    ids = [which, *(which.removeprefix(prefix) for prefix in _RESPONSE_PREFIXES if which.startswith(prefix))]
+    ids += [match[1] for each in ids if (match := _INDEXED.fullmatch(each))]
+    queries = [ExplainRequest(request_id=each) for each in dict.fromkeys(ids) if each]
+    if which.isascii() and which.isdigit() and int(which) < 1 << 64:
+        queries.append(ExplainRequest(decision_id=int(which)))
+    return queries
 
 
-def summary(decision: Decision) -> str:
-    """Returns the decision without its candidates, one line for each fact."""
-    decided = datetime.fromtimestamp(decision.decided_unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
-    request = f"request {decision.request_id}, attempt {decision.attempt}" if decision.request_id else "not booked"
-    chosen = f"rank {_name(decision.chosen)}" if decision.HasField("chosen") else "no rank"
-    lines = [
-        f"decision {decision.decision_id} at {decided}: {request}",
-        f"{chosen} by mode {decision.mode}, {decision.prompt_blocks} full blocks in the prompt",
-    ]
-    if decision.queued_us:
-        lines.append(f"queued for {decision.queued_us / 1e6:.2f} s before")
-    if decision.HasField("prefill"):
-        lines.append(
-            f"prefill by {'a prefill worker' if decision.prefill.remote else 'this rank'}: {decision.prefill.reason}"
-        )
-        lines.append(
-            f"measured over modelled time: {decision.prefill.compute_factor:.2f} to compute,"
-            f" {decision.prefill.transfer_factor:.2f} to transfer"
-        )
-    if decision.load_only:
-        lines.append("on load alone: no Indexer answered in time")
-    if decision.reason:
-        lines.append(decision.reason)
-    return "\n".join(lines)
-
-
-def candidates_table(decision: Decision) -> Table:
-    """Returns all candidates with their terms, the cheapest first, excluded ones last."""
-    names = sorted({name for each in decision.candidates for name in each.terms})
-    table = Table("rank", "cost", "overlap", *names, "why")
-    for each in sorted(decision.candidates, key=lambda each: (bool(each.excluded), each.cost)):
-        chosen = decision.HasField("chosen") and each.rank == decision.chosen
-        rank = _name(each.rank) + (" *" if chosen else "")
-        if each.excluded:
-            table.add_row(rank, "", "", *("" for _ in names), f"left out: {each.excluded}")
-        else:
-            terms = (f"{each.terms[name]:g}" if name in each.terms else "" for name in names)
-            table.add_row(rank, f"{each.cost:g}", str(each.overlap_blocks), *terms, each.formula)
-    return table
-
-
-def _name(rank: Rank) -> str:
-    return f"{rank.worker_id}:{rank.dp_rank}"
+def _show(decision: Decision, *, everything: bool) -> None:
+    # In a pipe, neither lines nor columns should be cut off.
+    pipe_width = _TABLE_WIDTH if everything else _WIDTH
+    console = PlainConsole(None if sys.stdout.isatty() else pipe_width)
+    for line in summary(decision):
+        console.print(line, soft_wrap=len(line.split()) < 4)
+    if not decision.candidates:
+        return
+    console.print()
+    if everything:
+        console.print(candidates_table(decision))
+        return
+    console.print(comparison_table(decision))
+    for line in remainder(decision):
+        console.print(line)
+    console.print("--all shows every candidate with its terms", style="dim")

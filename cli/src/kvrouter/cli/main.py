@@ -137,14 +137,17 @@ def sidecar_command(context: typer.Context) -> None:
 
 @app.command("explain")
 def explain_command(
-    which: Annotated[str, typer.Argument(help="Id of the request or of the decision.")],
+    which: Annotated[
+        str, typer.Argument(help="Id of the request, of its response (chatcmpl-…, cmpl-…), or of the decision.")
+    ],
     etcd: Etcd = DEFAULT_ETCD,
     namespace: Namespace = "kvrouter",
     scheduler: Schedulers = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, in seconds.")] = 10.0,
+    everything: Annotated[bool, typer.Option("--all", help="Show every candidate with all terms of its cost.")] = False,
 ) -> None:
-    """Show why a request was sent to its rank, with the terms of every candidate."""
-    run_interruptibly(explain(_where(etcd, namespace, scheduler), which, seconds))
+    """Show why a request was sent to its rank, compared with the next three candidates."""
+    run_interruptibly(explain(_where(etcd, namespace, scheduler), which, seconds, everything=everything))
 
 
 WorkerId = Annotated[int, typer.Argument(min=0, help="Id of the worker.")]

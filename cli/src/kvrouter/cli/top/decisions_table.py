@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 _ID_CHARS, _ID_HEAD = 24, 8
+_NARROW_ID_CHARS, _NARROW_ID_HEAD = 13, 4
 
 
-def decisions_table(decisions: Sequence[Decision], *, several_components: bool) -> Table:
-    """Returns a table of decisions; ``kvrouter explain`` shows each in full."""
+def decisions_table(decisions: Sequence[Decision], *, several_components: bool, wide: bool = True) -> Table:
+    """Returns a table of decisions; ``kvrouter explain`` shows each in full. A narrow one shortens ids and times."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("decided", no_wrap=True)
     table.add_column("request", no_wrap=True)
@@ -28,8 +29,10 @@ def decisions_table(decisions: Sequence[Decision], *, several_components: bool) 
     for each in decisions:
         refused = not each.HasField("chosen")
         table.add_row(
-            datetime.fromtimestamp(each.decided_unix_ns / 1e9, tz=UTC).astimezone().strftime("%H:%M:%S.%f")[:-3],
-            request_name(each.request_id),
+            datetime.fromtimestamp(each.decided_unix_ns / 1e9, tz=UTC)
+            .astimezone()
+            .strftime("%H:%M:%S.%f")[: 12 if wide else 8],
+            request_name(each.request_id, wide=wide),
             *([each.component.name] if several_components else []),
             Text("none", "red") if refused else _rank(each.chosen),
             _cached(each),
@@ -39,11 +42,12 @@ def decisions_table(decisions: Sequence[Decision], *, several_components: bool) 
     return table
 
 
-def request_name(request_id: str) -> str:
+def request_name(request_id: str, *, wide: bool = True) -> str:
     """Returns the client's request id, shortened. A Frontend appends ``~`` and a random suffix to it."""
     name = request_id.rpartition("~")[0] or request_id or "(not booked)"
     # Ids of one client usually differ at the end.
-    return name if len(name) <= _ID_CHARS else f"{name[:_ID_HEAD]}…{name[_ID_HEAD + 1 - _ID_CHARS :]}"
+    chars, head = (_ID_CHARS, _ID_HEAD) if wide else (_NARROW_ID_CHARS, _NARROW_ID_HEAD)
+    return name if len(name) <= chars else f"{name[:head]}…{name[head + 1 - chars :]}"
 
 
 def why(decision: Decision) -> str:

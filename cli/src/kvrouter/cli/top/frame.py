@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from kvrouter.cli.top.decisions_table import decisions_table
 from kvrouter.cli.top.formatting import amount
-from kvrouter.cli.top.ranks_table import queue_lines, ranks_table
+from kvrouter.cli.top.ranks_table import WIDE, queue_lines, ranks_table
 from kvrouter.runtime.overview.durations import duration
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.rank_notes import BACKED_OFF
@@ -68,7 +68,8 @@ def frame(system: System, hit_rates: HitWindow, *, width: int, height: int | Non
     if not components:
         lines.append(_nothing(system))
     elif system.decisions():
-        lines.append(decisions_table(system.decisions()[:decisions], several_components=len(components) > 1))
+        shown = system.decisions()[:decisions]
+        lines.append(decisions_table(shown, several_components=len(components) > 1, wide=width >= WIDE))
     if height is not None:
         for text in lines:
             if isinstance(text, Text):

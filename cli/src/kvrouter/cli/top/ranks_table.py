@@ -18,7 +18,7 @@ from rich.text import Text
 _STYLES = {"error": "red", "warning": "yellow"}
 _BAR = 10
 """Cells of the bar of active blocks."""
-_WIDE = 110
+WIDE = 110
 """Minimum columns of a terminal for the bar and for all digits."""
 _HIGH, _FULL = 0.7, 0.9
 """Shares of active blocks from which the bar changes its color."""
@@ -44,7 +44,7 @@ def ranks_table(
         width: Columns of the terminal.
         rows: Maximum number of ranks; if there are more, the busiest are shown. None for all.
     """
-    wide = width >= _WIDE
+    wide = width >= WIDE
     table = Table(box=None, pad_edge=False, show_footer=True, header_style="dim", footer_style="dim")
     shown = ranks if rows is None else _busiest(ranks, rows)
     cached = {rank_of(each.rank): _cached(each, indexed) for each in ranks}
