@@ -50,12 +50,13 @@ async def secured(
 ) -> AsyncIterator[Secured]:
     http, scheduler, worker = free_ports(3)
     account = "worker-0000000000000001"
+    salted = ("--cache-salt-key-file", str(credentials.folder / "cache-salt.key"))
     pool = ("--component", "pool", "--worker-id", "1", "--model", "m", "--bind", f"127.0.0.1:{worker}")
     commands = {
         "indexer": ("indexer",),
         "scheduler": ("scheduler", "--bind", f"127.0.0.1:{scheduler}"),
         account: ("mocker", *pool),
-        "frontend": ("frontend", "--port", str(http), "--api-keys", str(keys.path)),
+        "frontend": ("frontend", "--port", str(http), "--api-keys", str(keys.path), *salted),
     }
     where = ("--namespace", "secure", "--etcd", secure_etcd.endpoint, "--nats", secure_nats.url)
     async with AsyncExitStack() as exits:

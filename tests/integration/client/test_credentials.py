@@ -45,7 +45,7 @@ async def test_calls_show_the_key(nats_url: str, etcd_endpoint: str, namespace: 
     for role in ("client", "admin"):
         keys.add(role, role=role)
     keys.write()
-    async with running_system(nats_url, etcd_endpoint, namespace, api_keys=str(keys.path)) as system:
+    async with running_system(nats_url, etcd_endpoint, namespace, **keys.options()) as system:
         await system.start_worker(1)
         async with Client(system.target, model=MODEL) as client:
             with pytest.raises(Unauthenticated) as refused:

@@ -274,7 +274,7 @@ def test_a_request_to_vllm() -> None:
         priority=2,
         dp_rank=1,
         scope=BlockScope(lora_name="a", cache_salt="s"),
-        sampling_options=SamplingOptions(top_k=0, engine_options_json='{"prompt": "x", "guided_json": {}}'),
+        sampling_options=SamplingOptions(top_k=0, engine_options_json='{"guided_json": {}}'),
     )
     made = vllm_call(sent, engine(ranks={0: 1, 1: 1}))
     body = json.loads(made.body)
@@ -295,6 +295,20 @@ def test_a_request_to_sglang() -> None:
     assert (body["lora_path"], body["cache_salt"], body["priority"]) == ("a", "tenant:t:", 2)
     assert (body["routed_dp_rank"], body["sampling_params"]["max_new_tokens"]) == (1, 8)
     assert body["rid"] == made.engine_id
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "kv_transfer_params", "prompt", "n", "model", "request_id", "priority"])
+def test_options_that_the_sidecar_sets_are_not_the_clients_at_vllm(name: str) -> None:
+    options = SamplingOptions(engine_options_json=json.dumps({name: "x"}))
+    with pytest.raises(RequestRefused, match=name):
+        vllm_call(request(sampling_options=options), engine())
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "n"])
+def test_options_that_the_sidecar_sets_are_not_the_clients_at_sglang(name: str) -> None:
+    options = SamplingOptions(engine_options_json=json.dumps({name: 9}))
+    with pytest.raises(RequestRefused, match=name):
+        sglang_call(request(sampling_options=options), engine())
 
 
 def test_ids_at_sglang_are_no_prefixes_of_each_other() -> None:

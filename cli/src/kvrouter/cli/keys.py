@@ -11,6 +11,7 @@ import msgspec
 import typer
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.terminal import PlainConsole
+from kvrouter.frontend.access.cache_salts import create_salt_key
 from kvrouter.frontend.access.caller import Role
 from kvrouter.frontend.access.key_file import (
     KeyEntry,
@@ -110,6 +111,18 @@ def revoke(key_id: KeyId, file: File = Path("keys.json")) -> None:
     except KeyFileError as error:
         raise CommandFailed(str(error)) from None
     PlainConsole().print(f"{key_id} revoked")
+
+
+@keys_app.command("create-salt-key")
+def create_salt(
+    file: Annotated[Path, typer.Option("--file", help="File to write; it must not exist.")] = Path("cache-salt.key"),
+) -> None:
+    """Write the secret that keys the salts of caches, for --cache-salt-key-file of all Frontends."""
+    try:
+        create_salt_key(file)
+    except OSError as error:
+        raise CommandFailed(f"{file}: {error.strerror}") from None
+    PlainConsole().print(f"{file} written")
 
 
 def _state(key: KeyEntry) -> str:

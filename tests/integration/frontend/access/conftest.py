@@ -27,6 +27,6 @@ def keys(tmp_path: Path) -> Keys:
 @pytest.fixture
 async def guarded(nats_url: str, etcd_endpoint: str, namespace: str, keys: Keys) -> AsyncIterator[System]:
     """A system with authentication, and one worker."""
-    async with running_system(nats_url, etcd_endpoint, namespace, api_keys=str(keys.path)) as system:
+    async with running_system(nats_url, etcd_endpoint, namespace, **keys.options()) as system:
         await system.start_worker(1)
         yield system

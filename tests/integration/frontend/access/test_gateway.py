@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import grpc.aio
 import pytest
 from kvrouter.devtools.system.ports import free_port
+from kvrouter.net.engine_fields import HARMLESS, INTERNAL, ROUTED
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.names import ComponentName
 
@@ -17,8 +19,12 @@ from ..endpoint_picker.gateway_stream import GatewayStream
 from ..gateway import MODEL, System, running_system
 from .keys import Keys
 
-BODY = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 8, "cache_salt": "s", "kept": {"by": "the engine"}}
+BODY = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 8, "cache_salt": "s", "stop": ["kept"]}
 PATH = {":path": "/v1/completions?x=1"}
+
+
+_NAMED = {"token_ids": "prompt"}
+"""Errors over HTTP name fields of the contract as the OpenAI API does."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,12 @@ class Gateway:
     system: System
     channel: grpc.aio.Channel
 
-    async def passed(self, key: str, **fields: object) -> tuple[dict[str, object], list[str]]:
+    async def passed(
+        self, key: str, sent: Mapping[str, str] = MappingProxyType({}), **fields: object
+    ) -> tuple[dict[str, object], list[str]]:
         """Sends a request, and returns the body for the engine and the headers that it does not get."""
         stream = GatewayStream(self.channel)
-        await stream.request(BODY | fields, sent=PATH | {"authorization": f"Bearer {key}"})
+        await stream.request(BODY | fields, sent=PATH | {"authorization": f"Bearer {key}", **sent})
         answer = await stream.receive()
         assert answer.HasField("request_headers"), answer
         body = (await stream.receive()).request_body.response.body_mutation.streamed_response.body
@@ -42,11 +50,18 @@ class Gateway:
         """Sends a request that is refused, and returns its HTTP status."""
         return (await GatewayStream(self.channel).refused(BODY, sent={":path": path, **sent}))[0]
 
+    async def refused_field(self, key: str, body: Mapping[str, object], path: str) -> str:
+        """Sends a request that is refused, and returns the field that the error names."""
+        sent = {":path": path, "authorization": f"Bearer {key}"}
+        status, _, error = await GatewayStream(self.channel).refused(dict(body), sent=sent)
+        assert status == 403
+        return error["param"] or ""
+
 
 @pytest.fixture
 async def gateway(nats_url: str, etcd_endpoint: str, namespace: str, keys: Keys) -> AsyncIterator[Gateway]:
     address = f"127.0.0.1:{free_port()}"
-    options: dict[str, Any] = {"endpoint_picker_bind": address, "api_keys": str(keys.path)}
+    options: dict[str, Any] = {"endpoint_picker_bind": address, **keys.options()}
     async with (
         running_system(nats_url, etcd_endpoint, namespace, **options) as system,
         running(
@@ -58,6 +73,7 @@ async def gateway(nats_url: str, etcd_endpoint: str, namespace: str, keys: Keys)
                 etcd=etcd_endpoint,
                 nats=nats_url,
                 openai_endpoint="http://127.0.0.1:20001",
+                engine="vllm",
                 ranks={0: 1000},
             )
         ),
@@ -78,9 +94,43 @@ async def test_a_gateways_client_is_authenticated(gateway: Gateway, keys: Keys) 
 
 async def test_an_engine_gets_no_credential_and_the_salt_of_the_tenant(gateway: Gateway, keys: Keys) -> None:
     body, removed = await gateway.passed(keys["client"])
-    assert body == BODY | {"cache_salt": "tenant:t:s"}
-    assert removed == ["authorization", "x-api-key"]
-    assert (await gateway.passed(keys["admin"]))[0] == BODY
-    # A salt that looks like a tenant's leads into no tenant's cache.
-    forged, _ = await gateway.passed(keys["admin"], cache_salt="tenant:t:s")
-    assert forged["cache_salt"] == "tenant::tenant:t:s"
+    tenants = keys.salts.of("t", "s")
+    assert body == BODY | {"cache_salt": tenants}
+    assert removed == ["accept-encoding", "authorization"]
+    # The salt of a tenant leads into no tenant's cache.
+    for salt in ("s", "tenant:t:s", tenants):
+        forged, _ = await gateway.passed(keys["admin"], cache_salt=salt)
+        assert forged["cache_salt"] == keys.salts.of("", salt) != tenants
+
+
+async def test_an_engine_gets_no_header_that_it_obeys_and_no_id_with_addresses(gateway: Gateway, keys: Keys) -> None:
+    sent = {"x-override-bootstrap-host": "10.0.0.7", "x-session-id": "s", "accept": "*/*", "x-vllm-priority": "-9"}
+    _, removed = await gateway.passed(keys["client"], sent)
+    assert removed == sorted({"accept-encoding", "authorization", *sent} - {"accept"})
+
+
+@pytest.mark.parametrize("path", HARMLESS)
+async def test_an_engine_gets_harmless_fields_only(gateway: Gateway, keys: Keys, path: str) -> None:
+    for name in sorted(INTERNAL - ROUTED):
+        assert await gateway.refused_field(keys["client"], {"model": MODEL, name: "x"}, path) == _NAMED.get(name, name)
+
+
+async def test_an_isolated_tenant_uses_no_path_without_a_salt(gateway: Gateway, keys: Keys) -> None:
+    body = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
+    for path in ("/v1/messages", "/v1/embeddings"):
+        without = {name: value for name, value in body.items() if name != "max_tokens" or "embed" not in path}
+        assert await gateway.refused_field(keys["client"], without, path) == ""
+        stream = GatewayStream(gateway.channel)
+        await stream.request(without, sent={":path": path, "authorization": f"Bearer {keys['admin']}"})
+        assert (await stream.receive()).HasField("request_headers")
+        await stream.call.done_writing()
+
+
+async def test_a_gateways_client_sees_no_transfer_parameters(gateway: Gateway, keys: Keys) -> None:
+    stream = GatewayStream(gateway.channel)
+    await stream.request(BODY, sent=PATH | {"authorization": f"Bearer {keys['client']}"})
+    for _ in range(2):
+        await stream.receive()
+    event = b'data: {"choices": [], "kv_transfer_params": {"remote_host": "10.0.0.7"}}\n\n'
+    assert await stream.respond(event) == b'data: {"choices": [], "kv_transfer_params": null}\n\n'
+    await stream.end()

@@ -57,7 +57,7 @@ async def test_a_flooding_tenant_does_not_starve_another(
     flooding, other = keys.add("flood", tenant="flood"), keys.add("other", tenant="other")
     keys.tenants = [TenantEntry(name="flood"), TenantEntry(name="other")]
     keys.write()
-    options: dict[str, Any] = {"api_keys": str(keys.path), "max_requests_in_flight": ROOM}
+    options: dict[str, Any] = {**keys.options(), "max_requests_in_flight": ROOM}
     async with (
         running_system(nats_url, etcd_endpoint, namespace, **options) as system,
         aiohttp.ClientSession(f"http://{system.http}", connector=aiohttp.TCPConnector(limit=0)) as http,

@@ -48,7 +48,7 @@ async def test_tokens_are_accepted_beside_keys(
     path.touch(0o600)
     path.write_text(key_set())
     options: dict[str, Any] = {
-        "api_keys": str(keys.path),
+        **keys.options(),
         "jwt_keys": str(path),
         "jwt_issuer": "issuer",
         "jwt_audience": "audience",

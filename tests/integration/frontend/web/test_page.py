@@ -86,7 +86,7 @@ async def test_data_needs_the_role_admin(nats_url: str, etcd_endpoint: str, name
     keys.add("client")
     keys.add("admin", role="admin")
     keys.write()
-    async with running_system(nats_url, etcd_endpoint, namespace, api_keys=str(keys.path)) as system:
+    async with running_system(nats_url, etcd_endpoint, namespace, **keys.options()) as system:
         assert [(await get(system, f"/ui/{name}"))[0] for name in PAGE_FILES] == [200] * len(PAGE_FILES)
         for path in ("/ui/data/overview", "/ui/data/decisions/1?scheduler=s"):
             assert [(await get(system, path, key))[0] for key in ("", "wrong", keys["client"])] == [401, 401, 403]

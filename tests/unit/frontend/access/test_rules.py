@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role
-from kvrouter.frontend.access.refusals import RefusalReason
-from kvrouter.frontend.access.rules import RuleBroken, check_generation, check_routing, own_booking, visible
+from kvrouter.frontend.access.field_rules import FieldRules
+from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
+from kvrouter.frontend.access.rules import check_generation, check_routing, own_booking, visible
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest as Generate
 from kvrouter.v1.frontend_pb2 import Model
 from kvrouter.v1.indexer_pb2 import LocalHashes
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
+from kvrouter.v1.worker_pb2 import SamplingOptions
+
+FIELDS, SALTS = FieldRules(), CacheSalts(b"k" * 32)
 
 
 def why(caller: Caller, request: Generate) -> RefusalReason | None:
     try:
-        check_generation(caller, request)
+        check_generation(caller, request, FIELDS, SALTS)
     except RuleBroken as broken:
         return broken.why
     return None
@@ -42,16 +47,18 @@ def test_a_priority_above_the_highest_is_refused() -> None:
 def test_an_isolated_caller_gets_its_own_tenant_and_no_other() -> None:
     caller = Caller("a", tenant="t", isolated=True)
     request = Generate()
-    check_generation(caller, request)
-    assert request.scope.tenant == "t"
-    assert why(caller, Generate(scope=BlockScope(tenant="t"))) is None
+    check_generation(caller, request, FIELDS, SALTS)
+    assert request.scope == BlockScope(cache_salt=SALTS.of("t", ""))
+    salted = Generate(scope=BlockScope(tenant="t", cache_salt="s"))
+    check_generation(caller, salted, FIELDS, SALTS)
+    assert salted.scope == BlockScope(cache_salt=SALTS.of("t", "s"))
     assert why(caller, Generate(scope=BlockScope(tenant="other"))) is RefusalReason.TENANT
 
 
 def test_a_caller_that_is_not_isolated_may_not_enter_a_tenants_cache() -> None:
     caller = Caller("a", tenant="t")
     request = Generate()
-    check_generation(caller, request)
+    check_generation(caller, request, FIELDS, SALTS)
     assert not request.HasField("scope")
     assert why(caller, Generate(scope=BlockScope(tenant="t"))) is RefusalReason.TENANT
     assert why(Caller("admin", role=Role.ADMIN), Generate(scope=BlockScope(tenant="t"))) is None
@@ -59,15 +66,41 @@ def test_a_caller_that_is_not_isolated_may_not_enter_a_tenants_cache() -> None:
 
 def test_hashes_of_a_client_are_refused_where_tenants_are_isolated() -> None:
     request = RoutingRequest(local_hashes=LocalHashes())
-    check_routing(Caller("a"), request, "m", isolates_tenants=False)
-    check_routing(Caller("a", role=Role.ADMIN), request, "m", isolates_tenants=True)
+    check_routing(Caller("a"), request, "m", SALTS, isolates_tenants=False)
+    check_routing(Caller("a", role=Role.ADMIN), request, "m", SALTS, isolates_tenants=True)
     with pytest.raises(RuleBroken, match="token_ids"):
-        check_routing(Caller("a"), request, "m", isolates_tenants=True)
+        check_routing(Caller("a"), request, "m", SALTS, isolates_tenants=True)
+
+
+def test_hashes_with_a_salt_that_is_keyed_are_refused() -> None:
+    request = RoutingRequest(local_hashes=LocalHashes(), scope=BlockScope(cache_salt="s"))
+    with pytest.raises(RuleBroken, match="token_ids"):
+        check_routing(Caller("a", role=Role.ADMIN), request, "m", SALTS, isolates_tenants=False)
+    check_routing(Caller("a"), request, "m", None, isolates_tenants=False)
+    assert request.scope.cache_salt == "s"
+
+
+def test_a_salt_of_any_caller_is_keyed() -> None:
+    victims = SALTS.of("t", "")
+    forged = Generate(scope=BlockScope(cache_salt=victims))
+    check_generation(Caller("a"), forged, FIELDS, SALTS)
+    assert forged.scope.cache_salt == SALTS.of("", victims) != victims
+
+
+def test_options_of_engines_are_checked() -> None:
+    def sent(options: str) -> Generate:
+        return Generate(sampling_options=SamplingOptions(engine_options_json=options))
+
+    assert why(Caller("a"), sent('{"bad_words": ["x"]}')) is None
+    assert why(Caller("a"), sent('{"cache_salt": "tenant:t:"}')) is RefusalReason.FIELD
+    assert why(Caller("a", role=Role.ADMIN), sent('{"kv_transfer_params": {}}')) is RefusalReason.FIELD
 
 
 def test_the_model_of_the_component_counts_not_the_one_that_is_named() -> None:
     with pytest.raises(RuleBroken):
-        check_routing(Caller("a", models=("mine",)), RoutingRequest(model="mine"), "other", isolates_tenants=False)
+        check_routing(
+            Caller("a", models=("mine",)), RoutingRequest(model="mine"), "other", SALTS, isolates_tenants=False
+        )
 
 
 def test_bookings_of_two_tenants_never_have_the_same_id() -> None:

@@ -63,6 +63,7 @@ def _describe(credentials: Credentials) -> None:
         "  NAME.crt, NAME.key (TLS), NAME.nkey (NATS), NAME.etcd-password",
         "  nats.crt, nats.key, nats-accounts.conf: for nats-server; etcd.crt, etcd.key, etcd-accounts.sh: for etcd",
         "  service-token: for --service-token-file of services without certificates; service-token.digest: of workers",
+        "  cache-salt.key: for --cache-salt-key-file of Frontends, where tenants are isolated",
         "options of the Scheduler:",
         f"  {' '.join(credentials.identities['scheduler'].options())}",
     ):

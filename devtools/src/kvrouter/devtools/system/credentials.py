@@ -83,6 +83,7 @@ class Credentials:
         self.etcd_script = folder / "etcd-accounts.sh"
         """Creates the users of etcd and turns authentication on."""
         self._service_token()
+        self._salt_key()
         public = [(each.account, _public_key(each.nkey)) for each in self.identities.values()]
         write_file(self.nats_config, nats_accounts(public, namespace).encode(), 0o644)
         write_file(self.etcd_script, self._etcd_script().encode(), 0o755)
@@ -131,6 +132,12 @@ class Credentials:
             write_file(path, secrets.token_hex(32).encode(), 0o600)
         digest = digest_line(worker_token(path.read_text().strip()))
         write_file(self.folder / "service-token.digest", f"{digest}\n".encode(), 0o600)
+
+    def _salt_key(self) -> None:
+        """Creates the secret that keys the salts of caches, for all Frontends."""
+        path = self.folder / "cache-salt.key"
+        if not path.exists():
+            write_file(path, f"{secrets.token_hex(32)}\n".encode(), 0o600)
 
     def _etcd_script(self) -> str:
         lines = [

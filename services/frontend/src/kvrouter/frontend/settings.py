@@ -10,6 +10,7 @@ from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SE
 from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tool_formats import ToolFormatName
+from kvrouter.net.engine_fields import INTERNAL
 from kvrouter.net.model_files import NAMES
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
@@ -22,6 +23,14 @@ def _checked_file(text: str) -> str:
         raise ValueError("expected a file that can be written: check that its folder exists and is writable")
     return text
 
+
+def _not_internal(name: str) -> str:
+    if name in INTERNAL:
+        raise ValueError(f"{name} is internal to engines: no option permits it to clients")
+    return name
+
+
+EngineField = Annotated[str, AfterValidator(_not_internal)]
 
 JwtAlgorithm = Literal[
     "HS256",
@@ -226,6 +235,15 @@ class FrontendSettings(RoutingSettings):
     api_keys: str = Field(
         default="",
         description="File of API keys, made with `kvrouter keys`; calls then need a key. Empty for no API keys.",
+    )
+    cache_salt_key_file: str = Field(
+        default="",
+        description="File with the secret that keys the salts of caches, made with `kvrouter keys create-salt-key`; "
+        "the same for all Frontends. Needed where a tenant is isolated.",
+    )
+    permitted_engine_fields: tuple[EngineField, ...] = Field(
+        default=(),
+        description="Further fields that clients with a key may send to engines, separated by commas; none internal.",
     )
     jwt_keys: str = Field(
         default="",

@@ -95,6 +95,10 @@ class WorkerConfig:
     openai_endpoint: str = ""
     """URL of the engine's own OpenAI API, such as "http://10.0.0.7:8000"; empty if it has none."""
 
+    engine: str = ""
+    """Engine behind ``openai_endpoint``: "vllm", "sglang" or "tensorrt-llm"; empty if unknown. Requests of isolated
+    tenants are forwarded to known engines only."""
+
     structured_output: bool = False
     """Whether the engine applies ``sampling_options.structured_output``. Requests with it are refused otherwise."""
 
@@ -215,6 +219,7 @@ class WorkerConfig:
             ("ranks", Mapping, "{0: 16384}, rank → KV blocks"),
             ("labels", Mapping, '{"zone": "a"}'),
             ("lora_names", tuple, '("adapter",)'),
+            ("engine", str, '"vllm"'),
             *((name, str, '"127.0.0.1:9000"') for name in ("bind", "advertise", "engine_incarnation")),
             ("etcd", str | EtcdAccess, '"127.0.0.1:2379"'),
             ("nats", str | NatsAccess, '"nats://127.0.0.1:4222"'),
@@ -272,6 +277,7 @@ class WorkerConfig:
             registered_unix_ns=registered_unix_ns,
             heartbeat_ms=max(1, round(self.heartbeat_seconds * 1000)),
             openai_endpoint=self.openai_endpoint,
+            engine=self.engine,
             bootstrap_endpoint=self.bootstrap_endpoint,
             tokenizer=self.tokenizer,
             serves_structured_output=self.structured_output,

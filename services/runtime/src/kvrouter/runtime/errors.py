@@ -348,8 +348,15 @@ class PermissionDenied(KvRouterError):
     status = grpc.StatusCode.PERMISSION_DENIED
     reason = ErrorReason.ERROR_REASON_PERMISSION_DENIED
 
-    def __init__(self, message: str, *, field: str = "", known: Iterable[object] = ()) -> None:
-        super().__init__(message, field=field, advice="Use a key that has this permission.", known=known)
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        known: Iterable[object] = (),
+        advice: str = "Use a key that has this permission.",
+    ) -> None:
+        super().__init__(message, field=field, advice=advice, known=known)
 
 
 class ServiceRefused(KvRouterError):

@@ -66,6 +66,7 @@ class EngineOptions:
             labels=settings.labels,
             lora_names=engine.lora_names or tuple(settings.lora_ids.values()),
             openai_endpoint=self.advertised_url,
+            engine=engine.kind if engine.is_identified else "",
             structured_output=True,
             bootstrap_endpoint=engine.bootstrap_endpoint,
             tokenizer=engine.tokenizer,

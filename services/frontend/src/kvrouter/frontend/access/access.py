@@ -11,12 +11,14 @@ from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from kvrouter.frontend.access.api_keys import ApiKeys
+from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
 from kvrouter.frontend.access.credentials import credential_of
+from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Quotas
-from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals
-from kvrouter.frontend.access.rules import RuleBroken
+from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals, RuleBroken
 from kvrouter.frontend.access.tokens import TokenVerifier, is_token
+from kvrouter.net.engine_fields import HARMLESS
 from kvrouter.runtime.errors import KvRouterError, PermissionDenied
 from kvrouter.runtime.rpc import Metadata
 
@@ -45,10 +47,6 @@ _COUNTED_METHODS = frozenset(
 _CLIENT_PATHS = "/v1/"
 """Beginning of the HTTP paths of clients; others need the role admin."""
 _MODELS_PATH = "/v1/models"
-_ENGINE_PATHS = frozenset(
-    f"/v1/{name}" for name in ("completions", "chat/completions", "responses", "messages", "embeddings")
-)
-"""Paths of engines that run a model."""
 
 
 _MAX_DIGITS = 12
@@ -58,7 +56,13 @@ class Access:
     """Authentication of one Frontend."""
 
     def __init__(
-        self, keys: Callable[[], ApiKeys], tokens: TokenVerifier | None, refusals: Refusals, quotas: Quotas
+        self,
+        keys: Callable[[], ApiKeys],
+        tokens: TokenVerifier | None,
+        refusals: Refusals,
+        quotas: Quotas,
+        salts: CacheSalts | None = None,
+        fields: FieldRules | None = None,
     ) -> None:
         """Creates it.
 
@@ -67,7 +71,13 @@ class Access:
             tokens: Verifies JSON Web Tokens; None to refuse them.
             refusals: Counts and logs.
             quotas: Limits of the callers.
+            salts: Computes the salts of caches; None if no tenant is isolated.
+            fields: The fields that clients may set in requests to engines; None for the harmless ones.
         """
+        self.salts = salts
+        """Computes the salts of caches; None if no tenant is isolated."""
+        self.fields = fields or FieldRules()
+        """The fields that clients may set in requests to engines."""
         self._quotas = quotas
         self._keys = keys
         self._tokens = tokens
@@ -90,7 +100,7 @@ class Access:
         call = f"{method} {path[:128]}"
         caller = self.authenticate(headers.items(), call)
         self.require_role(caller, call, is_client_call=path.startswith(_CLIENT_PATHS))
-        if path in _ENGINE_PATHS:
+        if path in HARMLESS:
             return _Counted(self, caller, call, _content_length(headers), runs=True)
         return acting_for(caller)
 
@@ -107,7 +117,7 @@ class Access:
         path = path.partition("?")[0]
         call = f"engine {path[:128]}"
         caller = self.authenticate(headers, call)
-        runs_model = path in _ENGINE_PATHS
+        runs_model = path in HARMLESS
         lists_models = path == _MODELS_PATH and caller.models is None
         self.require_role(caller, call, is_client_call=runs_model or lists_models)
         return caller, self.grant(caller, call, _content_length(dict(headers))) if runs_model else None
@@ -197,6 +207,20 @@ class Access:
         except LimitReached as reached:
             self.refuse(reached.why, reached, caller=caller, call=call)
         return grant
+
+    def refuse_unsalted(self, model: str, path: str) -> NoReturn:
+        """Refuses a request of an isolated tenant that no engine of the model serves apart from those of others.
+
+        Raises:
+            PermissionDenied.
+        """
+        broken = RuleBroken(
+            RefusalReason.TENANT,
+            f"the tenant is isolated: expected an engine that separates caches by salt at {path}, "
+            f"model {model[:128]!r} has none",
+            advice="Use another path of the API, such as /v1/chat/completions, or a key whose tenant is not isolated.",
+        )
+        self.refuse(broken.why, broken, caller=self.caller(), call="engine request")
 
     def refuse(self, why: RefusalReason, error: KvRouterError, *, caller: Caller, call: str) -> NoReturn:
         """Counts and logs a refusal, and raises its error."""

@@ -19,16 +19,22 @@ _INTERVAL_SECONDS = 0.5
 class FollowedKeys:
     """The API keys in force. Without a file there are none. ``run`` must be running."""
 
-    def __init__(self, path: Path | None, registry: CollectorRegistry) -> None:
+    def __init__(self, path: Path | None, registry: CollectorRegistry, *, can_isolate: bool = True) -> None:
         """Reads the file.
+
+        Args:
+            path: The file; None for none.
+            registry: Registry for the metrics.
+            can_isolate: Whether tenants may be isolated, since there is a key for the salts of their caches.
 
         Raises:
             KeyFileError: it cannot be used.
         """
         self._path = path
+        self._can_isolate = can_isolate
         self._version = file_version(path or "")
         self._rejected = False
-        self.keys = ApiKeys(KeyFile() if path is None else read_key_file(path))
+        self.keys = ApiKeys(KeyFile() if path is None else self._read(path))
         """The keys in force."""
         Gauge("kvrouter_frontend_api_keys", "API keys in force.", registry=registry).set_function(
             lambda: len(self.keys)
@@ -49,7 +55,7 @@ class FollowedKeys:
                 continue
             self._version = version
             try:
-                content = await asyncio.to_thread(read_key_file, self._path)
+                content = await asyncio.to_thread(self._read, self._path)
                 self.keys = ApiKeys(content)
             except KeyFileError as error:
                 self._rejected = True
@@ -57,3 +63,13 @@ class FollowedKeys:
             else:
                 self._rejected = False
                 log.info("keys.loaded", keys=len(self.keys), tenants=len(content.tenants))
+
+    def _read(self, path: Path) -> KeyFile:
+        content = read_key_file(path)
+        isolated = [tenant.name for tenant in content.tenants if tenant.isolated]
+        if isolated and not self._can_isolate:
+            raise KeyFileError(
+                f"{path}: the tenant {isolated[0]!r} is isolated, which needs a key for the salts of caches: "
+                "create one with `kvrouter keys create-salt-key`, and start all Frontends with --cache-salt-key-file"
+            )
+        return content

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.cache_salts import CacheSalts
+from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.following import FollowedKeys
 from kvrouter.frontend.access.key_file import KeyFileError
 from kvrouter.frontend.access.limit_table import LimitTable
@@ -54,11 +56,19 @@ def open_access(
     if not settings.api_keys and not settings.jwt_keys:
         return None
     try:
-        keys = FollowedKeys(Path(settings.api_keys) if settings.api_keys else None, registry)
+        path = settings.cache_salt_key_file
+        salts = CacheSalts.of_file(Path(path)) if path else None
+    except KeyFileError as error:
+        raise StartRefused(f"--cache-salt-key-file: {error}") from None
+    try:
+        path = settings.api_keys
+        keys = FollowedKeys(Path(path) if path else None, registry, can_isolate=salts is not None)
     except KeyFileError as error:
         raise StartRefused(f"--api-keys: {error}") from None
     tokens, signing_keys = _open_tokens(settings, registry) if settings.jwt_keys else (None, None)
-    access = Access(lambda: keys.keys, tokens, Refusals(registry), Quotas(limits or LimitTable()))
+    fields = FieldRules(settings.permitted_engine_fields)
+    refusals, quotas = Refusals(registry), Quotas(limits or LimitTable())
+    access = Access(lambda: keys.keys, tokens, refusals, quotas, salts, fields)
     return OpenedAccess(access, keys, signing_keys)
 
 

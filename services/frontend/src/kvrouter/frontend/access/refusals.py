@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 import structlog
-from kvrouter.runtime.errors import KvRouterError, Unauthenticated
+from kvrouter.runtime.errors import KvRouterError, PermissionDenied, Unauthenticated
 from prometheus_client import CollectorRegistry, Counter
 
 log = structlog.get_logger(component="frontend")
@@ -32,6 +32,7 @@ class RefusalReason(StrEnum):
     MODEL = "model"
     TENANT = "tenant"
     PRIORITY = "priority"
+    FIELD = "field"
     REQUEST_RATE = "request_rate"
     TOKEN_RATE = "token_rate"  # noqa: S105
     CONCURRENCY = "concurrency"
@@ -66,6 +67,16 @@ class CredentialRefused(Unauthenticated):
         self.caller = caller
 
 
+class RuleBroken(PermissionDenied):
+    """A request that its caller may not make."""
+
+    def __init__(
+        self, why: RefusalReason, message: str, *, field: str = "", advice: str = "Use a key that has this permission."
+    ) -> None:
+        super().__init__(message, field=field, advice=advice)
+        self.why = why
+
+
 class Refusals:
     """Counts and logs refusals."""
 
@@ -73,7 +84,7 @@ class Refusals:
         self._clock = clock
         self._counter = Counter(
             "kvrouter_frontend_access_refusals",
-            "Calls refused because of their credential, role, model, tenant, priority or a limit, by reason.",
+            "Calls refused because of their credential, role, model, tenant, priority, fields or a limit, by reason.",
             ["reason"],
             registry=registry,
         )

@@ -1,26 +1,20 @@
-"""What a caller may ask for in a request. Pure: each rule raises, or returns after setting the caller's tenant."""
+"""What a caller may ask for in a request. Pure: each rule raises, or returns after keying the request's salt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import msgspec
+from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role
-from kvrouter.frontend.access.refusals import RefusalReason
-from kvrouter.runtime.errors import PermissionDenied
+from kvrouter.frontend.access.field_rules import FieldRules
+from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 _MARK = ":"
 """Separates a tenant from the booking id of its client. No tenant's name has it."""
-
-
-class RuleBroken(PermissionDenied):
-    """A request that its caller may not make."""
-
-    def __init__(self, why: RefusalReason, message: str, *, field: str = "") -> None:
-        super().__init__(message, field=field)
-        self.why = why
 
 
 def check_model(caller: Caller, model: str) -> None:
@@ -33,20 +27,25 @@ def check_model(caller: Caller, model: str) -> None:
         raise RuleBroken(RefusalReason.MODEL, f"the caller may not use the model {model[:128]!r}", field="model")
 
 
-def check_generation(caller: Caller, request: FrontendServiceGenerateRequest) -> None:
-    """Checks a generation request, and sets its tenant.
+def check_generation(
+    caller: Caller, request: FrontendServiceGenerateRequest, fields: FieldRules, salts: CacheSalts | None
+) -> None:
+    """Checks a generation request, and keys its salt.
 
     Raises:
-        RuleBroken: another model, tenant or priority is needed.
+        RuleBroken: another model, tenant or priority is needed, or an engine's option is not permitted.
     """
     check_model(caller, request.model)
     _check_priority(caller, request.priority)
+    fields.check_options(request.sampling_options.engine_options_json)
     if request.HasField("scope") or caller.isolated:
-        _check_scope(caller, request.scope)
+        _check_scope(caller, request.scope, salts)
 
 
-def check_routing(caller: Caller, request: RoutingRequest, model: str, *, isolates_tenants: bool) -> None:
-    """Checks a routing request for a model, and sets its tenant.
+def check_routing(
+    caller: Caller, request: RoutingRequest, model: str, salts: CacheSalts | None, *, isolates_tenants: bool
+) -> None:
+    """Checks a routing request for a model, and keys its salt.
 
     Hashes that a client computed itself may be those of any tenant's prompts, so the overlap would reveal what another
     tenant has cached.
@@ -62,18 +61,36 @@ def check_routing(caller: Caller, request: RoutingRequest, model: str, *, isolat
             "expected token_ids instead of local_hashes: tenants are isolated",
             field="local_hashes",
         )
+    if request.HasField("local_hashes") and salts is not None and (request.scope.cache_salt or request.scope.tenant):
+        raise RuleBroken(
+            RefusalReason.TENANT,
+            "expected token_ids instead of local_hashes: they have another salt than the blocks, whose salt is keyed",
+            field="local_hashes",
+            advice="Send token_ids.",
+        )
     if request.HasField("scope") or caller.isolated:
-        _check_scope(caller, request.scope)
+        _check_scope(caller, request.scope, salts)
 
 
-def check_engine_request(caller: Caller, model: str, priority: int) -> None:
+def check_engine_request(
+    caller: Caller, model: str, priority: int, fields: FieldRules, path: str, body: Mapping[str, msgspec.Raw]
+) -> None:
     """Checks a request whose body an engine parses itself.
 
+    Args:
+        caller: The caller.
+        model: Model of the request.
+        priority: Its priority.
+        fields: The fields that clients may set.
+        path: Path of the engine's API.
+        body: Fields of the body, encoded.
+
     Raises:
-        RuleBroken: another model or priority is needed.
+        RuleBroken: another model or priority is needed, or a field is not permitted.
     """
     check_model(caller, model)
     _check_priority(caller, priority)
+    fields.check_body(path, body)
 
 
 def own_booking(caller: Caller, booking: BookingKey) -> None:
@@ -110,12 +127,14 @@ def _check_priority(caller: Caller, priority: int) -> None:
         )
 
 
-def _check_scope(caller: Caller, scope: BlockScope) -> None:
-    """Checks adapter and tenant of a scope, and sets the tenant of an isolated caller."""
+def _check_scope(caller: Caller, scope: BlockScope, salts: CacheSalts | None) -> None:
+    """Checks adapter and tenant of a scope, and keys tenant and salt together as its salt."""
     if scope.lora_name:
         check_model(caller, scope.lora_name)
     own = caller.cache_tenant
     if scope.tenant and scope.tenant != own and caller.role is not Role.ADMIN:
         raise RuleBroken(RefusalReason.TENANT, "the caller may not use the cache of that tenant", field="scope.tenant")
-    if not scope.tenant and own:
-        scope.tenant = own
+    scope.tenant = scope.tenant or own
+    if salts is not None:
+        scope.cache_salt = salts.of(scope.tenant, scope.cache_salt)
+        scope.ClearField("tenant")

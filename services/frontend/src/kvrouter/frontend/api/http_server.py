@@ -11,7 +11,6 @@ import aiohttp
 import msgspec
 import structlog
 from aiohttp import web
-from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
 from kvrouter.frontend.access.http_middleware import authenticated
 from kvrouter.frontend.api.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.api.completion_request import CompletionRequest
@@ -27,7 +26,7 @@ from kvrouter.frontend.api.openai.chat_request import parse_chat
 from kvrouter.frontend.api.openai.forwarding import ForwardedRequest, generate_request
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.streamed_response import StreamedResponse
-from kvrouter.frontend.api.openai.tenant_body import permitted
+from kvrouter.frontend.api.openai.tenant_body import check_salted, permitted
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.openai.text_runner import prepare, run_all
 from kvrouter.frontend.api.openai.whole_response import WholeResponse
@@ -229,7 +228,10 @@ class HttpApi:
         if view is None or self._session is None:
             return None
         routed = replace(routed, dp_rank=requested_rank(request.headers))
-        routed, passed = permitted(self._frontend.access, routed, body)
+        access, pools = self._frontend.access, self._frontend.models.pools(routed.model, forwarding=True)
+        routed, passed = await permitted(access, routed, body, request.path, self._work)
+        if access is not None:
+            check_salted(access, routed, pools)
         routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
         forwarded = ForwardedRequest(
             request,
@@ -238,14 +240,11 @@ class HttpApi:
             self._session,
             self._frontend.runner.workers,
             self._frontend.models.worker_at,
-            prompt_bytes=len(routed.token_ids),
-            max_tokens=routed.max_output_tokens,
-            is_stream=routed.is_stream,
-            routed_on_load=routed.is_routed_on_load(view),
+            routed=routed,
             requests_usage=self._requests_usage,
-            hidden_headers=() if self._frontend.access is None else CREDENTIAL_HEADERS,
+            is_authenticated=access is not None,
         )
-        generate = generate_request(routed, requested_id(request.headers))
+        generate = generate_request(routed, requested_id(request.headers), pools)
         forwarded.describe_sampling(generate)
         prompt = routed.token_ids
         try:

@@ -101,7 +101,7 @@ class RequestRunner:
             prompt: Its prompt, as a packed buffer.
             receiver: Receives the output.
             deadline: Deadline of the request.
-            through: Starts the attempts, at workers that check the request themselves; None for their Generate.
+            through: Starts the attempts of a request that has been checked; None for the Generate of workers.
 
         Raises:
             PoisonPrompt: workers died of it.
@@ -114,8 +114,11 @@ class RequestRunner:
         tokens = len(prompt) // TOKEN_BYTES
         self._in_flight += 1
         try:
-            if self._access is not None:
-                self._access.enforce(lambda caller: check_generation(caller, request), "Generate")
+            access = self._access
+            if access is not None and through is None:
+                access.enforce(
+                    lambda caller: check_generation(caller, request, access.fields, access.salts), "Generate"
+                )
             views, lora_name = self._models.resolve_all(request.model)
             known_model = views[0].descriptor.model
             deaths = RequestDeaths(self.poison_prompts, _tenant_of(request), known_model, prompt)

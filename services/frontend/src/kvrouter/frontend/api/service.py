@@ -367,7 +367,8 @@ class FrontendService:
         if access is not None:
             isolates = access.isolates_tenants
             access.enforce(
-                lambda caller: rules.check_routing(caller, request, model, isolates_tenants=isolates), "SchedulerCall"
+                lambda caller: rules.check_routing(caller, request, model, access.salts, isolates_tenants=isolates),
+                "SchedulerCall",
             )
 
     def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:

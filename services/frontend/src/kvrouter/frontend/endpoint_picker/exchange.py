@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from kvrouter.frontend.api.openai.transfer_filter import TransferFilter
 from kvrouter.frontend.endpoint_picker import responses
 from kvrouter.frontend.endpoint_picker.engine_response import EngineResponse
 from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions, GatewayRequest
@@ -22,7 +23,7 @@ from kvrouter.frontend.endpoint_picker.metadata import served_endpoint
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.net.loop_budget import loop_budget
-from kvrouter.runtime.errors import BadRequest, KvRouterError
+from kvrouter.runtime.errors import BadRequest, DependencyAway, KvRouterError
 
 _STREAM_TYPE = "text/event-stream"
 
@@ -107,6 +108,12 @@ class Exchange:
                 advice="Correct processing_mode of the gateway's ext_proc filter.",
             )
         self._full_duplex_response = modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+        if self._request.is_authenticated and modes.response_body_mode == ProcessingMode.NONE:
+            raise BadRequest(
+                "expected response_body_mode FULL_DUPLEX_STREAMED, received NONE: with authentication, the internal "
+                "fields of engines are removed from responses",
+                advice="Correct processing_mode of the gateway's ext_proc filter.",
+            )
 
     async def _begin(self, message: ProcessingRequest) -> None:
         try:
@@ -162,9 +169,16 @@ class Exchange:
 
     async def _begin_response(self, message: ProcessingRequest) -> None:
         headers = header_values(message.response_headers.headers)
+        is_stream = headers.get("content-type", "").startswith(_STREAM_TYPE)
+        transfers: TransferFilter | None = None
+        if self._request.is_authenticated:
+            if headers.get("content-encoding", "identity") != "identity":
+                await self._refuse(DependencyAway("the engine compresses a response although nobody accepts that"))
+                return
+            status = headers.get(":status", "")
+            transfers = TransferFilter(is_stream=is_stream, status=int(status) if status.isdigit() else 200)
         self._response = EngineResponse(
-            is_stream=headers.get("content-type", "").startswith(_STREAM_TYPE),
-            removes_usage=self._request.removes_usage,
+            is_stream=is_stream, removes_usage=self._request.removes_usage, transfers=transfers
         )
         added: dict[str, str] = {}
         if (pick := self._request.pick) is not None:
@@ -177,7 +191,8 @@ class Exchange:
             added["x-kvrouter-overlap-blocks"] = str(pick.overlap_blocks)
             if pick.routed_on_load:
                 added["x-kvrouter-routed-on"] = "load"
-        await self._context.write(responses.response_headers(added))
+        removed = () if transfers is None else ("content-length",)
+        await self._context.write(responses.response_headers(added, removed))
         if message.response_headers.end_of_stream:
             self._end()
 
@@ -188,7 +203,12 @@ class Exchange:
         if piece.end_of_stream:
             self._end()
         await self._context.write(
-            responses.response_body(passed, end_of_stream=piece.end_of_stream, full_duplex=self._full_duplex_response)
+            responses.response_body(
+                passed,
+                is_changed=passed != piece.body,
+                end_of_stream=piece.end_of_stream,
+                full_duplex=self._full_duplex_response,
+            )
         )
 
     def _end(self) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller, acting_for
-from kvrouter.frontend.access.credentials import HEADERS as CREDENTIAL_HEADERS
 from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.admission.body_room import BodyRoom, BodyTooLarge
 from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
+from kvrouter.frontend.api.engine_headers import engine_request_id, may_reach_engine
 from kvrouter.frontend.api.openai.reported_usage import Usage
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import with_usage
@@ -69,6 +69,13 @@ class GatewayRequest:
         self._allowed: frozenset[str] | None = None
         self._routed = RoutedBody("")
         self._dp_rank: int | None = None
+        self._path = ""
+        self._hidden: set[str] = set()
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether the client has a key, so that it sets and sees no internal fields of engines."""
+        return self._options.access is not None
 
     def begin(self, message: ProcessingRequest) -> None:
         """Reads the request's headers.
@@ -80,12 +87,15 @@ class GatewayRequest:
         """
         listed = header_list(message.request_headers.headers)
         headers = dict(listed)
+        self._path = headers.get(":path", "").partition("?")[0]
         self.id = uuid.uuid4().hex  # A refusal has one, too.
         self.id = requested_id(headers) or self.id
         self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
         self._has_foreign_state = not self._traceparent and trace_context.STATE_HEADER in headers
         if self._options.access is not None:
-            self._caller, self._grant = self._options.access.admit_to_engine(headers.get(":path", ""), listed)
+            self._caller, self._grant = self._options.access.admit_to_engine(self._path, listed)
+            self._hidden = {name for name in headers if not may_reach_engine(name)}
+            self.id = engine_request_id(self.id) or uuid.uuid4().hex
         with self._acting():
             self._room = self._options.admission.room()
         self._dp_rank = requested_rank(headers)
@@ -127,7 +137,7 @@ class GatewayRequest:
     async def _choose(self, *, may_remove_usage: bool) -> Pick:
         if self._room is not None:
             self._room.is_read(len(self.body))
-        routed, self.body = await self._picker.read(self.body)
+        routed, self.body = await self._picker.read(self.body, self._path)
         self._routed = routed = replace(routed, dp_rank=self._dp_rank)
         self._admitted = self._options.admission.admit(
             self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
@@ -166,12 +176,12 @@ class GatewayRequest:
 
     def removed_headers(self) -> set[str]:
         """Returns headers of the client that no engine gets."""
-        removed = set(() if self._options.access is None else CREDENTIAL_HEADERS)
+        removed = set(self._hidden)
         if self._dp_rank is not None:
             removed.add(RANK_HEADER)
         if self._has_foreign_state:
             removed.add(trace_context.STATE_HEADER)  # It belongs to no trace context, least of all to a new one.
-        if self.removes_usage:
+        if self.removes_usage or self.is_authenticated:
             removed.add(_ENCODING)  # A compressed stream could not be read.
         return removed
 

@@ -12,7 +12,7 @@ import structlog
 from kvrouter.core import Scope, local_hashes
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
-from kvrouter.frontend.api.openai.tenant_body import permitted
+from kvrouter.frontend.api.openai.tenant_body import check_salted, permitted
 from kvrouter.frontend.api.request_fields import RANK_HEADER
 from kvrouter.frontend.api.validation import Limits, resolve_model
 from kvrouter.frontend.endpoint_picker.engine_addresses import EngineAddresses
@@ -62,17 +62,19 @@ class _Offer(NamedTuple):
         endpoints = {
             worker.worker_id: endpoint
             for worker in view.workers.values()
-            if (endpoint := addresses.of(worker)) and (allowed is None or endpoint in allowed)
+            if (endpoint := addresses.of(worker))
+            and (allowed is None or endpoint in allowed)
+            and body.may_run_at(worker)
         }
         block_size = view.descriptor.block_size
-        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt, body.tenant), [])
+        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt), [])
         routing = RoutingRequest(
             model=view.descriptor.model,
             component=view.descriptor.component,
             local_hashes=local_hashes_message(hashes),
             prompt_tokens=body.prompt_tokens,
             block_size=block_size,
-            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt, tenant=body.tenant),
+            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt),
             constraints=RoutingConstraints(
                 allowed_worker_ids=() if len(endpoints) == len(view.workers) else endpoints,
                 avoided_worker_ids=health.avoided(view.name),
@@ -132,17 +134,24 @@ class Picker:
         """Whether requests can be routed."""
         return self._directory.is_synced and self._links.ready()
 
-    async def read(self, body: bytearray) -> tuple[RoutedBody, bytearray]:
+    async def read(self, body: bytearray, path: str) -> tuple[RoutedBody, bytearray]:
         """Returns what routing needs of a request, its prompt tokenized as far as it can be, and the engine's body.
+
+        Args:
+            body: The client's body.
+            path: Path of the engine's API.
 
         Raises:
             KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
         """
         routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=self._max_prompt_tokens)
         if self._access is not None:
-            routed, passed = permitted(self._access, routed, body)
+            routed, passed = await permitted(self._access, routed, body, path, self._texts.work)
             body = bytearray(passed)
-        model = self.views(routed.model)[0].descriptor.model
+        views = self.views(routed.model)
+        if self._access is not None:
+            check_salted(self._access, routed, views)
+        model = views[0].descriptor.model
         return await routed.tokenized(self._texts, model, max_prompt_tokens=self._max_prompt_tokens), body
 
     async def pick(

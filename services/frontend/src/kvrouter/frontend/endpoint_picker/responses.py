@@ -50,18 +50,19 @@ def request_trailers() -> ProcessingResponse:
     return ProcessingResponse(request_trailers=TrailersResponse())
 
 
-def response_headers(headers: Mapping[str, str]) -> ProcessingResponse:
-    """Passes the response's headers on, with further ones for the client."""
-    return ProcessingResponse(
-        response_headers=HeadersResponse(response=CommonResponse(header_mutation=_mutation(headers)))
-    )
+def response_headers(headers: Mapping[str, str], removed_headers: Iterable[str] = ()) -> ProcessingResponse:
+    """Passes the response's headers on, with further ones for the client, and without those that are removed."""
+    mutation = _mutation(headers)
+    mutation.remove_headers.extend(removed_headers)
+    return ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)))
 
 
-def response_body(piece: bytes, *, end_of_stream: bool, full_duplex: bool) -> ProcessingResponse:
-    """Passes a piece of the response on, unchanged."""
-    return ProcessingResponse(
-        response_body=_streamed(piece, end_of_stream=end_of_stream) if full_duplex else BodyResponse()
-    )
+def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_duplex: bool) -> ProcessingResponse:
+    """Passes a piece of the response on. Unless the gateway waits for every piece, only changed ones are sent back."""
+    if full_duplex:
+        return ProcessingResponse(response_body=_streamed(piece, end_of_stream=end_of_stream))
+    changed = CommonResponse(body_mutation=BodyMutation(body=piece)) if is_changed else CommonResponse()
+    return ProcessingResponse(response_body=BodyResponse(response=changed))
 
 
 def response_trailers() -> ProcessingResponse:

@@ -45,6 +45,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     # SGLang
     rid: str | None = None
+    extra_key: str | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     bootstrap_host: str | None = None

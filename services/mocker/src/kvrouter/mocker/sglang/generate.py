@@ -81,6 +81,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_logprob: bool | None = None
     lora_path: str | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
     session_id: str | None = None
     priority: int | None = None
     routed_dp_rank: int | None = None

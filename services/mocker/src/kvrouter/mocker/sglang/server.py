@@ -167,7 +167,7 @@ class SglangServer:
         body = parse(await request.read(), GenerateBody)
         prompt, rid = body.prompt(), body.rid or uuid.uuid4().hex
         wanted = (body.sampling_params or SamplingBody()).sampling(len(prompt), self._options.context_length)
-        scope = self._scope(body.lora_path, body.cache_salt)
+        scope = self._scope(body.lora_path, body.cache_salt, body.extra_key)
         sequence = Sequenced(rid, prompt, self._limited(wanted), scope)
         async with self._transfer(body):
             generations = Generations(self._service, [sequence], self._rank(body))
@@ -204,7 +204,7 @@ class SglangServer:
         options, prompts = self._options, body.prompts()
         rid = body.rid or uuid.uuid4().hex
         base, _, adapter = (body.model or "").partition(":")
-        scope = self._scope(body.lora_path or adapter, body.cache_salt)
+        scope = self._scope(body.lora_path or adapter, body.cache_salt, body.extra_key)
         many = len(prompts) * body.choices > 1
         sequences = [
             Sequenced(
@@ -232,10 +232,12 @@ class SglangServer:
                 return await streamed(request, generations, responses)
             return await whole(generations, responses, lambda response, _: response)
 
-    def _scope(self, adapter: str | None, cache_salt: str | None) -> Scope:
+    def _scope(self, adapter: str | None, cache_salt: str | None, extra_key: str | None) -> Scope:
         if adapter and adapter not in self._options.lora_modules:
             raise ApiError(400, f"The following requested LoRA adapters are not loaded: {adapter}")
-        return Scope(lora_name=adapter or "", cache_salt=cache_salt or "")
+        # SGLang's earlier releases append one to the other. Clients of all releases send the same in both.
+        further = extra_key if extra_key and extra_key != cache_salt else ""
+        return Scope(lora_name=adapter or "", cache_salt=(cache_salt or "") + further)
 
     def _limited(self, wanted: Sampling) -> Sampling:
         """Returns what the server's role leaves of the output: a prefill server generates one token."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvrouter.net.engine_fields import EngineName
 from kvrouter.runtime.config.addresses import AddressOrUrl, Name, is_url
 from kvrouter.runtime.config.worker_options import RoleOption
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -37,6 +38,8 @@ class StaticWorker(_Entry):
     """Labels that routing constraints can require."""
     lora_names: tuple[str, ...] = ()
     """Names of the LoRA adapters that the worker serves."""
+    engine: EngineName | None = None
+    """Engine of a server that has only an OpenAI API; None if unknown. Isolated tenants use known engines only."""
 
 
 class StaticComponent(_Entry):

@@ -290,6 +290,7 @@ def _registration(
         ranks=ranks,
         labels=worker.labels,
         lora_names=worker.lora_names,
+        engine=worker.engine or "",
         max_batched_tokens=worker.max_batched_tokens,
         max_model_len=component.max_model_len,
     )

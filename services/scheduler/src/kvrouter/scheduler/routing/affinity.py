@@ -58,6 +58,8 @@ def conversation_of(request: RoutingRequest) -> bytes:
     """Returns the 16-byte digest of a request's conversation; empty if it has none."""
     if not request.conversation_id:
         return b""
-    # A digest bounds the memory for ids of any length. It includes the tenant: tenants choose ids independently.
-    tenant, conversation = request.scope.tenant.encode(), request.conversation_id.encode()
-    return blake2b(len(tenant).to_bytes(8, "little") + tenant + conversation, digest_size=16).digest()
+    # A digest bounds the memory for ids of any length. It includes tenant and salt, a keyed one of which stands for a
+    # tenant: tenants choose ids independently.
+    parts = (request.scope.tenant.encode(), request.scope.cache_salt.encode())
+    scope = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return blake2b(scope + request.conversation_id.encode(), digest_size=16).digest()

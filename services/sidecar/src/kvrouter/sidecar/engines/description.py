@@ -38,6 +38,8 @@ class Discovered:
     """What an engine said. None stands for what it did not say."""
 
     kind: EngineKind
+    is_identified: bool = False
+    """Whether something that it said shows that it is of this kind."""
     model: str | None = None
     block_size: int | None = None
     ranks: Mapping[int, int] | None = None
@@ -91,6 +93,8 @@ class EngineDescription:
     bootstrap_endpoint: str
     load_sockets: Mapping[int, Endpoints] = field(default_factory=dict)
     """Sockets on which the engine publishes its load, by rank; empty if it has to be asked."""
+    is_identified: bool = False
+    """Whether the engine has shown that it is of this kind, and not only an option says so."""
     lora_names: tuple[str, ...] = field(default=(), compare=False)
     """Adapters come and go while an engine runs, which must not cost it its registration."""
 
@@ -102,7 +106,7 @@ class EngineDescription:
 
 _COMPARED = (
     *("kind", "model", "block_size", "ranks", "events", "max_model_len", "role", "tokenizer", "bootstrap_endpoint"),
-    "load_sockets",
+    *("load_sockets", "is_identified"),
 )
 
 
@@ -150,6 +154,7 @@ def describe(url: str, host: str, found: Discovered, given: Overrides) -> Engine
         tokenizer=given.tokenizer or found.tokenizer or "",
         bootstrap_endpoint=bootstrap,
         load_sockets=found.load_sockets if set(found.load_sockets) == set(ranks) else {},
+        is_identified=found.is_identified,
         lora_names=found.lora_names,
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import msgspec
+from kvrouter.net.engine_fields import shown_failure
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.v1.errors_pb2 import ErrorReason
 
@@ -56,6 +57,7 @@ def refusal_of_status(status: int, body: bytes) -> RequestRefused:
 
 def refusal_of_code(code: int, message: str) -> RequestRefused:
     """Returns the error of a request for which the engine reported an error, by the HTTP status that stands for it."""
+    message = shown_failure(message)
     if code == _BUSY:
         return RequestRefused(
             f"the engine is busy: {message}"[:_MOST_CHARACTERS],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from kvrouter.net.engine_fields import ENGINES, EngineName
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.v1.worker_pb2 import SamplingOptions, StructuredOutput, WorkerServiceGenerateRequest
 
@@ -12,18 +13,24 @@ _STRUCTURED = "sampling_options.structured_output"
 _FIELD = "sampling_options.engine_options_json"
 
 
-def engine_options(options: SamplingOptions) -> dict[str, Any]:
+def engine_options(options: SamplingOptions, engine: EngineName) -> dict[str, Any]:
     """Returns the options of a request that only the engine interprets.
 
     Raises:
-        RequestRefused: they are no JSON object.
+        RequestRefused: they are no JSON object, or have one that the sidecar sets.
     """
     if not options.engine_options_json:
         return {}
     try:
-        return msgspec.json.decode(options.engine_options_json, type=dict[str, Any])
+        given = msgspec.json.decode(options.engine_options_json, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestRefused(f"expected a JSON object: {error}", field=_FIELD) from None
+    refused = sorted(given.keys() & ENGINES[engine].set_by_worker)
+    if refused:
+        raise RequestRefused(
+            f"expected options of sampling, received {', '.join(refused)}, which the worker sets itself", field=_FIELD
+        )
+    return given
 
 
 def json_schema(constraint: StructuredOutput) -> object:

@@ -9,19 +9,21 @@ continues on another worker (``token_stream``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from kvrouter.frontend.api.completions import describe_routing, routing_headers
+from kvrouter.frontend.api.engine_headers import engine_request_id
 from kvrouter.frontend.api.openai.continued_body import continued_body, sampling_state, why_it_stays
 from kvrouter.frontend.api.openai.reported_usage import Usage, UsageReader
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
 from kvrouter.frontend.api.openai.token_stream import TokenStream
 from kvrouter.frontend.api.openai.transfer_body import can_share, decode_body, prefill_body, transfer_params
+from kvrouter.frontend.api.openai.transfer_filter import TransferFilter
 from kvrouter.frontend.api.request_fields import RANK_HEADER
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
@@ -30,6 +32,7 @@ from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net import trace_context
 from kvrouter.net.calls import NotSent
+from kvrouter.net.engine_fields import HARMLESS_HEADERS, shown_failure
 from kvrouter.net.loop_budget import loop_budget
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -65,6 +68,8 @@ _REACHED_SECONDS = 0.5
 _CHUNK_US = 60
 """CPU time to pass a chunk of a stream on, microseconds."""
 _BYTES_PER_US = 50
+_MAX_FAILURE_BYTES = 64 << 10
+"""Bytes of an engine's error that are read."""
 _MAX_PREFILL_BYTES = 16 << 20
 """Maximum size of the response of a prefill engine."""
 
@@ -76,16 +81,24 @@ async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def generate_request(body: RoutedBody, request_id: str) -> FrontendServiceGenerateRequest:
-    """Returns a forwarded request as the Frontend's contract defines it, without the prompt."""
+def generate_request(
+    body: RoutedBody, request_id: str, pools: Sequence[ComponentView] = ()
+) -> FrontendServiceGenerateRequest:
+    """Returns a forwarded request as the Frontend's contract defines it, without the prompt.
+
+    Args:
+        body: What routing needs of the request.
+        request_id: Its id.
+        pools: Components of its model, whose workers are excluded that may not run it.
+    """
     request = FrontendServiceGenerateRequest(model=body.model, request_id=request_id, priority=body.priority)
     request.stop_conditions.max_tokens = body.max_output_tokens
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
-    if body.tenant:
-        request.scope.tenant = body.tenant
     if body.dp_rank is not None:
         request.constraints.dp_rank = body.dp_rank
+    excluded = (worker for view in pools for worker in view.workers.values() if not body.may_run_at(worker))
+    request.constraints.excluded_worker_ids.extend({worker.worker_id for worker in excluded})
     return request
 
 
@@ -101,12 +114,9 @@ class ForwardedRequest:
         workers: WorkerClient,
         worker_at: Callable[[str], WorkerRegistration | None],
         *,
-        prompt_bytes: int,
-        max_tokens: int,
-        is_stream: bool,
-        routed_on_load: bool,
+        routed: RoutedBody,
         requests_usage: bool,
-        hidden_headers: Collection[str] = (),
+        is_authenticated: bool = False,
     ) -> None:
         """Calls nothing yet.
 
@@ -117,12 +127,9 @@ class ForwardedRequest:
             session: Connections to their OpenAI APIs.
             workers: Health and metrics of the workers.
             worker_at: Returns the worker with an address, in any pool.
-            prompt_bytes: Size of its packed prompt.
-            max_tokens: Limit of its output; 0 if it has none.
-            is_stream: Whether it asks for a stream.
-            routed_on_load: Whether its prompt was not tokenized.
+            routed: What routing needs of it.
             requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
-            hidden_headers: Headers of the client that no engine gets, in lower case.
+            is_authenticated: Whether the client has a key, so that it neither sets nor sees internal fields of engines.
         """
         self.health = workers.health
         self.response: web.StreamResponse | None = None
@@ -136,18 +143,19 @@ class ForwardedRequest:
         self._workers = workers
         self._worker_at = worker_at
         self._can_share = can_share(body)
-        self._prompt_bytes = prompt_bytes
-        self._is_stream = is_stream
+        self._prompt_bytes = len(routed.token_ids)
+        self._is_stream = routed.is_stream
+        self._may_run_at = routed.may_run_at
         self._why_it_stays = why_it_stays(request.path, body)
-        self._tokens = None if self._why_it_stays else TokenStream(max_tokens)
+        self._tokens = None if self._why_it_stays else TokenStream(routed.max_output_tokens)
         self._routing: dict[str, Any] = {}
         self._metrics = workers.metrics
-        self._not_forwarded = _NOT_FORWARDED.union(hidden_headers)
-        self._added = {"x-kvrouter-routed-on": "load"} if routed_on_load else {}
+        self._is_authenticated = is_authenticated
+        self._added = {"x-kvrouter-routed-on": "load"} if routed.is_routed_on_load(view) else {}
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
-        return self._can_share and bool(worker.openai_endpoint)
+        return self._can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
 
     def why_it_stays(self) -> str:
         """Returns why the request cannot continue on another engine once it has output; empty if it can."""
@@ -220,9 +228,7 @@ class ForwardedRequest:
         if self._tokens is not None and not is_prefill:
             self._tokens.engine_begins(output_tokens, self._routing)
         attempt.start(
-            lambda receiver: asyncio.create_task(
-                self._call(worker, worker_id, request.dp_rank, body, read, receiver, deadline)
-            )
+            lambda receiver: asyncio.create_task(self._call(worker, worker_id, request, body, read, receiver, deadline))
         )
         return attempt
 
@@ -254,7 +260,7 @@ class ForwardedRequest:
         self,
         worker: WorkerRegistration | None,
         worker_id: int,
-        dp_rank: int,
+        request: WorkerServiceGenerateRequest,
         body: bytes,
         read: Callable[[aiohttp.ClientResponse, WorkerAttempt], Awaitable[None]],
         receiver: WorkerAttempt,
@@ -263,18 +269,21 @@ class ForwardedRequest:
         if worker is None or not worker.openai_endpoint:
             receiver.on_error(DependencyAway(f"worker {worker_id} has no OpenAI API any more"))
             return
-        headers = _without(self._request.headers, self._not_forwarded)
+        if not self._may_run_at(worker):
+            receiver.on_error(DependencyAway(f"worker {worker_id} does not separate caches by salt"))
+            return
+        headers = self._headers(request.request_id)
         if len(worker.ranks) > 1:
-            headers[RANK_HEADER] = str(dp_rank)
-        if self._removes_usage or self._tokens is not None:
-            headers = _without(headers, _ENCODING)  # A compressed stream could not be read.
-        headers.update(trace_context.headers())
-        url = f"{worker.openai_endpoint.rstrip('/')}{self._request.path_qs}"
+            headers[RANK_HEADER] = str(request.dp_rank)
+        path = self._request.path if self._is_authenticated else self._request.path_qs
+        url = f"{worker.openai_endpoint.rstrip('/')}{path}"
         timeout = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=10)
         try:
             async with self._session.post(url, data=body, headers=headers, timeout=timeout) as answer:
                 if answer.status == _BUSY_STATUS or answer.status >= 500:
-                    raise await _refusal(answer)
+                    raise await self._refusal(answer)
+                if self._is_authenticated and "Content-Encoding" in answer.headers:
+                    raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
                 await read(answer, receiver)
         except aiohttp.ClientConnectorError as error:
             receiver.on_error(NotSent(f"its OpenAI API cannot be reached: {error!r}"))
@@ -287,6 +296,27 @@ class ForwardedRequest:
         except Exception as error:
             receiver.on_error(error)
 
+    def _headers(self, request_id: str) -> dict[str, Any]:
+        """Returns the client's headers for an engine."""
+        if self._is_authenticated:
+            headers = {name: each for name, each in self._request.headers.items() if name.lower() in HARMLESS_HEADERS}
+            if engine_id := engine_request_id(request_id):
+                headers["x-request-id"] = engine_id
+        else:
+            headers = _without(self._request.headers, _NOT_FORWARDED)
+        if self._is_authenticated or self._removes_usage or self._tokens is not None:
+            headers = _without(headers, _ENCODING)  # A compressed response could not be read.
+        return headers | trace_context.headers()
+
+    def _shown(self, failure: str) -> str:
+        return shown_failure(failure) if self._is_authenticated else failure
+
+    async def _refusal(self, answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway:
+        """Returns the error for a response with which an engine says that another one may serve the request."""
+        text = self._shown((await answer.content.read(_MAX_FAILURE_BYTES)).decode(errors="replace"))
+        message = f"its OpenAI API answers {answer.status}: {text[:256]}"
+        return AllBusy(RETRY_AFTER_MS, message) if answer.status == _BUSY_STATUS else DependencyAway(message)
+
     async def _read_prefill(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
         """Reads the response of a prefill engine, which the client does not get."""
         kept = bytearray()
@@ -295,7 +325,8 @@ class ForwardedRequest:
             if len(kept) > _MAX_PREFILL_BYTES:
                 raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_PREFILL_BYTES} bytes")
         if answer.status != HTTPStatus.OK:
-            raise DependencyAway(f"its OpenAI API answers {answer.status}: {kept[:256].decode(errors='replace')}")
+            failure = self._shown(kept.decode(errors="replace"))
+            raise DependencyAway(f"its OpenAI API answers {answer.status}: {failure[:256]}")
         output = GenerateOutput(token_ids=[0], finish_reason=FinishReason.FINISH_REASON_LENGTH)
         params = transfer_params(kept)
         if params is not None:
@@ -307,9 +338,12 @@ class ForwardedRequest:
         is_stream = answer.content_type == _STREAM_TYPE
         remover = UsageRemover() if is_stream and self._removes_usage else None
         reader = UsageReader(is_stream=is_stream)
+        transfers = self._transfer_filter(answer)
         whole = bytearray()
         async for chunk in _chunks(answer):
             reader.take(chunk)
+            if transfers is not None:
+                chunk = transfers.take(chunk)
             if is_stream:
                 await self._write(answer, chunk if remover is None else remover.remove(chunk))
                 receiver.on_response(_piece(token_ids=bytes(chunk.count(b"data: ") or 1)))
@@ -318,7 +352,8 @@ class ForwardedRequest:
                 if self.response is not None or len(whole) > _MAX_WHOLE_BYTES:
                     await self._write(answer, bytes(whole))
                     whole.clear()
-        await self._write(answer, bytes(whole) if remover is None else remover.rest())
+        last = b"" if transfers is None else transfers.take(b"", ends=True)
+        await self._write(answer, bytes(whole) + last if remover is None else remover.remove(last) + remover.rest())
         usage = reader.usage()
         receiver.on_response(_piece(token_ids=bytes(0 if is_stream else _tokens_of(usage)), usage=usage, ends=True))
         receiver.on_end()
@@ -328,11 +363,12 @@ class ForwardedRequest:
         tokens = self._tokens
         if tokens is None or answer.content_type != _STREAM_TYPE:
             if self.response is not None:
-                why = (await answer.content.read(256)).decode(errors="replace")
-                raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why}")
+                why = self._shown((await answer.content.read(_MAX_FAILURE_BYTES)).decode(errors="replace"))
+                raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why[:256]}")
             await self._pass_on(answer, receiver)
             return
         remover = UsageRemover() if self._removes_usage else None
+        transfers = self._transfer_filter(answer)
         reader = UsageReader(is_stream=True)
         try:
             async for chunk in _chunks(answer):
@@ -342,7 +378,8 @@ class ForwardedRequest:
                 reader.take(chunk)
                 # Nothing waits between the two, so that exactly the tokens that are written are kept.
                 receiver.on_response(_piece(token_ids=token_ids))
-                passed = events if remover is None else remover.remove(events)
+                shown = events if transfers is None else transfers.take(events)
+                passed = shown if remover is None else remover.remove(shown)
                 if passed and self.response is not None:
                     await self.response.write(passed)
                 if failure is not None:
@@ -356,6 +393,11 @@ class ForwardedRequest:
         receiver.on_response(_piece(usage=reader.usage(), ends=True))
         receiver.on_end()
 
+    def _transfer_filter(self, answer: aiohttp.ClientResponse) -> TransferFilter | None:
+        if not self._is_authenticated:
+            return None
+        return TransferFilter(is_stream=answer.content_type == _STREAM_TYPE, status=answer.status)
+
     async def _write(self, answer: aiohttp.ClientResponse, passed: bytes) -> None:
         """Passes bytes on, and before the first ones the status and the headers."""
         if self.response is None:
@@ -364,18 +406,12 @@ class ForwardedRequest:
             await self.response.write(passed)
 
     async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        changed = _LENGTH if self._removes_usage and answer.content_type == _STREAM_TYPE else frozenset()
+        is_filtered = self._is_authenticated or (self._removes_usage and answer.content_type == _STREAM_TYPE)
+        changed = _LENGTH if is_filtered else frozenset()
         headers = _without(answer.headers, _NOT_RETURNED | changed) | self._added
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
         await response.prepare(self._request)
         return response
-
-
-async def _refusal(answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway:
-    """Returns the error for a response with which an engine says that another one may serve the request."""
-    text = (await answer.content.read(256)).decode(errors="replace")
-    message = f"its OpenAI API answers {answer.status}: {text}"
-    return AllBusy(RETRY_AFTER_MS, message) if answer.status == _BUSY_STATUS else DependencyAway(message)
 
 
 def _piece(*, token_ids: Iterable[int] = (), usage: Usage | None = None, ends: bool = False) -> bytes:

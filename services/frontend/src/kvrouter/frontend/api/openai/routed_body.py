@@ -23,14 +23,16 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.net.engine_fields import has_salt
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError, Overloaded, RateLimited
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _TOKEN_LIST = re.compile(rb"\[\s*\d")
 _DATA_URL = re.compile(rb'"data:[^"]{512,}"')
 _MEDIUM_BYTES = 256 * TOKEN_BYTES
 """Bytes that stand for an image or sound in a prompt that is not tokenized: engines make some 256 tokens of one."""
-_LONG_BODY_BYTES = 64 << 10
+LONG_BODY_BYTES = 64 << 10
 """Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
 _MAX_TOKENS = (1 << 32) - 1
 _PRIORITIES = range(-(1 << 31), 1 << 31)
@@ -89,8 +91,9 @@ class RoutedBody:
     is_stream: bool = False
     """Whether the response is to be a stream."""
     cache_salt: str = ""
-    tenant: str = ""
-    """Tenant whose cache is isolated; empty for none."""
+    """Salt of its caches, for engines."""
+    salted_path: str = ""
+    """Path at which the engine must separate caches by salt, since the tenant is isolated; empty if it need not."""
     priority: int = 0
     dp_rank: int | None = None
     """Data-parallel rank that the client names in a header; None for any."""
@@ -99,6 +102,10 @@ class RoutedBody:
     def prompt_tokens(self) -> int:
         """Number of prompt tokens; an estimate if they are not tokenized."""
         return len(self.token_ids) // TOKEN_BYTES
+
+    def may_run_at(self, worker: WorkerRegistration) -> bool:
+        """Returns whether a worker's engine separates caches by salt, if it must."""
+        return not self.salted_path or has_salt(worker.engine, self.salted_path)
 
     def is_routed_on_load(self, view: ComponentView) -> bool:
         """Returns whether no prefix can be found at the workers, whose events have tokens not known here."""
@@ -138,7 +145,7 @@ class RoutedBody:
         Raises:
             BadRequest, PromptTooLong, RateLimited, Overloaded.
         """
-        if len(body) <= _LONG_BODY_BYTES:
+        if len(body) <= LONG_BODY_BYTES:
             return cls.parse(body, max_prompt_tokens=max_prompt_tokens)
         parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens)
         return await work.run(parse, Lane.BODIES, size=len(body))

@@ -69,6 +69,7 @@ async def discover(http: EngineHttp) -> Discovered:
     found = Discovered("sglang")
     try:
         take(found, await read_server_info(http), http.host)
+        found.is_identified = True
     except UnexpectedAnswer as error:
         found.problems |= dict.fromkeys(("model", "block_size", "events"), str(error))
     listed = Discovered("sglang")

@@ -86,7 +86,7 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
     body: dict[str, Any] = {
         "rid": engine_id,
         "input_ids": list(request.token_ids),
-        "sampling_params": engine_options(request.sampling_options) | _sampling(request),
+        "sampling_params": engine_options(request.sampling_options, "sglang") | _sampling(request),
         "stream": True,
     }
     if request.sampling_options.logprobs:

@@ -43,6 +43,7 @@ async def discover(http: EngineHttp) -> Discovered:
         found.problems["model"] = str(error)
     try:
         samples, _ = read_samples(await http.get("/metrics"), {_CACHE_CONFIG})
+        found.is_identified = bool(samples)
         read_cache_config(found, samples)
     except UnexpectedAnswer as error:
         found.problems["block_size"] = str(error)

@@ -86,7 +86,7 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
         RequestRefused: the engine cannot serve it.
     """
     is_prefill = request.stage == Stage.STAGE_PREFILL
-    body = engine_options(request.sampling_options)
+    body = engine_options(request.sampling_options, "vllm")
     body |= _sampling(request)
     body |= {
         "model": request.scope.lora_name or engine.model,
