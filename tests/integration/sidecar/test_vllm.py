@@ -36,7 +36,7 @@ PROMPT = list(range(1, 19))
 
 @pytest.fixture
 def engine() -> EngineServer:
-    return vllm(dp_size=2, lora_modules={"adapter": "/adapters/1"}, enable_prompt_tokens_details=True)
+    return vllm(dp_size=2, lora_modules={"adapter": "/adapters/1"}, enable_prompt_tokens_details=True, max_sequences=24)
 
 
 @pytest.fixture
@@ -58,6 +58,7 @@ async def test_an_engine_is_registered_with_what_it_says_of_itself(
     found = await registration(namespace, etcd_endpoint, sidecar.supervisor.options.worker_id)
     assert (found.model, found.block_size, found.max_model_len) == ("m", BLOCK, 64 * BLOCK)
     assert [(rank.dp_rank, rank.total_blocks) for rank in found.ranks] == [(0, 64), (1, 64)]
+    assert found.max_sequences == 24
     assert found.openai_endpoint == server.url
     assert found.tokenizer == "org/m"
     assert list(found.lora_names) == ["adapter"]

@@ -9,7 +9,7 @@ from kvrouter.relay.engine_sockets import Endpoints
 from kvrouter.sidecar.engines.description import Discovered, NotDiscovered, Overrides, describe
 from kvrouter.sidecar.engines.event_endpoints import at_host
 from kvrouter.sidecar.engines.metrics_text import read_samples
-from kvrouter.sidecar.engines.sglang.discovery import KvEvents, ServerInfo, take
+from kvrouter.sidecar.engines.sglang.discovery import InternalState, KvEvents, ServerInfo, take
 from kvrouter.sidecar.engines.vllm.discovery import EventSocket, read_cache_config, read_event_sockets
 
 URL = "http://e:8000"
@@ -29,6 +29,7 @@ def test_options_count_more_than_what_the_engine_says() -> None:
         kv_events="tcp://x:1",
         kv_replay="tcp://x:11",
         max_model_len=9,
+        max_sequences=8,
         role="prefill",
         tokenizer="t",
         bootstrap_endpoint="b:1",
@@ -36,6 +37,7 @@ def test_options_count_more_than_what_the_engine_says() -> None:
     engine = describe(URL, "e", found(), given)
     assert (engine.model, engine.block_size, engine.max_model_len, engine.role) == ("other", 32, 9, "prefill")
     assert engine.ranks == {0: 5, 1: 5}
+    assert engine.max_sequences == 8
     assert engine.events[1] == Endpoints("tcp://x:2", "tcp://x:12")
     assert (engine.tokenizer, engine.bootstrap_endpoint) == ("t", "b:1")
 
@@ -142,3 +144,18 @@ def test_an_sglang_server_that_publishes_nothing() -> None:
     take(engine, ServerInfo(model_path="m", page_size=16), "e")
     with pytest.raises(NotDiscovered, match="--kv-events"):
         describe(URL, "e", engine, Overrides())
+
+
+@pytest.mark.parametrize(
+    ("info", "each"),
+    [
+        ({"max_running_requests": 64, "dp_size": 2}, 32),
+        ({"internal_states": (InternalState(31), InternalState(30)), "max_running_requests": 64, "dp_size": 2}, 30),
+        ({"internal_states": (InternalState(),)}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_requests_that_each_rank_of_sglang_runs_at_once(info: dict[str, Any], each: int) -> None:
+    engine = Discovered("sglang")
+    take(engine, ServerInfo(model_path="m", page_size=16, **info), "e")
+    assert describe(URL, "e", engine, Overrides(kv_events="none")).max_sequences == each

@@ -72,6 +72,7 @@ class EngineOptions:
             tokenizer=engine.tokenizer,
             publishes_events=bool(engine.events),
             max_model_len=engine.max_model_len,
+            max_sequences=engine.max_sequences,
             load_report_seconds=0,  # reported whenever the engine was asked
             lease_ttl_seconds=settings.lease_seconds,
             drain_seconds=settings.drain_seconds,
@@ -114,6 +115,7 @@ def options_of_engines(settings: SidecarSettings) -> Iterator[EngineOptions]:
                 kv_replay=_of(settings.kv_replay, index),
                 kv_topic=settings.kv_topic,
                 max_model_len=settings.max_model_len,
+                max_sequences=settings.max_sequences,
                 role=settings.role,
                 tokenizer=settings.tokenizer,
                 bootstrap_endpoint=_of(settings.bootstrap_endpoint, index),

@@ -56,6 +56,12 @@ class SidecarSettings(ServiceSettings):
         lt=1 << 32,
         description="Most prompt and output tokens together, 0 for no limit; by default the engine is asked.",
     )
+    max_sequences: int | None = Field(
+        default=None,
+        ge=0,
+        lt=1 << 32,
+        description="Requests that each rank runs at once, 0 if unknown; by default the engine is asked.",
+    )
     role: RoleOption | None = Field(
         default=None, description="Role of the engine; by default the engine is asked, and both if it does not say."
     )

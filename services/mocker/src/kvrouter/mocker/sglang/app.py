@@ -82,7 +82,10 @@ async def serving_sglang(settings: MockerSettings, registry: CollectorRegistry) 
                 "dp_size": settings.dp_size,
                 "tp_size": 1,
                 "max_total_num_tokens": config.capacity_tokens,
-                "max_running_requests": settings.max_sequences,
+                "max_running_requests": settings.max_sequences * settings.dp_size,
+                "internal_states": [
+                    {"effective_max_running_requests_per_dp": settings.max_sequences} for _ in range(settings.dp_size)
+                ],
                 "chunked_prefill_size": settings.max_batched_tokens,
                 "disaggregation_bootstrap_port": bootstrap_port,
                 "kv_events": kv_events,

@@ -44,6 +44,7 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
             model=settings.model,
             model_path=settings.model_path or settings.model,
             max_model_len=next(iter(drivers.values())).engine.config.length_limit,
+            max_sequences=settings.max_sequences,
             lora_modules=settings.lora_modules,
             enable_prompt_tokens_details=settings.enable_prompt_tokens_details,
             priority_scheduling=settings.priority_scheduling,

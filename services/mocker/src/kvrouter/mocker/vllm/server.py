@@ -32,6 +32,7 @@ class VllmOptions:
     model: str
     model_path: str
     max_model_len: int
+    max_sequences: int
     lora_modules: Mapping[str, str]
     enable_prompt_tokens_details: bool
     priority_scheduling: bool
@@ -55,6 +56,7 @@ class VllmServer:
             web.get("/health", self.health),
             web.get("/version", self.version),
             web.get("/load", self.load),
+            web.get("/server_info", self.server_info),
             web.get("/metrics", self.metrics),
             web.get("/kv_event_sources", self.kv_event_sources),
             web.get("/v1/models", self.models),
@@ -75,6 +77,12 @@ class VllmServer:
     async def load(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Returns the number of requests that have not ended."""
         return json_response({"server_load": self._service.running})
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """Returns the configuration, as vLLM does with VLLM_SERVER_DEV_MODE=1: as text unless JSON is asked for."""
+        config = {"scheduler_config": {"max_num_seqs": self._options.max_sequences}}
+        as_json = request.query.get("config_format") == "json"
+        return json_response({"vllm_config": config if as_json else str(config)})
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Returns the metrics."""

@@ -49,6 +49,7 @@ class Discovered:
     load_sockets: Mapping[int, Endpoints] = field(default_factory=dict)
     """Sockets on which the engine publishes its load, by rank; empty if it has to be asked."""
     max_model_len: int | None = None
+    max_sequences: int | None = None
     role: RoleOption | None = None
     tokenizer: str | None = None
     bootstrap_port: int | None = None
@@ -70,6 +71,7 @@ class Overrides:
     kv_replay: str = ""
     kv_topic: str = ""
     max_model_len: int | None = None
+    max_sequences: int | None = None
     role: RoleOption | None = None
     tokenizer: str = ""
     bootstrap_endpoint: str = ""
@@ -91,6 +93,8 @@ class EngineDescription:
     role: RoleOption
     tokenizer: str
     bootstrap_endpoint: str
+    max_sequences: int = 0
+    """Requests that each rank runs at once; 0 if unknown."""
     load_sockets: Mapping[int, Endpoints] = field(default_factory=dict)
     """Sockets on which the engine publishes its load, by rank; empty if it has to be asked."""
     is_identified: bool = False
@@ -106,7 +110,7 @@ class EngineDescription:
 
 _COMPARED = (
     *("kind", "model", "block_size", "ranks", "events", "max_model_len", "role", "tokenizer", "bootstrap_endpoint"),
-    *("load_sockets", "is_identified"),
+    *("load_sockets", "is_identified", "max_sequences"),
 )
 
 
@@ -150,6 +154,7 @@ def describe(url: str, host: str, found: Discovered, given: Overrides) -> Engine
         ranks=ranks,
         events=events,
         max_model_len=given.max_model_len if given.max_model_len is not None else found.max_model_len or 0,
+        max_sequences=given.max_sequences if given.max_sequences is not None else found.max_sequences or 0,
         role=given.role or found.role or "both",
         tokenizer=given.tokenizer or found.tokenizer or "",
         bootstrap_endpoint=bootstrap,

@@ -30,6 +30,12 @@ class KvEvents(msgspec.Struct):
     load_topic: str | None = None
 
 
+class InternalState(msgspec.Struct):
+    """What the scheduler of a rank says."""
+
+    effective_max_running_requests_per_dp: int | None = None
+
+
 class ServerInfo(msgspec.Struct):
     """The parts of ``/server_info`` that matter here."""
 
@@ -39,6 +45,9 @@ class ServerInfo(msgspec.Struct):
     page_size: int | None = None
     dp_size: int | None = None
     max_total_num_tokens: int | None = None
+    max_running_requests: int | None = None
+    """The option, for all ranks together; None if the server chose a limit."""
+    internal_states: tuple[InternalState, ...] = ()
     disaggregation_mode: str | None = None
     disaggregation_bootstrap_port: int | None = None
     kv_events: KvEvents | None = None
@@ -90,6 +99,9 @@ def take(found: Discovered, info: ServerInfo, host: str) -> None:
     ranks = (events.dp_size if events else None) or info.dp_size or 1
     blocks = (info.max_total_num_tokens or 0) // found.block_size if found.block_size else 0
     found.ranks = dict.fromkeys(range(ranks), blocks)
+    limits = [each.effective_max_running_requests_per_dp for each in info.internal_states]
+    said = [limit for limit in limits if limit]
+    found.max_sequences = min(said) if said else (info.max_running_requests or 0) // ranks
     found.role = _ROLES.get(info.disaggregation_mode or "", "both")
     if found.role == "prefill":
         found.bootstrap_port = info.disaggregation_bootstrap_port

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from kvrouter.relay.engine_sockets import Endpoints
 from kvrouter.sidecar.engines.description import Discovered
 from kvrouter.sidecar.engines.event_endpoints import at_host
-from kvrouter.sidecar.engines.http import EngineHttp, UnexpectedAnswer
+from kvrouter.sidecar.engines.http import EngineAway, EngineHttp, UnexpectedAnswer
 from kvrouter.sidecar.engines.metrics_text import EngineSample, read_samples
 from kvrouter.sidecar.engines.models import Models, read_models
 
@@ -25,6 +26,24 @@ class EventSocket(msgspec.Struct):
     topic: str | None = None
     enable_kv_cache_events: bool = True
     publisher: str | None = "zmq"
+
+
+class SchedulerConfig(msgspec.Struct):
+    """The part of vLLM's scheduler configuration that matters here."""
+
+    max_num_seqs: int
+
+
+class VllmConfig(msgspec.Struct):
+    """vLLM's configuration."""
+
+    scheduler_config: SchedulerConfig
+
+
+class ServerInfo(msgspec.Struct):
+    """``/server_info``, which vLLM serves with VLLM_SERVER_DEV_MODE=1 only."""
+
+    vllm_config: VllmConfig
 
 
 _EVENT_SOCKETS: Any = dict[int, EventSocket] | list[EventSocket]
@@ -52,6 +71,9 @@ async def discover(http: EngineHttp) -> Discovered:
         found.events = read_event_sockets(sources, http.host)
     except UnexpectedAnswer as error:
         found.problems["events"] = str(error)
+    with suppress(UnexpectedAnswer, EngineAway):  # EngineAway: vLLM answers 500 if it cannot write its configuration
+        info = await http.get_as("/server_info?config_format=json", ServerInfo)
+        found.max_sequences = max(0, info.vllm_config.scheduler_config.max_num_seqs)
     if found.events and found.ranks is not None:
         found.ranks = {rank: found.ranks.get(rank, 0) for rank in sorted(found.events)}
     return found
