@@ -54,7 +54,7 @@ async def starting(directory: Path) -> AsyncIterator[RunningUp]:
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=dict(os.environ) | {"COLUMNS": "200", "TMPDIR": str(directory)},
+        env=dict(os.environ) | {"COLUMNS": "200", "TMPDIR": str(directory), "XDG_RUNTIME_DIR": str(directory)},
     )
     assert process.stdout is not None
     try:
@@ -96,30 +96,33 @@ async def run(command: list[str]) -> str:
     return output.decode()
 
 
-async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with up(tmp_path) as system:
         paste = re.search(r"^ +(curl .*)$", system.said, re.MULTILINE)
         assert paste is not None
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         first = json.loads(await run(shlex.split(paste.group(1))))
         second = json.loads(await run(shlex.split(paste.group(1))))
+        assert "usage" in first, first
         assert first["usage"]["completion_tokens"] == second["usage"]["completion_tokens"] == 8
-        target = re.search(r"Frontend, gRPC\s+(\S+)", system.said)
-        indexer = re.search(r"Indexer, gRPC\s+(\S+)", system.said)
-        assert target is not None
-        assert indexer is not None
         report = await run(
             [
-                *(sys.executable, "-m", "kvrouter.cli.main", "replay", "--target", target.group(1)),
-                *("--indexer", indexer.group(1), "--requests", "5", "--clock", "10", "--mode", "round-robin"),
+                *(sys.executable, "-m", "kvrouter.cli.main", "replay"),
+                *("--requests", "5", "--clock", "10", "--mode", "round-robin"),
             ]
         )
         assert re.search(r"requests completed\s+5\b", report)
-        look = re.search(r"^ +(\S*kvrouter top .*)$", system.said, re.MULTILINE)
+        look = re.search(r"^ +(\S*kvrouter top)$", system.said, re.MULTILINE)
         assert look is not None
         frame = await run([*shlex.split(look.group(1)), "--once"])
         assert "kvrouter/workers  model mock-model, mode forecast" in frame
         assert re.search(r"^1:0 .* 0 / 16,384 +0 +0 +[\d,]+ .* ok *$", frame, re.MULTILINE)
         assert "round-robin: next in turn" in frame
+        command = (sys.executable, "-m", "kvrouter.cli.main")
+        assert "by mode forecast: lowest cost" in await run([*command, "explain", second["id"]])
+        assert "kvrouter/workers: ready" in await run([*command, "index", "status"])
         children = system.children()
         assert len(children) == 7  # nats-server, etcd, indexer, scheduler, frontend, two workers
         system.process.send_signal(signal.SIGINT)
@@ -127,7 +130,7 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(tmp_path: Path)
         assert system.process.returncode == 0
         assert all(gone(child) for child in children)
     left = os.listdir(tmp_path)
-    assert left == ["up-logs"]  # not the data of the servers
+    assert sorted(left) == ["kvrouter", "up-logs"]  # not the data of the servers
 
 
 async def test_a_killed_owner_leaves_nothing_running(tmp_path: Path) -> None:

@@ -17,6 +17,11 @@ def use_etcd_user(user: str, password_file: str) -> None:
     _USER.set((user, password_file))
 
 
+def uses_etcd_user() -> bool:
+    """Returns whether this command has a user in etcd."""
+    return bool(_USER.get()[0])
+
+
 def command_etcd(endpoints: str) -> EtcdAccess:
     """Returns the access of this command to etcd.
 

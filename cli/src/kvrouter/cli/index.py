@@ -14,6 +14,7 @@ from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from kvrouter.cli.component_names import named_component
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.cli.running import Run, chosen_system
 from kvrouter.cli.services import open_service
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.runtime.contracts import Indexer
@@ -41,7 +42,13 @@ T = TypeVar("T")
 
 index_app = typer.Typer(help="Ask an Indexer what it knows, and correct it.", no_args_is_help=True)
 
-Address = Annotated[str, typer.Option("--indexer", help="gRPC address of the Indexer, host:port.")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--indexer",
+        help="gRPC address of the Indexer, host:port; by default of the system that up or serve runs on this machine.",
+    ),
+]
 Named = Annotated[str, typer.Argument(help="Component as namespace/name; needed only if there are several.")]
 Seconds = Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, in seconds.")]
 Workers = Annotated[
@@ -57,7 +64,7 @@ _RANK_COLUMNS = (
 
 
 @index_app.command("status")
-def status(indexer: Address, component: Named = "", seconds: Seconds = 10.0) -> None:
+def status(indexer: Address = None, run: Run = None, component: Named = "", seconds: Seconds = 10.0) -> None:
     """Show transport, lag and snapshot of each component, and cursor, blocks and state of each rank."""
 
     async def show(service: Indexer, deadline: Deadline) -> None:
@@ -69,12 +76,13 @@ def status(indexer: Address, component: Named = "", seconds: Seconds = 10.0) -> 
         for stats in answer.components:
             _show_component(console, stats)
 
-    _ask(indexer, seconds, show)
+    _ask(_address(indexer, run), seconds, show)
 
 
 @index_app.command("dump")
 def dump(
-    indexer: Address,
+    indexer: Address = None,
+    run: Run = None,
     component: Named = "",
     output: Annotated[Path | None, typer.Option(help="File to write; standard output by default.")] = None,
     rank: Workers = None,
@@ -90,13 +98,14 @@ def dump(
                 async for part in parts:
                     file.write(MessageToJson(part.state, indent=None) + "\n")
 
-    _ask(indexer, seconds, write)
+    _ask(_address(indexer, run), seconds, write)
 
 
 @index_app.command("load")
 def load(
-    indexer: Address,
     dumped: Annotated[Path, typer.Argument(help="File written by `kvrouter index dump`.")],
+    indexer: Address = None,
+    run: Run = None,
     component: Named = "",
     seconds: Seconds = _DEFAULT_SECONDS,
 ) -> None:
@@ -117,11 +126,17 @@ def load(
         answer = await service.load(parts(), deadline=deadline)
         _console().print(f"{answer.ranks} ranks, {answer.blocks} blocks loaded")
 
-    _ask(indexer, seconds, send)
+    _ask(_address(indexer, run), seconds, send)
 
 
 @index_app.command("verify")
-def verify(indexer: Address, component: Named = "", rank: Workers = None, seconds: Seconds = _DEFAULT_SECONDS) -> None:
+def verify(
+    indexer: Address = None,
+    run: Run = None,
+    component: Named = "",
+    rank: Workers = None,
+    seconds: Seconds = _DEFAULT_SECONDS,
+) -> None:
     """Compare the index with the workers' own states; exit status 1 if a rank differs."""
 
     async def compare(service: Indexer, deadline: Deadline) -> bool:
@@ -155,12 +170,18 @@ def verify(indexer: Address, component: Named = "", rank: Workers = None, second
             _console().print(f"and {left_out} more")
         return same
 
-    if not _ask(indexer, seconds, compare):
+    if not _ask(_address(indexer, run), seconds, compare):
         raise typer.Exit(1)
 
 
 @index_app.command("resync")
-def resync(indexer: Address, component: Named = "", rank: Workers = None, seconds: Seconds = _DEFAULT_SECONDS) -> None:
+def resync(
+    indexer: Address = None,
+    run: Run = None,
+    component: Named = "",
+    rank: Workers = None,
+    seconds: Seconds = _DEFAULT_SECONDS,
+) -> None:
     """Replace ranks by their workers' states; exit status 1 if a worker does not answer."""
 
     async def replace(service: Indexer, deadline: Deadline) -> bool:
@@ -169,12 +190,14 @@ def resync(indexer: Address, component: Named = "", rank: Workers = None, second
         _console().print(f"ranks replaced: {answer.ranks}, out of reach: {answer.unreachable}")
         return not answer.unreachable
 
-    if not _ask(indexer, seconds, replace):
+    if not _ask(_address(indexer, run), seconds, replace):
         raise typer.Exit(1)
 
 
 @index_app.command("snapshot")
-def snapshot(indexer: Address, component: Named = "", seconds: Seconds = _DEFAULT_SECONDS) -> None:
+def snapshot(
+    indexer: Address = None, run: Run = None, component: Named = "", seconds: Seconds = _DEFAULT_SECONDS
+) -> None:
     """Take a snapshot now."""
 
     async def take(service: Indexer, deadline: Deadline) -> None:
@@ -182,12 +205,13 @@ def snapshot(indexer: Address, component: Named = "", seconds: Seconds = _DEFAUL
         answer = await service.take_snapshot(TakeSnapshotRequest(component=named), deadline=deadline)
         _console().print(f"{answer.object_name}: {answer.blocks} blocks, up to message {answer.stream_sequence}")
 
-    _ask(indexer, seconds, take)
+    _ask(_address(indexer, run), seconds, take)
 
 
 @index_app.command("reset")
 def reset(
-    indexer: Address,
+    indexer: Address = None,
+    run: Run = None,
     component: Named = "",
     even_if_others_live: Annotated[bool, typer.Option(help="Continue although another replica is live.")] = False,
     seconds: Seconds = _DEFAULT_SECONDS,
@@ -200,7 +224,15 @@ def reset(
         answer = await service.reset_states(request, deadline=deadline)
         _console().print(f"dropped: messages {answer.messages}, snapshots {answer.snapshots}")
 
-    _ask(indexer, seconds, drop)
+    _ask(_address(indexer, run), seconds, drop)
+
+
+def _address(indexer: str | None, run: str | None) -> str:
+    system = chosen_system(run, addresses={"--indexer": indexer})
+    address = indexer or (system.indexer if system is not None else "")
+    if not address:
+        raise WrongUsage("no system with an Indexer runs here: name its gRPC address with --indexer")
+    return address
 
 
 def _console() -> PlainConsole:

@@ -17,6 +17,7 @@ from kvrouter.cli.extras import add_development_commands
 from kvrouter.cli.index import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.keys import keys_app
+from kvrouter.cli.running import Run, chosen_system
 from kvrouter.cli.services import service_token, use_api_key
 from kvrouter.cli.terminal import visible
 from kvrouter.cli.tls import use_tls
@@ -41,13 +42,17 @@ app.add_typer(keys_app, name="keys")
 add_development_commands(app)
 
 Etcd = Annotated[
-    str,
+    str | None,
     typer.Option(
         envvar=["KVROUTER_ETCD", "ETCD_ENDPOINTS"],
-        help="Endpoints of etcd, host:port, separated by commas.",
+        help="Endpoints of etcd, host:port, separated by commas; by default of the system that up or serve runs on "
+        "this machine, else 127.0.0.1:2379.",
     ),
 ]
-Namespace = Annotated[str, typer.Option(envvar="KVROUTER_NAMESPACE", help="Namespace of the services in etcd.")]
+Namespace = Annotated[
+    str | None,
+    typer.Option(envvar="KVROUTER_NAMESPACE", help="Namespace of the services in etcd; kvrouter by default."),
+]
 Schedulers = Annotated[
     list[str] | None,
     typer.Option("--scheduler", help="gRPC address of a Scheduler, host:port, instead of discovery through etcd."),
@@ -140,14 +145,15 @@ def explain_command(
     which: Annotated[
         str, typer.Argument(help="Id of the request, of its response (chatcmpl-…, cmpl-…), or of the decision.")
     ],
-    etcd: Etcd = DEFAULT_ETCD,
-    namespace: Namespace = "kvrouter",
+    etcd: Etcd = None,
+    namespace: Namespace = None,
     scheduler: Schedulers = None,
+    run: Run = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Deadline of the whole command, in seconds.")] = 10.0,
     everything: Annotated[bool, typer.Option("--all", help="Show every candidate with all terms of its cost.")] = False,
 ) -> None:
     """Show why a request was sent to its rank, compared with the next three candidates."""
-    run_interruptibly(explain(_where(etcd, namespace, scheduler), which, seconds, everything=everything))
+    run_interruptibly(explain(_where(run, etcd, namespace, scheduler), which, seconds, everything=everything))
 
 
 WorkerId = Annotated[int, typer.Argument(min=0, help="Id of the worker.")]
@@ -158,9 +164,10 @@ WorkerComponent = Annotated[str, typer.Option("--component", help="Component of 
 def drain_command(
     worker: WorkerId,
     component: WorkerComponent = "kvrouter/workers",
-    etcd: Etcd = DEFAULT_ETCD,
-    namespace: Namespace = "kvrouter",
+    etcd: Etcd = None,
+    namespace: Namespace = None,
     scheduler: Schedulers = None,
+    run: Run = None,
     timeout: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds after which running requests continue on other workers; none lets them end."),
@@ -170,7 +177,7 @@ def drain_command(
     ] = 600.0,
 ) -> None:
     """Stop new requests to a worker, and wait until its running ones have ended."""
-    where = _where(etcd, namespace, scheduler)
+    where = _where(run, etcd, namespace, scheduler)
     run_interruptibly(drain(where, component, worker, migrate_after_seconds=timeout, wait_seconds=wait))
 
 
@@ -178,19 +185,21 @@ def drain_command(
 def undrain_command(
     worker: WorkerId,
     component: WorkerComponent = "kvrouter/workers",
-    etcd: Etcd = DEFAULT_ETCD,
-    namespace: Namespace = "kvrouter",
+    etcd: Etcd = None,
+    namespace: Namespace = None,
     scheduler: Schedulers = None,
+    run: Run = None,
 ) -> None:
     """Let a drained worker get requests again."""
-    run_interruptibly(undrain(_where(etcd, namespace, scheduler), component, worker))
+    run_interruptibly(undrain(_where(run, etcd, namespace, scheduler), component, worker))
 
 
 @app.command("top")
 def top_command(
-    etcd: Etcd = DEFAULT_ETCD,
-    namespace: Namespace = "kvrouter",
+    etcd: Etcd = None,
+    namespace: Namespace = None,
     scheduler: Schedulers = None,
+    run: Run = None,
     indexer: Annotated[
         list[str] | None, typer.Option(help="gRPC address of an Indexer, host:port, instead of discovery through etcd.")
     ] = None,
@@ -201,7 +210,7 @@ def top_command(
     once: Annotated[bool, typer.Option("--once", help="Print one frame with every rank and exit.")] = False,
 ) -> None:
     """Show load, cache hits, event lag and the last decisions of a running system until Ctrl-C."""
-    where = _where(etcd, namespace, scheduler, indexer, frontend)
+    where = _where(run, etcd, namespace, scheduler, indexer, frontend)
     if once:
         run_interruptibly(top_once(where))
         return
@@ -231,20 +240,29 @@ def _fail(words: str, status: int) -> int:
 
 
 def _where(
-    etcd: str,
-    namespace: str,
+    run: str | None,
+    etcd: str | None,
+    namespace: str | None,
     schedulers: list[str] | None,
     indexers: list[str] | None = None,
     frontends: list[str] | None = None,
 ) -> Where:
     if (indexers or frontends) and not schedulers:
         raise WrongUsage("--indexer and --frontend also need --scheduler; without all three, etcd is used")
+    named = [[parse_address(each) for each in addresses or ()] for addresses in (schedulers, indexers, frontends)]
+    system = chosen_system(run, addresses={"--etcd": etcd, "--scheduler": schedulers})
+    if system is not None:
+        etcd, namespace = system.etcd, namespace or system.namespace
+        if not etcd:
+            named = [[each] if each else [] for each in (system.scheduler, system.indexer, system.frontend)]
+            if not system.scheduler:
+                raise WrongUsage(f"the system {system.name} has no Scheduler: name one with --scheduler")
+    etcd, namespace = etcd or DEFAULT_ETCD, namespace or "kvrouter"
     try:
         parse_endpoints(etcd)
         check_name(namespace)
     except (InvalidEndpoint, InvalidName) as error:
         raise WrongUsage(str(error)) from None
-    named = [[parse_address(each) for each in addresses or ()] for addresses in (schedulers, indexers, frontends)]
     return Where(named[0], named[1], etcd, namespace, named[2])
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from kvrouter.cli.errors import WrongUsage
+from kvrouter.cli.run_files import RunningSystem, announced
 from kvrouter.frontend import app as frontend
 from kvrouter.frontend.scheduler_client.rendezvous import LocalScheduler, RemoteSchedulers
 from kvrouter.frontend.scheduler_client.source import SchedulerSource
@@ -20,6 +21,7 @@ from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.process import lifecycle
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
+from kvrouter.runtime.rpc import RpcServer
 from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.overlap.indexer_query import IndexerSource, OverlapIndex
 from kvrouter.scheduler.settings import SchedulerSettings
@@ -61,9 +63,21 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
 
     async def main(stopping: asyncio.Event) -> None:
         async with open_runtime(common) as runtime, AsyncExitStack() as running:
-            await host(runtime, await _compose(settings, runtime, running), stopping)
+            services = await _compose(settings, runtime, running)
+            with ExitStack() as announcing:
+
+                def announce(server: RpcServer) -> None:
+                    announcing.enter_context(announced(_running(settings, common, server.endpoint(""))))
+
+                await host(runtime, services, stopping, started=announce)
 
     lifecycle.run(main, common, "+".join(ordered))
+
+
+def _running(settings: Mapping[str, Any], common: ServiceSettings, address: str) -> RunningSystem:
+    listening = dict.fromkeys(settings, address)
+    etcd = common.etcd if common.static_endpoints() is None else ""
+    return RunningSystem("serve", **listening, etcd=etcd, namespace=common.namespace)
 
 
 def _check_static(settings: Mapping[str, Any]) -> None:

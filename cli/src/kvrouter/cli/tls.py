@@ -24,6 +24,12 @@ def use_tls(cert_file: str, key_file: str, ca_file: str, peer_domain: str) -> No
         raise WrongUsage(str(error)) from None
 
 
+def uses_tls() -> bool:
+    """Returns whether this command has certificates or authorities of its own."""
+    options = _OPTIONS.get()
+    return options is not None and options.enabled
+
+
 def command_tls() -> Tls | None:
     """Returns the TLS of this command's connections to services; None for plain text.
 

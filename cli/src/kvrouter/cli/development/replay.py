@@ -14,6 +14,7 @@ from kvrouter.cli.addresses import is_url, parse_address
 from kvrouter.cli.development.options import Load, OfModel, Requests, check_modes, parse_time_scale, read_requests
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.cli.running import Run, chosen_system
 from kvrouter.cli.services import command_api_key, open_service
 from kvrouter.cli.tls import command_tls
 from kvrouter.devtools.replay.charts import DrawnRun, draw
@@ -183,12 +184,14 @@ def replay_command(
         list[str] | None,
         typer.Option(
             help="gRPC address of a Frontend, host:port, or URL of an OpenAI server. May be repeated: the runs follow "
-            f"each other and are compared. [default: 127.0.0.1:{DEFAULT_GRPC_PORT}]"
+            "each other and are compared. By default the system that up or serve runs on this machine, else "
+            f"127.0.0.1:{DEFAULT_GRPC_PORT}."
         ),
     ] = None,
     indexer: Annotated[
         str | None, typer.Option(help="gRPC address of an Indexer whose events are counted, host:port.")
     ] = None,
+    run: Run = None,
     model: Annotated[str | None, typer.Option(help="Model to request; needed only if several are served.")] = None,
     of_model: OfModel = None,
     requests: Requests = None,
@@ -214,7 +217,9 @@ def replay_command(
     results: Annotated[Path | None, typer.Option(help="Directory for a picture and the results as JSON.")] = None,
 ) -> None:
     """Replay a trace against running systems, and compare them."""
-    targets = target or [f"127.0.0.1:{DEFAULT_GRPC_PORT}"]
+    system = chosen_system(run, addresses={"--target": target})
+    targets = target or [system.frontend if system and system.frontend else f"127.0.0.1:{DEFAULT_GRPC_PORT}"]
+    indexer = indexer or (system.indexer if system else "") or None
     if mode is not None:
         check_modes([mode])
         if any(is_url(each) for each in targets):

@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +16,7 @@ from kvrouter.cli.development.fleet_file import read_fleet
 from kvrouter.cli.development.options import Blocks, BlockSize, Workers, check_modes, parse_time_scale
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
+from kvrouter.cli.run_files import RunningSystem, announced
 from kvrouter.devtools.system.certificates import PEER_DOMAIN
 from kvrouter.devtools.system.stack import (
     DEFAULT_GRPC_PORT,
@@ -86,14 +87,35 @@ async def up(options: UpOptions, console: Console) -> None:
             scheduler_config=options.scheduler_config,
         )
         async with running_stack(stack_options, lambda words: console.print(f"{words} ...")) as stack:
-            _describe(stack, console)
-            try:
-                await asyncio.get_running_loop().create_future()
-            finally:
-                console.print("\nstopping ...")
+            system = _running(stack)
+            with announced(system) as name:
+                _describe(stack, console, "" if name == system.name else f" --run {name}")
+                try:
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    console.print("\nstopping ...")
 
 
-def _describe(stack: Stack, console: Console) -> None:
+def _running(stack: Stack) -> RunningSystem:
+    system = RunningSystem(
+        "up", stack.frontend, stack.scheduler, stack.indexer, stack.etcd.endpoint, stack.options.namespace
+    )
+    if stack.credentials is None:
+        return system
+    admin = stack.credentials.identities["admin"]
+    return replace(
+        system,
+        tls_ca_file=str(admin.certificate.authority),
+        tls_cert_file=str(admin.certificate.cert),
+        tls_key_file=str(admin.certificate.key),
+        tls_peer_domain=PEER_DOMAIN,
+        etcd_user=admin.account.name,
+        etcd_password_file=str(admin.password),
+    )
+
+
+def _describe(stack: Stack, console: Console, run: str) -> None:
+    """Prints addresses and commands to paste, with the option that chooses this system."""
     options = stack.options
     if not stack.http.endswith(f":{DEFAULT_HTTP_PORT}") and options.http_port == 0:
         console.print(f"port {DEFAULT_HTTP_PORT} is taken: HTTP is on another one", highlight=False)
@@ -124,31 +146,19 @@ def _describe(stack: Stack, console: Console) -> None:
         soft_wrap=True,
         markup=False,
     )
-    command = _own_command() + _command_security(stack)
     console.print("\nA trace:\n")
     console.print(
-        f"  {command} replay --target {stack.frontend} --indexer {stack.indexer} --clock {options.clock:g} "
-        "--requests 100",
+        f"  {_own_command()} replay{run} --clock {options.clock:g} --requests 100",
         highlight=False,
         soft_wrap=True,
     )
     console.print("\nLoad, cache hits and decisions as they happen:\n")
-    console.print(f"  {command} top --etcd {stack.etcd.endpoint}", highlight=False, soft_wrap=True)
+    console.print(f"  {_own_command()} top{run}", highlight=False, soft_wrap=True)
     console.print("\nCtrl-C stops everything.")
 
 
 def _authority_of_curl(stack: Stack) -> str:
     return "" if stack.credentials is None else f"--cacert {stack.credentials.authority.certificate_path} "
-
-
-def _command_security(stack: Stack) -> str:
-    """Returns the options with which the command authenticates as an administrator."""
-    if stack.credentials is None:
-        return ""
-    admin = stack.credentials.identities["admin"]
-    files = f"--tls-ca-file {admin.certificate.authority} --tls-cert-file {admin.certificate.cert}"
-    user = f"--etcd-user {admin.account.name} --etcd-password-file {admin.password}"
-    return f" {files} --tls-key-file {admin.certificate.key} --tls-peer-domain {PEER_DOMAIN} {user}"
 
 
 def _fleet(options: StackOptions) -> str:
