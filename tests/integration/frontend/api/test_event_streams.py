@@ -15,6 +15,7 @@ from kvrouter.frontend.admission.request_admission import RequestAdmission
 from kvrouter.frontend.api.http_server import HttpApi
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import Limits
+from kvrouter.frontend.client_work.client_work import ClientWork
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, TooLarge
@@ -33,7 +34,8 @@ class Engine:
     """A FrontendService that sends so many pieces of 1,000 tokens, and a last one."""
 
     options = SimpleNamespace(limits=Limits(1000, 1 << 30))
-    models = SimpleNamespace(may_forward=False, has_text=lambda _: False)
+    texts = SimpleNamespace(work=ClientWork(CollectorRegistry()))
+    models = SimpleNamespace(may_forward=False, has_text=lambda _: False, texts=texts)
     access = None
     admission = RequestAdmission(None, OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry()))
 

@@ -148,6 +148,7 @@ class _Lane:
         finally:
             if job.done.cancelled():
                 self._waiting.remove(job.owner, job)
+            del job  # It holds the error, whose traceback refers to this frame.
 
     def close(self) -> None:
         while (job := self._waiting.take()) is not None:
@@ -189,8 +190,7 @@ def _run_turn(jobs: list[_Job[Any]], loop: asyncio.AbstractEventLoop) -> list[_J
         except StopIteration as end:
             loop.call_soon_threadsafe(_succeed, job.done, end.value)
         except Exception as error:
-            raised = error.untraced() if isinstance(error, KvRouterError) else error
-            loop.call_soon_threadsafe(_fail, job.done, raised)
+            loop.call_soon_threadsafe(_fail, job.done, error.untraced() if isinstance(error, KvRouterError) else error)
         else:
             unfinished.append(job)
     return unfinished

@@ -9,6 +9,8 @@ from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.deadline import Deadline
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
+_ANSWER_SECONDS = 0.5
+"""What is left of the deadline for the answer, so that the client learns why its request was not served."""
 
 
 class RestartWait:
@@ -31,7 +33,7 @@ class RestartWait:
         """Waits a moment. Returns False, at once, if the time for waiting or the request's deadline is over."""
         left = self.limit_seconds - self._waited
         if (until_deadline := deadline.remaining()) is not None:
-            left = min(left, until_deadline)
+            left = min(left, until_deadline - _ANSWER_SECONDS)
         if left <= 0:
             return False
         pause = min(self._pauses.failed(), left)
