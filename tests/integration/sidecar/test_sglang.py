@@ -54,6 +54,7 @@ async def test_an_engine_is_registered_with_what_it_says_of_itself(
     assert [(rank.dp_rank, rank.total_blocks) for rank in found.ranks] == [(0, 64), (1, 64)]
     assert found.max_sequences == 24
     assert (found.openai_endpoint, found.tokenizer, found.role) == (server.url, "org/m", Role.ROLE_BOTH)
+    assert found.engine == "sglang"
     assert list(found.lora_names) == ["adapter"]
 
 

@@ -61,6 +61,7 @@ async def test_an_engine_is_registered_with_what_it_says_of_itself(
     assert found.max_sequences == 24
     assert found.openai_endpoint == server.url
     assert found.tokenizer == "org/m"
+    assert found.engine == "vllm"
     assert list(found.lora_names) == ["adapter"]
     assert found.publishes_events
     assert found.role == Role.ROLE_BOTH

@@ -46,6 +46,7 @@ def config(**settings: Any) -> WorkerConfig:
         ("worker_id", 1.5),
         ("heartbeat_seconds", None),
         ("openai_endpoint", None),
+        ("engine", None),
         ("labels", ["zone"]),
         ("lora_names", "adapter"),
         ("nats", None),
@@ -71,13 +72,14 @@ def test_the_endpoint_is_what_others_reach(bind: str, advertise: str, endpoint: 
 
 
 def test_a_registration_says_where_the_engine_itself_is_reached() -> None:
-    chosen = config(openai_endpoint="http://e:8000", bootstrap_endpoint="e:8998", tokenizer="org/model")
+    chosen = config(openai_endpoint="http://e:8000", bootstrap_endpoint="e:8998", tokenizer="org/model", engine="vllm")
     registration = chosen.registration(
         endpoint="h:1", incarnation=1, transport=Transport.TRANSPORT_DURABLE, registered_unix_ns=1
     )
     assert registration.openai_endpoint == "http://e:8000"
     assert registration.bootstrap_endpoint == "e:8998"
     assert registration.tokenizer == "org/model"
+    assert registration.engine == "vllm"
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "\u202egnp", "m" * 1025])

@@ -13,6 +13,7 @@ from kvrouter.frontend.text.detokenizer import PROMPT_TOKENS, Detokenizer
 from kvrouter.frontend.text.reasoning import ReasoningFormatName, ReasoningParser, reasoning_format
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
 from kvrouter.frontend.text.tool_formats import ToolFormatName, tool_format
+from kvrouter.net.engine_chats import chat_rule
 from kvrouter.net.model_files import OUTPUT_FORMAT, TOKENIZER
 
 _TOKEN_BYTES = 4
@@ -30,6 +31,7 @@ class ModelText:
         cache_bytes: int,
         tool_call_format: ToolFormatName | None = None,
         reasoning_format_name: ReasoningFormatName | None = None,
+        engine: str = "",
     ) -> None:
         """Loads the files, which takes up to seconds.
 
@@ -38,6 +40,7 @@ class ModelText:
             cache_bytes: Memory of the tokenizer's cache.
             tool_call_format: Name of the format of tool calls; None for that of the files, or of the chat template.
             reasoning_format_name: Name of the format of reasoning; None for that of the files.
+            engine: Engine whose prompts are rendered, such as "vllm"; empty if unknown.
 
         Raises:
             InvalidTokenizer: the tokenizer cannot be loaded. An invalid chat template is only reported in
@@ -64,6 +67,8 @@ class ModelText:
         """How the model writes tool calls; None if that is not known."""
         self.reasoning_format = reasoning_format(reasoning_format_name or published.get("reasoning_parser"))
         """How the model marks reasoning; None if it is not separated."""
+        self.chat_rule = chat_rule(engine)
+        """What the engine's template gets of a chat."""
 
     def of_domain(self, domain: str) -> ModelText:
         """Returns the same with the caches of an isolation domain, which no other domain can probe by time.
@@ -76,6 +81,12 @@ class ModelText:
         """Returns the same as ``of_domain`` if it has caches; otherwise None."""
         tokenizer = self.tokenizer.of_known_domain(domain)
         return None if tokenizer is None else self._with(tokenizer)
+
+    def rendered_as(self, engine: str) -> ModelText:
+        """Returns the same with the prompts of another engine."""
+        changed = copy(self)
+        changed.chat_rule = chat_rule(engine)
+        return changed
 
     def _with(self, tokenizer: ModelTokenizer) -> ModelText:
         changed = copy(self)

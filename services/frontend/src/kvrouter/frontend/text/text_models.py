@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter as Votes
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -42,6 +43,8 @@ class _Source:
     files: Files
     workers: tuple[WorkerRegistration, ...] = field(default=(), compare=False)
     """Those that may serve the files."""
+    engine: str = ""
+    """Engine of most workers; empty if they do not say."""
 
 
 class TextModels:
@@ -173,14 +176,16 @@ class TextModels:
             views_by_model.setdefault(view.descriptor.model, []).append(view)
         sources: dict[str, _Source] = {}
         for model, views in sorted(views_by_model.items()):
-            if model in self._directories:
-                sources[model] = _Source(self._directories[model], ())
-                continue
             known = self._sources.get(model)
+            engine = _common_engine(views, "" if known is None else known.engine)
+            if model in self._directories:
+                sources[model] = _Source(self._directories[model], (), engine=engine)
+                continue
             in_use = known.files if known is not None and model in self._loaded else ()
             files = agreed_files(views, in_use, self._pinned_files.get(model, ()))
             if files:
-                sources[model] = _Source(None, files, tuple(each for view in views for each in view.workers.values()))
+                workers = tuple(each for view in views for each in view.workers.values())
+                sources[model] = _Source(None, files, workers, engine)
         return sources
 
     async def _load_all(self, sources: Mapping[str, _Source]) -> bool:
@@ -191,9 +196,14 @@ class TextModels:
             self._failures.pop(model, None)
         complete = True
         for model, source in sources.items():
-            if self._sources.get(model) == source and model not in self._failures:
+            known, loaded = self._sources.get(model), self._loaded.get(model)
+            if known == source and model not in self._failures:
                 continue
             self._sources[model] = source
+            if loaded is not None and known is not None and replace(known, engine=source.engine) == source:
+                self._loaded[model] = loaded.rendered_as(source.engine)
+                if model not in self._failures:
+                    continue
             complete = await self._load(model, source) and complete
         return complete
 
@@ -209,6 +219,7 @@ class TextModels:
                 cache_bytes=self._cache_bytes,
                 tool_call_format=self._tool_call_formats.get(model),
                 reasoning_format_name=self._reasoning_formats.get(model),
+                engine=source.engine,
             )
         except (InvalidModelFiles, InvalidTokenizer, OSError) as error:
             reason = str(error) or repr(error)
@@ -225,9 +236,16 @@ class TextModels:
             vocabulary=text.tokenizer.vocabulary_size,
             chat_template=text.no_template or "loaded",
             finds_tool_calls=text.tool_format is not None,
+            engine=source.engine or "unknown",
             separates_reasoning=text.reasoning_format is not None,
         )
         return True
+
+
+def _common_engine(views: Sequence[ComponentView], in_use: str) -> str:
+    """Returns the engine that most workers register; that in use while none registers any."""
+    votes = Votes(worker.engine for view in views for worker in view.workers.values() if worker.engine)
+    return min(votes, key=lambda engine: (-votes[engine], engine != in_use, engine), default=in_use)
 
 
 def _tokenizing(text: ModelText, domain: str, prompts: Sequence[PromptSource], limit: int) -> Slices[list[bytes]]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvrouter.net.engine_chats import ChatRule
 from kvrouter.runtime.errors import BadRequest
 
 MAX_MESSAGES = 65_536
@@ -29,12 +30,30 @@ def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return [_message(message, index) for index, message in enumerate(messages)]
 
 
-def with_text_content(message: dict[str, Any]) -> dict[str, Any]:
+def as_engine_renders(messages: list[dict[str, Any]], rule: ChatRule, *, continues: bool) -> list[dict[str, Any]]:
+    """Returns messages as an engine passes them to a template.
+
+    Args:
+        messages: The messages.
+        rule: The engine's rule.
+        continues: Whether the prompt ends within the final message.
+    """
+    rendered = list(messages)
+    for index, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            rendered[index] = {**message, "tool_calls": list(map(rule.tool_call, calls))}
+    final = rendered[-1]
+    if rule.user_speaks_last and not continues and final["role"] == "assistant" and isinstance(final["content"], str):
+        rendered[-1] = {"role": "user", "content": final["content"]}
+    return rendered
+
+
+def with_text_content(message: dict[str, Any], separator: str) -> dict[str, Any]:
     """Returns a message whose content is a text: that of its parts, if it is a list."""
     content = message["content"]
     if not isinstance(content, list):
         return message
-    return {**message, "content": "\n".join(part.get("text") or part.get("refusal") or "" for part in content)}
+    return {**message, "content": separator.join(part.get("text") or part.get("refusal") or "" for part in content)}
 
 
 def with_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrouter.frontend.api.openai.chat_messages import template_messages, with_parts, with_text_content
+from kvrouter.frontend.api.openai.chat_messages import (
+    as_engine_renders,
+    template_messages,
+    with_parts,
+    with_text_content,
+)
 from kvrouter.frontend.client_work.client_work import Slices
 from kvrouter.frontend.text.final_message import marked, until_mark
 from kvrouter.frontend.text.model_text import ModelText
@@ -36,8 +41,8 @@ class ChatPrompt:
 
         Args:
             messages: The messages.
-            tools: The tools that the template describes, unless ``tool_choice`` is ``none``.
-            tool_choice: Which of them are called.
+            tools: The tools.
+            tool_choice: Which of them are called, and so, with some engines, which the template describes.
             documents: Documents that the template may use.
             add_generation_prompt: Whether the prompt ends with the begin of the model's message. By default it does,
                 unless the final message is continued.
@@ -66,7 +71,8 @@ class ChatPrompt:
             )
         self.characters = characters
         self._messages = template_messages(messages)
-        self._tools = tools if tool_choice != "none" else None
+        self._tools = tools or ()
+        self._tool_choice = tool_choice
         self._documents = documents
         self._continues = continue_final_message
         self._begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
@@ -87,16 +93,17 @@ class ChatPrompt:
                 field="messages",
                 advice="Send a prompt to /v1/completions.",
             )
-        messages, mark = self._messages, ""
+        rule, mark = text.chat_rule, ""
+        messages = as_engine_renders(self._messages, rule, continues=self._continues)
         if not template.takes_parts:
-            messages = list(map(with_text_content, messages))
+            messages = [with_text_content(message, rule.part_separator) for message in messages]
         elif not template.takes_text:
             messages = list(map(with_parts, messages))
         if self._continues:
             messages, mark = marked(messages)
         rendered = yield from template.rendering(
             messages,
-            tools=self._tools,
+            tools=rule.tools(self._tools, self._tool_choice),
             documents=self._documents,
             add_generation_prompt=self._begins,
             options=self._options,

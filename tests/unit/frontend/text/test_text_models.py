@@ -1,0 +1,48 @@
+"""Prompts are rendered as the engine of most workers renders them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvrouter.frontend.client_work.client_work import ClientWork
+from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.net.engine_chats import chat_rule
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+from prometheus_client import CollectorRegistry
+
+from ....byte_tokenizer import write_byte_tokenizer
+
+
+class Registered:
+    """A directory with one component, whose workers change between two loads."""
+
+    def __init__(self, *states: list[str]) -> None:
+        self._states = states
+        self.components: dict[str, Any] = {}
+
+    async def changes(self) -> AsyncIterator[Registered]:
+        for engines in self._states:
+            workers = {number: WorkerRegistration(engine=engine) for number, engine in enumerate(engines)}
+            self.components = {"a": SimpleNamespace(descriptor=SimpleNamespace(model="m"), workers=workers)}
+            yield self
+
+
+async def rule_after(directory: Path, *states: list[str]) -> object:
+    registry = CollectorRegistry()
+    registered: Any = Registered(*states)
+    unused: Any = None
+    texts = TextModels(registered, unused, {"m": directory}, registry, work=ClientWork(registry), cache_bytes=1 << 20)
+    await asyncio.wait_for(texts.run(), 30)
+    return texts.get("m", "messages").chat_rule
+
+
+async def test_the_rule_is_that_of_most_workers_and_stays_while_there_are_none(tmp_path: Path) -> None:
+    directory = write_byte_tokenizer(tmp_path / "model")
+    assert await rule_after(directory, []) == chat_rule("")
+    assert await rule_after(directory, [], ["vllm", "sglang", "sglang"]) == chat_rule("sglang")
+    assert await rule_after(directory, ["vllm"], ["", ""]) == chat_rule("vllm")
+    assert await rule_after(directory, ["vllm", "vllm"], ["sglang", "vllm"], ["sglang"]) == chat_rule("sglang")
