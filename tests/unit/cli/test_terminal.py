@@ -28,7 +28,7 @@ def test_a_name_is_shown_without_effect(name: str) -> None:
     decision.candidates.append(CandidateTerms(rank=Rank(worker_id=1), formula=name))
     for renderable in (
         decisions_table([decision], several_components=True),
-        summary(decision),
+        "\n".join(summary(decision)),
         candidates_table(decision),
         name,
         Text(name),

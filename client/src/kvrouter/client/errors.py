@@ -88,6 +88,12 @@ class WorkerLost(KvRouterError):
     """The worker failed while it served the request. Send the request again."""
 
 
+class PoisonPrompt(KvRouterError):
+    """Workers died while they ran the request, or requests with the same prompt. Do not send it again."""
+
+    default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class RequestIdReused(KvRouterError):
     """The request id is booked with other content."""
 
@@ -164,6 +170,7 @@ _BY_REASON: dict[int, type[KvRouterError]] = {
     ErrorReason.ERROR_REASON_ALL_BUSY: AllBusy,
     ErrorReason.ERROR_REASON_NOT_READY: NotReady,
     ErrorReason.ERROR_REASON_WORKER_LOST: WorkerLost,
+    ErrorReason.ERROR_REASON_POISON_PROMPT: PoisonPrompt,
     ErrorReason.ERROR_REASON_REQUEST_ID_REUSED: RequestIdReused,
     ErrorReason.ERROR_REASON_SESSION_LOST: SessionLost,
     ErrorReason.ERROR_REASON_DEADLINE: DeadlineExceeded,

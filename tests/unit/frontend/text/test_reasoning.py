@@ -97,7 +97,9 @@ def test_the_prompt_says_whether_reasoning_has_begun(
 def test_reasoning_is_separated_only_if_a_format_is_published_or_chosen(
     model_files: dict[str, bytes], published: Any, chosen: Any, separates: bool
 ) -> None:
-    files = model_files | ({} if published is None else {"output_format.json": json.dumps(published).encode()})
+    files = {name: content for name, content in model_files.items() if name != "output_format.json"}
+    if published is not None:
+        files["output_format.json"] = json.dumps(published).encode()
     model = ModelText(files, cache_bytes=1 << 20, reasoning_format_name=chosen)
     assert (model.reasoning_format is not None) == separates
 

@@ -25,6 +25,7 @@ TYPED_ERRORS: list[errors.KvRouterError] = [
     errors.AllBusy(250),
     errors.NotReady("restoring"),
     errors.WorkerLost(3, "gone"),
+    errors.PoisonPrompt("two workers died"),
     errors.RequestIdReused("r"),
     errors.SessionLost("s"),
     errors.DeadlineExceeded(),
