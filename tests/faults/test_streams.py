@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
@@ -22,7 +22,9 @@ from .processes import MODEL, Processes, cancelled, start_system
 from .rig import FULL
 
 STREAMS = 10_000 if FULL else 2_000
-CLIENTS = 4
+CLIENTS = 16 if FULL else 4
+"""Each on a connection of its own, which takes 1,024 calls."""
+_OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 PATIENCE_SECONDS = 240.0
 """Far above what ten thousand streams take."""
 GROWTH = 1.2
@@ -54,7 +56,10 @@ async def streams(processes: Processes) -> AsyncIterator[list[grpc.aio.Channel]]
     """As many as there should be, all of them booked; yields the connections that they are on."""
     endpoint = processes.directory.services("frontend")["frontend-0"].endpoint
     async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(open_channel(endpoint)) for _ in range(CLIENTS)]
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(endpoint, _OWN_CONNECTION))
+            for _ in range(CLIENTS)
+        ]
         frontends = [cast(Frontend, remote(_FRONTEND, channel)) for channel in channels]
         running = [asyncio.create_task(stream(frontends[each % CLIENTS], each)) for each in range(STREAMS)]
         try:
