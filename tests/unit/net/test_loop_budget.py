@@ -1,4 +1,6 @@
 import asyncio
+import gc
+import weakref
 
 import pytest
 from kvrouter.net.loop_budget import LoopBudget, loop_budget
@@ -16,7 +18,7 @@ async def _passes(taken: list[int], until: int) -> list[int]:
 
 
 async def test_readers_share_the_work_of_a_pass_in_turn() -> None:
-    budget = LoopBudget(asyncio.get_running_loop(), pass_us=100)
+    budget = LoopBudget(pass_us=100)
     taken: list[int] = []
 
     async def read(reader: int) -> None:
@@ -34,7 +36,7 @@ async def test_readers_share_the_work_of_a_pass_in_turn() -> None:
 
 
 async def test_work_beyond_a_pass_gets_one_of_its_own() -> None:
-    budget = LoopBudget(asyncio.get_running_loop(), pass_us=100)
+    budget = LoopBudget(pass_us=100)
     order: list[str] = []
 
     async def read(name: str, cost: int) -> None:
@@ -48,7 +50,7 @@ async def test_work_beyond_a_pass_gets_one_of_its_own() -> None:
 
 
 async def test_a_cancelled_reader_takes_no_turn() -> None:
-    budget = LoopBudget(asyncio.get_running_loop(), pass_us=100)
+    budget = LoopBudget(pass_us=100)
     first, cancelled = (asyncio.create_task(budget.turn(100)) for _ in range(2))
     await first
     cancelled.cancel()
@@ -60,3 +62,13 @@ async def test_a_cancelled_reader_takes_no_turn() -> None:
 
 async def test_a_loop_has_one_budget() -> None:
     assert loop_budget() is loop_budget()
+
+
+def test_a_closed_loop_is_freed_with_its_budget() -> None:
+    async def take() -> weakref.ref[asyncio.AbstractEventLoop]:
+        assert loop_budget().take(1)
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(take())
+    gc.collect()
+    assert loop() is None

@@ -18,10 +18,12 @@ that is half as fast."""
 
 
 class LoopBudget:
-    """Work that the current pass may still do. Belongs to one event loop; see ``loop_budget``."""
+    """Work that the current pass of one event loop may still do; see ``loop_budget``.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, pass_us: int = PASS_US) -> None:
-        self._loop = loop
+    It must not refer to its loop, which would never be freed then.
+    """
+
+    def __init__(self, pass_us: int = PASS_US) -> None:
         self._pass_us = pass_us
         self._left_us = pass_us
         self._is_pass_open = False
@@ -35,7 +37,7 @@ class LoopBudget:
         """
         if self.take(cost_us):
             return
-        turn: asyncio.Future[None] = self._loop.create_future()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # A cancelled reader's share of the pass stays unused.
         self._waiting.append((lambda: None if turn.done() else turn.set_result(None), cost_us))
         await turn
@@ -61,7 +63,7 @@ class LoopBudget:
         self._left_us -= cost_us
         if not self._is_pass_open:
             self._is_pass_open = True
-            self._loop.call_soon(self._begin_pass)
+            asyncio.get_running_loop().call_soon(self._begin_pass)
 
     def _begin_pass(self) -> None:
         self._is_pass_open = False
@@ -80,5 +82,5 @@ def loop_budget() -> LoopBudget:
     loop = asyncio.get_running_loop()
     budget = _budgets.get(loop)
     if budget is None:
-        budget = _budgets[loop] = LoopBudget(loop)
+        budget = _budgets[loop] = LoopBudget()
     return budget
