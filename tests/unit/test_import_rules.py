@@ -117,7 +117,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "overlap": ("bookings", "identifiers", "load", "policies", "request", "workers"),
         "bookings": ("identifiers", "load", "metrics", "request"),
         "routing": ("bookings", "identifiers", "load", "overlap", "policies", "request", "workers"),
-        "queue": ("bookings", "identifiers", "metrics", "overlap", "policies", "routing"),
+        "queue": ("bookings", "identifiers", "load", "metrics", "overlap", "policies", "request", "routing"),
         "replication": ("bookings", "identifiers", "load", "request"),
         "api": (
             *("bookings", "identifiers", "load", "metrics", "overlap", "policies"),

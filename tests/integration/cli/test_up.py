@@ -110,7 +110,7 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
         report = await run(
             [
                 *(sys.executable, "-m", "kvrouter.cli.main", "replay"),
-                *("--requests", "5", "--clock", "10", "--mode", "round-robin"),
+                *("--requests", "5", "--clock", "3", "--mode", "round-robin"),
             ]
         )
         assert re.search(r"requests completed\s+5\b", report)

@@ -29,6 +29,7 @@ def context(count: int, **columns: Any) -> SchedulingContext:
         "leading_active_blocks": zeros,
         "active_requests": zeros,
         "free_slots": [math.inf] * count,
+        "is_kept": [False] * count,
         "total_blocks": zeros,
         "max_batched_tokens": zeros,
         "head_prefill_tokens": zeros,

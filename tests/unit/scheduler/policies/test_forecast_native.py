@@ -37,6 +37,7 @@ def contexts(draw: st.DrawFn) -> SchedulingContext:
         leading_active_blocks=column(st.integers(0, 7000)),
         active_blocks=column(st.integers(0, 20_000)),
         active_requests=column(st.integers(0, 300)),
+        is_kept=column(st.just(False), st.booleans()),
         free_slots=column(st.just(math.inf), st.floats(-3, 3).map(round)),
         total_blocks=column(st.just(0), st.integers(1, 20_000)),
         max_batched_tokens=column(st.just(0), st.sampled_from([512, 8192]), st.integers(1, 100_000)),
@@ -66,7 +67,7 @@ def test_the_choice_is_the_same(given_context: SchedulingContext, seed: int) -> 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(policy, "NATIVE", None)
         computed = rule.decide(given_context, Random(seed))
-    is_open = given_context.free_slots >= 1
+    is_open = (given_context.free_slots >= 1) & ~given_context.is_kept
     costs = np.where(is_open | ~is_open.any(), computed.explanation.costs, np.inf)
     assert costs[natively.index] == pytest.approx(costs.min(), rel=1e-9, abs=1e-6)
     if np.isclose(costs, costs.min()).sum() == 1:

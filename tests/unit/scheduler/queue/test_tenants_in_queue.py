@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
-from kvrouter.scheduler.queue.fair_order import Tenant
 from kvrouter.scheduler.queue.request_queue import INTERVAL_S, PATIENCE_S, RequestQueue
+from kvrouter.scheduler.request.tenant import Tenant
 
 WHY = Explanation("")
 FLOOD, QUIET = Tenant("flood"), Tenant("quiet")
@@ -145,3 +145,17 @@ def test_a_pass_that_ends_early_continues_with_the_requests_of_every_tenant() ->
     for step in range(1, 8):
         assert not list(queue.release(step * 2 * INTERVAL_S, decide))
     assert len(set(tried)) == 400
+
+
+def test_a_tenant_that_leaves_room_for_others_is_asked_once_in_a_pass() -> None:
+    queue = Queue()
+    add(queue, FLOOD, range(50))
+    add(queue, QUIET, range(3))
+    asked: list[str] = []
+
+    def decide(request: tuple[str, int]) -> Choice | Wait:
+        asked.append(request[0])
+        return Choice(0, WHY) if request[0] == "quiet" else Wait(0, WHY, for_slot=True, keeps_room=True)
+
+    assert [tenant for (tenant, _), _ in queue.release(1.0, decide)] == ["quiet"] * 3
+    assert Counter(asked) == {"quiet": 3, "flood": 1}

@@ -37,11 +37,11 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait, rank_label
-from kvrouter.scheduler.queue.fair_order import Tenant
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.request.tenant import Tenant
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, snapshot
 from kvrouter.scheduler.routing.decision import Decision, decide
@@ -124,6 +124,7 @@ class Selector:
                 key, request.session_id, request.opening_number, lease_seconds(request.lease_ms), request.restores
             )
             context = self.reader.read(request.request, None if key is None else stage_of(request.booking), booking)
+            context = context._replace(tenant=_tenant_of(request))
             mode = context.options.mode
             if context.ignored_overrides:
                 self._warn_of_ignored(context)
@@ -273,7 +274,7 @@ class Selector:
         if self.queued is None or context.booking.key is None or not isinstance(decision.verdict, Wait):
             response = self.settle(context, overlaps, decision)
             if self.queued is not None:
-                self.queued.dispatched(context, decision, _tenant_of(request))
+                self.queued.dispatched(context, decision)
             return response
         self._record(decision._replace(chosen=None, explanation=_waiting_reason(decision)))
         if request.time_left_ms:
@@ -285,7 +286,6 @@ class Selector:
                 decision,
                 arrived_unix_ns=request.arrived_unix_ns,
                 deadline=deadline,
-                tenant=_tenant_of(request),
             )
         except (AllBusy, DeadlineExceeded) as error:
             self._record(

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from kvrouter.scheduler.load.reported_load import Reported
-from kvrouter.scheduler.policies.interface import Amounts, Column
+from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.workers.candidates import Candidate
-from kvrouter.scheduler.workers.worker_set import Mask
 from kvrouter.v1.events_pb2 import LoadReport
 
 

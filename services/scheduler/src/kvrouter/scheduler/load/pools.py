@@ -13,6 +13,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits
+from kvrouter.scheduler.load.headroom import Headroom
 from kvrouter.scheduler.load.prediction_check import PredictionCheck
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.load.slots import capacity, free_slots
@@ -49,6 +50,7 @@ class Pool:
         self.reports = LoadReports(report_age_seconds, self.booked_load.most_booked)
         self.cache_hits = CacheHits()
         self.prediction_check = PredictionCheck(clock)
+        self.headroom = Headroom()
         self.previous: dict[str, Rank] = {}
         """Rank that each policy chose last, by the policy's name."""
         self.worker_set = WorkerSet(())
@@ -77,10 +79,18 @@ class Pool:
             requests: Bookings of each rank.
             now: Seconds, by the clock that stamps load reports.
         """
+        return free_slots(self._slots_and_ahead(), self.worker_set.slots, requests, self.reports.others(now))
+
+    def ahead(self) -> Amounts:
+        """Returns how many requests may wait in the engine of each rank for the next slot, in order of rank."""
+        slots = self.worker_set.slots
+        return np.where(np.isfinite(slots), self._slots_and_ahead(), 0.0) - np.where(np.isfinite(slots), slots, 0.0)
+
+    def _slots_and_ahead(self) -> Amounts:
         ranks, seconds = self.worker_set, self.booked_load.time_in_flight.seconds
         if self._capacity is None or self._capacity[0] is not ranks or self._capacity[1] != seconds:
             self._capacity = ranks, seconds, capacity(ranks.slots, seconds)
-        return free_slots(self._capacity[2], ranks.slots, requests, self.reports.others(now))
+        return self._capacity[2]
 
     def open_ranks(self, now: float) -> Collection[Rank] | None:
         """Returns the ranks that accept requests and have a free slot; None if one has no known limit, or none accepts.

@@ -24,6 +24,10 @@ Amounts = NDArray[np.float64]
 """Numbers by candidate, shape (candidates,)."""
 
 
+Mask = NDArray[np.bool_]
+"""One boolean for each candidate."""
+
+
 class SchedulingContext(NamedTuple):
     """A request and its candidates: at least one, in order of rank, none of them busy."""
 
@@ -52,6 +56,8 @@ class SchedulingContext(NamedTuple):
     """Requests booked."""
     free_slots: Amounts
     """Further requests that the rank may have; 0 or less if it has no slot, infinite if its slots are unknown."""
+    is_kept: Mask
+    """Whether the request would take room there that its tenant leaves free for others."""
     total_blocks: Column
     """KV blocks in device memory; 0 if unknown."""
     max_batched_tokens: Column
@@ -88,6 +94,7 @@ _COLUMNS = (
     "leading_active_blocks",
     "active_requests",
     "free_slots",
+    "is_kept",
     "total_blocks",
     "max_batched_tokens",
     "head_prefill_tokens",
@@ -150,7 +157,10 @@ class Wait:
     prefill_tokens: int | None = None
     """As in ``Choice``."""
     for_slot: bool = False
-    """Whether no candidate has a free slot: dispatched, the request would wait in the engine all the same."""
+    """Whether no candidate has a free slot: dispatched, the request would wait in the engine all the same. The request
+    also waits for one if it would take room that its tenant leaves free for others."""
+    keeps_room: bool = False
+    """Whether there is room that its tenant leaves free for others."""
 
 
 class Policy(Protocol):

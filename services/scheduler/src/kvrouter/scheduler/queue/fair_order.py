@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
+from kvrouter.scheduler.request.tenant import Tenant
+
 LOOKAHEAD = 64
 """Requests of a tenant among which a preferred one passes the others."""
 
@@ -27,15 +29,6 @@ T = TypeVar("T", bound=Hashable)
 
 Place: TypeAlias = tuple[int, float]
 """Sort key of a request: its negative priority, then what its policy prefers."""
-
-
-class Tenant(NamedTuple):
-    """Whose request it is."""
-
-    name: str = ""
-    """Name; requests without one count as those of one tenant."""
-    weight: float = 1.0
-    """Its share, relative to others'."""
 
 
 class Entry(NamedTuple, Generic[T]):

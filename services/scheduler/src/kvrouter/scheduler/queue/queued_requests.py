@@ -26,10 +26,10 @@ from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRoute
 from kvrouter.scheduler.bookings.changes import Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
+from kvrouter.scheduler.load.headroom import Headroom
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
-from kvrouter.scheduler.queue.fair_order import Tenant
 from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.routing.candidate_snapshot import RETRY_AFTER_MS
 from kvrouter.scheduler.routing.decision import Decision
@@ -90,6 +90,8 @@ class _Component:
     queue: RequestQueue[Key]
     open_ranks: Callable[[float], Collection[Rank] | None]
     """As of the component's pool."""
+    headroom: Headroom
+    """That of the component's pool."""
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
@@ -127,7 +129,6 @@ class QueuedRequests:
         *,
         arrived_unix_ns: int,
         deadline: Deadline,
-        tenant: Tenant,
     ) -> SelectWorkerResponse:
         """Waits until the request can be dispatched, books it and returns the response.
 
@@ -137,7 +138,6 @@ class QueuedRequests:
             decision: The decision, with a Wait.
             arrived_unix_ns: Arrival of the request at the caller, nanoseconds since 1970; 0 for now.
             deadline: Deadline of its first token.
-            tenant: Whose request it is.
 
         Raises:
             AllBusy: the queue is full, or nearly full and the tenant has its share of it.
@@ -158,7 +158,7 @@ class QueuedRequests:
             since=now - waited,
             deadline=math.inf if remaining is None else now + remaining,
             priority=request.priority,
-            tenant=tenant,
+            tenant=request.tenant,
         ):
             self._count(component, "full")
             most = self._max_queued_requests
@@ -230,19 +230,27 @@ class QueuedRequests:
         component = self._components.get(name)
         return component is not None and component.queue.is_behind
 
-    def dispatched(self, request: RequestContext, decision: Decision, tenant: Tenant) -> None:
+    def dispatched(self, request: RequestContext, decision: Decision) -> None:
         """Notes that a request was booked without waiting, and counts for its tenant until its booking ends."""
         key, verdict = request.booking.key, decision.verdict
         if key is not None and verdict is not None:
-            self._component(request).queue.dispatched(key, tenant, verdict.use_tokens)
+            component = self._component(request)
+            component.queue.dispatched(key, request.tenant, verdict.use_tokens)
+            self._began(component, request, verdict)
+
+    def _began(self, component: _Component, request: RequestContext, verdict: Choice | Wait) -> None:
+        if (key := request.booking.key) is not None:
+            prompt_tokens = request.prompt.tokens
+            component.headroom.began(key, request.tenant, verdict.use_tokens, prompt_tokens, self._clock())
 
     def _component(self, request: RequestContext) -> _Component:
         pool = request.pool
         component = self._components.get(pool.name)
         if component is None:
             queue: RequestQueue[Key] = RequestQueue(self._max_queued_requests)
-            component = self._components[pool.name] = _Component(queue, pool.open_ranks)
-        component.open_ranks = pool.open_ranks  # the pool is another one if its block size has changed
+            component = self._components[pool.name] = _Component(queue, pool.open_ranks, pool.headroom)
+        # The pool is another one if its block size has changed.
+        component.open_ranks, component.headroom = pool.open_ranks, pool.headroom
         return component
 
     def follow(self, booking_table: BookingTable) -> None:
@@ -259,6 +267,7 @@ class QueuedRequests:
     def _ended(self, key: Key) -> None:
         for component in self._components.values():
             component.queue.ended(key)
+            component.headroom.ended(key, self._clock())
         if self._waiting:
             self._wake.set()
 
@@ -348,6 +357,7 @@ class QueuedRequests:
             try:
                 queued = decision._replace(queued_seconds=now - waiting.queued_from)
                 response = self._decider.settle(waiting.request, waiting.overlaps, queued)
+                self._began(component, waiting.request, verdict)
             except Exception as error:
                 component.queue.ended(key)
                 self._end(component, key, "refused", error)

@@ -45,7 +45,8 @@ from typing import Generic, TypeVar
 from kvrouter.core import Rank
 from kvrouter.runtime.fair_bound import FairBound
 from kvrouter.scheduler.policies.interface import Choice, Wait
-from kvrouter.scheduler.queue.fair_order import Entry, FairOrder, Place, Tenant
+from kvrouter.scheduler.queue.fair_order import Entry, FairOrder, Place
+from kvrouter.scheduler.request.tenant import Tenant
 
 AGING = 2000.0
 """Tokens by which one second of waiting lowers a sort key. A prompt of 100,000 tokens passes a new one after 50 s,
@@ -265,9 +266,13 @@ class RequestQueue(Generic[T]):
         impatient = self._impatient(now)
         without_room: Counter[Rank | None] = Counter()
         tried: dict[str, Entry[T]] = {}
+        keeping: set[str] = set()
+        """Tenants whose requests leave room for others."""
         for request in self._in_order(impatient):
             queued = self._queued.get(request)
-            if queued is None or (without_room[queued.rank] >= TRIES_PER_RANK and queued.rank and request != impatient):
+            if queued is None or queued.tenant.name in keeping:
+                continue
+            if without_room[queued.rank] >= TRIES_PER_RANK and queued.rank and request != impatient:
                 continue
             decided = decide(request)
             if request not in self._queued:
@@ -276,7 +281,10 @@ class RequestQueue(Generic[T]):
                 self._keep_queued(queued, decided)
                 if request != impatient or decided.for_slot:
                     tried[queued.tenant.name] = queued.entry
-                    without_room[queued.rank] += 1
+                    if decided.keeps_room:
+                        keeping.add(queued.tenant.name)
+                    # None passes the one that has lost its patience on its rank, so that room for it gathers there.
+                    without_room[queued.rank] += TRIES_PER_RANK if request == impatient else 1
                     self._next_look = now + INTERVAL_S * without_room.total() / TRIES
                     if without_room.total() >= TRIES:
                         self._order.pause(tried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -10,9 +11,10 @@ from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
 from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
 from kvrouter.scheduler.load.busy import Load
+from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.prefill_waits import waits_ms
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
-from kvrouter.scheduler.policies.interface import Amounts, Column, SchedulingContext
+from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import PrefillDecision, PrefillPlaces, prefill_places
 from kvrouter.scheduler.routing.first_prefill import first_prefill
@@ -41,6 +43,8 @@ class CandidateSnapshot(NamedTuple):
     """Prompt tokens that each candidate would compute itself."""
     free_slots: Amounts
     """Further requests that each candidate may have; infinite where its slots are unknown."""
+    is_kept: Mask
+    """Whether the request would take room there that its tenant leaves free for others."""
     judged: Load | None
     """Loads to compare with the thresholds; None if no threshold is set."""
     fit: Places
@@ -118,6 +122,7 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
     new_tokens = new_prefill_tokens(
         request.prompt.tokens, overlap_blocks, pool.booked_load.block_size, constraints.stage
     )
+    free_slots = pool.free_slots(loads.requests, now)
     prefill = None
     if constraints.stage == _DECODE:
         prefill = PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
@@ -132,12 +137,36 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
         loads,
         overlap_blocks,
         new_tokens,
-        pool.free_slots(loads.requests, now),
+        free_slots,
+        _is_kept(request, loads, new_tokens, free_slots, now),
         judged,
         fit,
         free,
         prefill,
     )
+
+
+def _is_kept(request: RequestContext, loads: Loads, new_tokens: Column, free_slots: Amounts, now: float) -> Mask:
+    """Returns where the request would take room that its tenant leaves free for others."""
+    pool, headroom, tenant = request.pool, request.pool.headroom, request.tenant.name
+    ranks, size = pool.worker_set, pool.booked_load.block_size
+    if not request.options.queues or not headroom.uses_more(tenant, now):
+        return ranks.nowhere
+    total = np.where(ranks.total_blocks, ranks.total_blocks, np.inf)
+    slots = np.where(ranks.accepting, free_slots - pool.ahead(), 0.0)
+    if not np.isfinite(np.minimum(slots, total)[ranks.accepting]).all():
+        return ranks.nowhere  # there is no limit that others could meet
+    typical = headroom.typical_tokens(tenant)
+    delayed = delays(loads.prefill_tokens, new_tokens, typical)
+    if not headroom.has_share(tenant, ranks.accepted_blocks * size, ranks.accepted_slots):
+        return delayed
+    blocks = math.ceil(typical / size)
+    used = loads.active_blocks - (request.prompt.blocks - loads.leading_active_blocks)
+    every = places(ranks.slots, total, blocks)[ranks.accepting].sum()
+    before, after = places(slots, total - used, blocks), places(slots - 1, total - loads.active_blocks, blocks)
+    # A limited tenant waits for room: what it would take in advance is not there when others come.
+    lacks_room = (slots < 1) | (loads.active_blocks > total)
+    return delayed | lacks_room | takes_kept_room(before, after, headroom.kept(tenant, every, now))
 
 
 def _prefill_places(
@@ -183,6 +212,7 @@ def context_of(
         leading_active_blocks=loads.leading_active_blocks,
         active_requests=loads.requests,
         free_slots=found.free_slots,
+        is_kept=found.is_kept,
         total_blocks=worker_set.total_blocks,
         max_batched_tokens=worker_set.max_batched_tokens,
         head_prefill_tokens=heads.tokens,

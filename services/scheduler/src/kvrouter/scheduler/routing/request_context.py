@@ -14,6 +14,7 @@ from kvrouter.scheduler.policies.direct.policy import Rule as Direct
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, ignored_overrides, overridden
 from kvrouter.scheduler.request.prompt import Prompt, read_prompt
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors
+from kvrouter.scheduler.request.tenant import Tenant
 from kvrouter.scheduler.routing.affinity import conversation_of
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.v1.common_pb2 import Role, Stage
@@ -64,6 +65,8 @@ class RequestContext(NamedTuple):
     """In stage decode, whether the rank may compute the prompt itself; otherwise a prefill worker always does."""
     prefill_pools: tuple[Pool, ...] = ()
     """Components that this Scheduler knows whose workers may compute the prompt instead."""
+    tenant: Tenant = Tenant()
+    """Whose request it is."""
 
     def prefill_factors(self) -> PrefillFactors:
         """Returns what is known of the times to compute and to transfer a prompt.

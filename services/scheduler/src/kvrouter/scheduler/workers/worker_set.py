@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
-from kvrouter.scheduler.policies.interface import Amounts, Column
+from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, serves
 from kvrouter.v1.common_pb2 import Stage
 from numpy.typing import NDArray
-
-Mask = NDArray[np.bool_]
-"""One boolean for each candidate."""
 
 Places = NDArray[np.intp]
 """Indexes of candidates in the worker set, ascending."""
@@ -62,6 +60,13 @@ class WorkerSet:
         """Which candidates accept new requests."""
         self.limits_requests = bool(self.accepting.any() and np.isfinite(self.slots[self.accepting]).all())
         """Whether any candidate accepts requests, and the slots of all that do are known."""
+        self.accepted_slots = float(self.slots[self.accepting].sum())
+        """Slots of the candidates that accept requests; infinite if some are unknown."""
+        total = self.total_blocks[self.accepting]
+        self.accepted_blocks = float(total.sum()) if total.all() else math.inf
+        """KV blocks of the candidates that accept requests; infinite if some are unknown."""
+        self.nowhere: Mask = np.zeros(len(candidates), np.bool_)
+        """No candidate."""
         self._labelled: dict[tuple[str, str], list[int]] = defaultdict(list)
         self._adapted: dict[str, list[int]] = defaultdict(list)
         for place, candidate in enumerate(candidates):

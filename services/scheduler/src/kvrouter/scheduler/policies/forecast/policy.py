@@ -28,9 +28,10 @@ Speed counts where a request waits, not in the price of work: a fast rank comput
 is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
 blocks decide how many requests are served at all, on slow ranks as well.
 
-Ranks without a free slot are left out while another one has some. If none has, or if the cheapest one lacks KV cache
-for the request (u' > 1), the policy returns a Wait for the cheapest rank. In the engine's queue the request would block
-all requests behind it, of other tenants as well; for lack of KV cache, another rank would compute its prompt again.
+Ranks without a free slot, or whose room is kept for other tenants, are left out while another one has some. If none
+has, or if the cheapest one lacks KV cache for the request (u' > 1), the policy returns a Wait for the cheapest rank. In
+the engine's queue the request would block all requests behind it, of other tenants as well; for lack of KV cache,
+another rank would compute its prompt again.
 
 Missing signals:
 
@@ -137,14 +138,16 @@ class Rule:
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
         weighed = weigh_natively(context) if NATIVE is not None else weigh(context, used_shares(context))
         costs = weighed.forecast + weighed.batch + weighed.work + weighed.output + weighed.shortage
-        slots = context.free_slots
-        is_open = slots >= 1 if slots.min() < 1 else None
+        slots, is_kept = context.free_slots, context.is_kept
+        is_limited = bool(is_kept.any())
+        is_open = (slots >= 1) & ~is_kept if is_limited or slots.min() < 1 else None
         has_slot = is_open is None or bool(is_open.any())
         weighed_costs = costs if is_open is None or not has_slot else np.where(is_open, costs, np.inf)
         index = draw_lowest(weighed_costs, rng)
 
         def formula(index: int) -> str:
-            full = ", no free slot" if slots[index] < 1 else ""
+            kept = ", room is kept for other tenants" if is_kept[index] else ""
+            full = ", no free slot" if slots[index] < 1 else kept
             return (
                 f"Formula for {rank_label(context.ranks[index])}: {costs[index]:.1f} ms = "
                 f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + "
@@ -170,6 +173,8 @@ class Rule:
         use_tokens = max(added, slot)
         if not has_slot or (total and context.active_blocks[index] > total):
             reason = "the cheapest rank lacks KV blocks" if has_slot else "no rank has a free slot"
+            if not has_slot and is_limited:
+                reason = "the free room is kept for other tenants"
             return Wait(
                 index,
                 Explanation(reason, costs, terms, formula),
@@ -179,6 +184,7 @@ class Rule:
                 rank=context.ranks[index],
                 prefill_tokens=new_tokens,
                 for_slot=not has_slot,
+                keeps_room=is_limited and not has_slot,
             )
         reason = "lowest cost" if is_open is None else "lowest cost of the ranks with a free slot"
         return Choice(

@@ -1,0 +1,240 @@
+"""Room that a tenant with its share of the ranks leaves free, for requests that other tenants will soon send.
+
+    kept    = max(0, need - sum of min(n, share))                              [requests]
+    need    = min(min(sum of p, ceil(sum of m + DEVIATIONS * sqrt(sum of m * (p - m)))) + SPARE, MOST * places)
+
+Sums are over the other tenants that had a request in flight in the last minute:
+
+    n       = requests in flight                                              [requests]
+    p       = the most that were in flight at once in the last RECENT_S, at most the tenant's share
+    m       = mean of n over about MEAN_S, at most p
+    share   = max(1, places * weight / weights of all those tenants)           [requests]
+    places  = requests that all ranks have room for, used or not               [requests]
+
+A number between 0 and p with mean m has a variance of m * (p - m) at most (Bhatia and Davis, 2000), and variances of
+independent tenants add up. So what one tenant had at once is kept for it, but not for each of many that rarely send.
+SPARE gives its next request a choice: the slot that its last one left is often on a rank where prompts of others have
+just begun.
+
+A tenant has its share if it uses as large a part of all slots, or of the KV cache, as its weight is of all weights. One
+below it may use the room that is kept. A tenant that uses more than another one piles up few prompts on a rank
+(``delays``). A tenant that is alone is not limited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.policies.forecast.policy import PREFILL_N0_MS, PREFILL_N1_MS, PREFILL_N2_MS
+from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
+from kvrouter.scheduler.request.tenant import Tenant
+
+RECENT_S = 60.0
+"""Time for which a tenant counts after its last request, and its peak after it was reached, seconds."""
+
+MEAN_S = 30.0
+"""Time constant of the mean number of requests in flight, seconds."""
+
+DEVIATIONS = 2.0
+"""Standard deviations above the mean for which there is room: enough in 95% of the time, and mostly more, because the
+variance is an upper bound."""
+
+SLOWER = 1.5
+"""Factor by which prompts of a limited tenant may delay the first token of a prompt of others."""
+
+SPARE = 1
+"""Places kept beyond those that other tenants are likely to need."""
+
+MOST = 0.5
+"""Part of all places that is kept free at most."""
+
+PROMPTS = 16.0
+"""Requests over which the mean prompt length of a tenant is taken."""
+
+MAX_TENANTS = 256
+"""Tenants that are remembered. Of more, those that began a request most recently count."""
+
+
+@dataclass(slots=True)
+class _Recent:
+    """A tenant that had a request in flight of late."""
+
+    weight: float
+    seen: float
+    """When a request of it began or ended last."""
+    changed: float
+    window_from: float
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: float = 0.0
+    """Mean length of its prompts."""
+    mean: float = 0.0
+    peaks: tuple[int, int] = 0, 0
+    """Peak of the last window of half of RECENT_S, and of the one under way."""
+
+    def follow(self, now: float) -> None:
+        """Brings mean and peaks up to date, before the number of requests changes."""
+        self.mean += (self.requests - self.mean) * -math.expm1(min(0.0, self.changed - now) / MEAN_S)
+        self.changed = now
+        if (passed := now - self.window_from) >= RECENT_S / 2:
+            self.peaks = self.peaks[1] if passed < RECENT_S else self.requests, self.requests
+            self.window_from = now
+
+
+class Headroom:
+    """The tenants of one component and their requests in flight. Every event is passed in with its time in seconds."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._recent: OrderedDict[str, _Recent] = OrderedDict()
+        """By name; the last one began a request most recently."""
+        self._running: dict[Key, tuple[str, int]] = {}
+        """Tenant and tokens of each request in flight."""
+        self._weights = 0.0
+        """Sum over all tenants."""
+        self._forgot = -math.inf
+        """When it last looked for tenants to forget."""
+        self._kept: dict[str, int] = {}
+        """What each tenant leaves free, as computed since a request began or ended."""
+
+    def __len__(self) -> int:
+        """Returns the number of tenants that it remembers."""
+        return len(self._recent)
+
+    def began(self, key: Key, tenant: Tenant, tokens: int, prompt_tokens: int, now: float) -> None:
+        """Notes that a request goes to a rank, where it counts ``tokens`` of KV cache as in ``Choice.use_tokens``."""
+        if key in self._running:
+            return
+        self._kept.clear()
+        tokens = max(1, tokens)
+        self._running[key] = tenant.name, tokens
+        recent = self._recent.get(tenant.name)
+        if recent is None:
+            recent = self._recent[tenant.name] = _Recent(0.0, now, now, now, prompt_tokens=prompt_tokens)
+            if len(self._recent) > MAX_TENANTS:
+                self._weights -= self._recent.popitem(last=False)[1].weight
+        recent.follow(now)
+        self._weights += tenant.weight - recent.weight
+        recent.weight, recent.seen = tenant.weight, now
+        recent.requests += 1
+        recent.tokens += tokens
+        recent.prompt_tokens += (prompt_tokens - recent.prompt_tokens) / PROMPTS
+        recent.peaks = recent.peaks[0], max(recent.peaks[1], recent.requests)
+        self._recent.move_to_end(tenant.name)
+
+    def ended(self, key: Key, now: float) -> None:
+        """Notes that a request has ended."""
+        self._kept.clear()
+        tenant, tokens = self._running.pop(key, ("", 0))
+        if tokens and (recent := self._recent.get(tenant)) is not None:
+            recent.follow(now)
+            recent.seen = now
+            recent.requests = max(0, recent.requests - 1)  # the tenant may have been forgotten in between
+            recent.tokens = max(0, recent.tokens - tokens)
+
+    def uses_more(self, tenant: str, now: float) -> bool:
+        """Returns whether any other tenant uses less KV cache than this one, by weight."""
+        if len(self._recent) < 2:
+            return False
+        self._forget(now)
+        own = self._recent.get(tenant)
+        if own is None:
+            return False
+        use = own.tokens / own.weight
+        return any(each.tokens < use * each.weight for each in self._recent.values())
+
+    def has_share(self, tenant: str, tokens: float, slots: float) -> bool:
+        """Returns whether a tenant uses as large a part of the ranks as its weight is of all weights.
+
+        Args:
+            tenant: Name of the tenant.
+            tokens: KV cache of all ranks in tokens; infinite if it is unknown.
+            slots: Slots of all ranks; infinite if they are unknown.
+        """
+        own = self._recent[tenant]
+        share = own.weight / self._weights
+        return own.tokens >= tokens * share or own.requests >= slots * share
+
+    def typical_tokens(self, tenant: str) -> float:
+        """Returns the mean prompt tokens of the other tenants' requests; 1 if there are none."""
+        others = [each for name, each in self._recent.items() if name != tenant]
+        likely = sum(each.mean for each in others)
+        return max(1.0, sum(each.mean * each.prompt_tokens for each in others) / likely if likely else 1.0)
+
+    def kept(self, tenant: str, places: float, now: float) -> int:
+        """Returns the further requests of other tenants for which a tenant leaves room.
+
+        ``places``: requests that all ranks have room for, used or not.
+        """
+        kept = self._kept.get(tenant)
+        if kept is None:
+            kept = self._kept[tenant] = self._to_keep(tenant, places, now)
+        return kept
+
+    def _to_keep(self, tenant: str, places: float, now: float) -> int:
+        peaks = means = variances = in_flight = 0.0
+        for name, each in self._recent.items():
+            if name == tenant:
+                continue
+            each.follow(now)
+            share = max(1.0, places * each.weight / self._weights)
+            peak = min(max(each.peaks), share)
+            mean = min(each.mean, peak)
+            peaks, means, variances = peaks + peak, means + mean, variances + mean * (peak - mean)
+            in_flight += min(each.requests, share)
+        likely = min(math.ceil(peaks), math.ceil(means + DEVIATIONS * math.sqrt(variances)))
+        return max(0, math.ceil(min(likely + SPARE, math.floor(MOST * places)) - in_flight))
+
+    def _forget(self, now: float) -> None:
+        """Forgets tenants, looking at all of them once a second."""
+        if now - self._forgot < 1.0:
+            return
+        self._forgot = now
+        self._kept.clear()
+        before = now - RECENT_S
+        for name in [name for name, each in self._recent.items() if each.seen < before and not each.requests]:
+            del self._recent[name]
+        self._weights = sum(each.weight for each in self._recent.values())
+
+
+def places(free_slots: Amounts, free_blocks: Amounts, blocks: int) -> Amounts:
+    """Returns how many requests of so many blocks each rank has room for; infinite where both limits are unknown."""
+    found: Amounts = np.floor(np.maximum(np.minimum(free_slots, free_blocks / blocks), 0.0))
+    return found
+
+
+def delays(booked: Column, added: Column, typical: float) -> Mask:
+    """Returns on which ranks a prompt would delay those that others will send.
+
+    A rank that has prompts to compute takes another one if all of them together with a typical one of others take no
+    more than SLOWER times as long as that one alone. A rank without a prompt to compute takes any.
+
+    Args:
+        booked: Prompt tokens that each rank has yet to compute.
+        added: Prompt tokens that it would have to compute for the request.
+        typical: Prompt tokens of a request of other tenants.
+    """
+    tokens: Amounts = np.add(booked, added, dtype=np.float64) + typical
+    delayed: Mask = (booked > 0) & (_compute_ms(tokens) > SLOWER * _compute_ms(np.array([typical])))
+    return delayed
+
+
+def _compute_ms(tokens: Amounts) -> Amounts:
+    """Returns the time of a step in ms that computes so many prompt tokens, by mode ``forecast``'s model."""
+    return (PREFILL_N2_MS * tokens + PREFILL_N1_MS) * tokens + PREFILL_N0_MS
+
+
+def takes_kept_room(before: Amounts, after: Amounts, kept: int) -> Mask:
+    """Returns on which ranks a request would leave less room than is kept for others.
+
+    Args:
+        before: Places of each rank without the request.
+        after: Those that would be left there.
+        kept: Places to leave free in all.
+    """
+    taken: Mask = before.sum() - before + after < kept
+    return taken
