@@ -329,3 +329,18 @@ async def test_a_stream_whose_engine_fails_ends_with_an_error_event(system: Syst
     assert "cannot continue on another worker: it was forwarded as it is" in last["error"]["message"]
     assert sum(len(engine.bodies) for engine in engines) == 1
     await system.until_idle()
+
+
+@pytest.mark.parametrize("text", ["word " * 30_000, "\u4e2d" * 20_000])
+async def test_a_text_that_nobody_has_counted_is_too_long_only_if_the_engine_says_so(
+    system: System, stack: AsyncExitStack, text: str
+) -> None:
+    engine = await start_engine(system, stack, 1, max_model_len=1000)
+    body = chat(messages=[{"role": "user", "content": text}], max_tokens=900)
+    response, received = await post(system, body)
+    assert (response.status, received) == (200, WHOLE)
+    engine.respond = refuse
+    response, _ = await post(system, body)
+    assert response.status == 422
+    assert len(engine.bodies) == 2
+    await system.until_idle()

@@ -77,6 +77,15 @@ def test_a_prompt_is_charged_once_it_was_sent_whether_there_is_output_or_not() -
     admitting.run(10, 0, 0)
 
 
+def test_a_prompt_whose_length_was_estimated_is_charged_as_its_engine_counts_it() -> None:
+    admitting = Admitting()
+    with admitting.call(50, 0) as admitted:
+        admitted.end(0, sent=True, prompt_tokens=30)
+    admitting.run(30, 0, 0)
+    with pytest.raises(RateLimited):
+        admitting.run(1, 0, 0)
+
+
 def test_a_request_without_a_caller_is_refused_where_callers_are_limited() -> None:
     keys: Any = None
     access = Access(keys, None, Refusals(CollectorRegistry()), Quotas(LimitTable()))

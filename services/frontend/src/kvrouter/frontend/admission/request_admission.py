@@ -30,16 +30,20 @@ class AdmittedRequest:
         self._prompt_tokens = prompt_tokens
         self._max_output_tokens = max_output_tokens
 
-    def end(self, output_tokens: int | None, *, sent: bool) -> None:
+    def end(self, output_tokens: int | None, *, sent: bool, prompt_tokens: int | None = None) -> None:
         """Ends the request.
 
         Args:
             output_tokens: Tokens of its output; None if their number is not known, and the maximum counts.
             sent: Whether a worker had its prompt, which is then charged whether there was output or not.
+            prompt_tokens: Tokens of its prompt as its engine counted them, instead of an estimate; None to keep that.
         """
         if self._grant is not None:
-            unsent = 0 if sent or output_tokens else self._prompt_tokens
-            self._grant.end_sequence(unsent + (0 if output_tokens is None else self._max_output_tokens - output_tokens))
+            charged = 0
+            if sent or output_tokens:
+                charged = self._prompt_tokens if prompt_tokens is None else max(0, prompt_tokens)
+            unused_output = 0 if output_tokens is None else self._max_output_tokens - output_tokens
+            self._grant.end_sequence(self._prompt_tokens - charged + unused_output)
         if self._counted is not None:
             self._counted.end(output_tokens or 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_caller
@@ -45,6 +46,15 @@ class GatewayOptions:
     """Maximum number of migrations of a request, which can set a lower one."""
     pool_restart_seconds: float = 0.0
     """Longest time for which a request waits for a pool that restarts as a whole."""
+
+
+class Forwarding(Workers, Protocol):
+    """Starts the attempts of a request whose prompt the engine reads itself."""
+
+    is_estimated: bool
+    """Whether the length of its prompt is an estimate."""
+    counted_prompt_tokens: int | None
+    """Tokens of its prompt as the engine counted them; None until it reports them."""
 
 
 class RequestRunner:
@@ -92,7 +102,7 @@ class RequestRunner:
         receiver: OutputReceiver,
         *,
         deadline: Deadline,
-        through: Workers | None = None,
+        through: Forwarding | None = None,
     ) -> None:
         """Routes a request and runs it to its end; the receiver gets its output. Cancelling the task aborts it.
 
@@ -112,6 +122,7 @@ class RequestRunner:
         generation: Generation | None = None
         admitted: AdmittedRequest | None = None
         tokens = len(prompt) // TOKEN_BYTES
+        is_estimated = through is not None and through.is_estimated
         self._in_flight += 1
         try:
             access = self._access
@@ -148,6 +159,7 @@ class RequestRunner:
                 self._prefill_stage(request, view, through, deaths),
                 pools,
                 self.options.pool_restart_seconds,
+                is_estimated=is_estimated,
             )
             with suppress(OutputComplete):
                 await generation.run(receiver, deadline=deadline)
@@ -162,6 +174,7 @@ class RequestRunner:
                 admitted.end(
                     0 if generation is None else generation.output_tokens,
                     sent=generation is not None and generation.sent,
+                    prompt_tokens=through.counted_prompt_tokens if through is not None and is_estimated else None,
                 )
             self._metrics.ended(known_model, code).inc()
             if generation is not None:
@@ -205,7 +218,7 @@ class RequestRunner:
         request: FrontendServiceGenerateRequest,
         tokens: int,
         model: str,
-        through: Workers | None,
+        through: Forwarding | None,
         deaths: RequestDeaths,
     ) -> RequestPools:
         """Returns the pools that can serve a request, of which there are several now.
@@ -223,6 +236,7 @@ class RequestRunner:
             self.pool_choice,
             self.workers.health,
             lambda view: self._prefill_stage(request, view, through, deaths),
+            is_estimated=through is not None and through.is_estimated,
         )
 
 

@@ -216,12 +216,12 @@ def check_routing(request: RoutingRequest, limits: Limits) -> None:
 
     Raises:
         BadRequest: an override is out of range.
-        PromptTooLong: there are more tokens or hashes than a prompt may have tokens.
+        PromptTooLong: there are more tokens or hashes than a prompt may have tokens, and they were counted.
     """
     check_overrides(request.overrides)
     token_ids, hashes = len(request.token_ids.ids), len(request.local_hashes.hashes)
     tokens = max(request.prompt_tokens, token_ids, hashes)
-    if tokens > limits.max_prompt_tokens:
+    if tokens > limits.max_prompt_tokens and not request.length_is_estimated:
         raise PromptTooLong(tokens, limits.max_prompt_tokens, field="token_ids" if token_ids else "local_hashes")
 
 

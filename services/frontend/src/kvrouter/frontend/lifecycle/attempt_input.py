@@ -14,7 +14,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
 
 # Reading it from the enum takes over a microsecond.
@@ -25,9 +25,15 @@ _DECODE = Stage.STAGE_DECODE
 class AttemptInput:
     """The input of the next attempt of one request. It changes when the request migrates or turns to another pool."""
 
-    def __init__(self, request: FrontendServiceGenerateRequest, prompt: bytes, view: ComponentView) -> None:
-        """Begins with the prompt that the client sent, a packed buffer, in the pool of ``view``."""
+    def __init__(
+        self, request: FrontendServiceGenerateRequest, prompt: bytes, view: ComponentView, *, is_estimated: bool = False
+    ) -> None:
+        """Begins with the prompt that the client sent, a packed buffer, in the pool of ``view``.
+
+        ``is_estimated``: whether its length is an estimate.
+        """
         self._request = request
+        self._is_estimated = is_estimated
         self.client_prompt_tokens = len(prompt) // TOKEN_BYTES
         """Tokens of the prompt that the client sent."""
         self.prompt = prompt
@@ -39,7 +45,7 @@ class AttemptInput:
         """Hashes of the prompt that the client sent."""
         self.hashes = self.client_hashes
         """Hashes of the prompt."""
-        self.routing = routing_request(request, view, self.hashes, self.client_prompt_tokens)
+        self.routing = self._routing_in(view)
         """What the Scheduler receives."""
         self._never = list(self.routing.constraints.excluded_worker_ids)
         """Workers of the pool that no attempt may use."""
@@ -56,9 +62,12 @@ class AttemptInput:
         client_prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES]
         self.client_hashes = hash_prompt(client_prompt, self._request, self.block_size)
         self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.client_hashes)
-        self.routing = routing_request(self._request, view, self.hashes, self.prompt_tokens)
+        self.routing = self._routing_in(view)
         self.routing.max_output_tokens = self._stop.max_tokens
         self._never = list(self.routing.constraints.excluded_worker_ids)
+
+    def _routing_in(self, view: ComponentView) -> RoutingRequest:
+        return routing_request(self._request, view, self.hashes, self.prompt_tokens, is_estimated=self._is_estimated)
 
     def append_output(self, output: bytes) -> None:
         """Puts all output so far, a packed buffer, at the end of the prompt that the client sent."""

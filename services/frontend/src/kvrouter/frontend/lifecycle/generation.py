@@ -88,6 +88,8 @@ class Generation:
         prefill: PrefillStage | None = None,
         pools: RequestPools | None = None,
         restart_seconds: float = 0.0,
+        *,
+        is_estimated: bool = False,
     ) -> None:
         """Starts nothing yet.
 
@@ -103,9 +105,10 @@ class Generation:
             prefill: Has the prompt computed by prefill workers; None if the component is not disaggregated.
             pools: Every component that serves the model; None if there is only one.
             restart_seconds: Longest time to wait for a pool that restarts as a whole, seconds.
+            is_estimated: Whether the length of the prompt is an estimate.
         """
         self._request = request
-        self._input = AttemptInput(request, prompt, view)
+        self._input = AttemptInput(request, prompt, view, is_estimated=is_estimated)
         self._workers = workers
         self._metrics = metrics
         self._model_metrics = metrics.models.of(view.descriptor.model)

@@ -28,6 +28,8 @@ class RequestPools:
         choice: PoolChoice,
         health: WorkerHealth,
         prefill_stage: Callable[[ComponentView], PrefillStage | None],
+        *,
+        is_estimated: bool = False,
     ) -> None:
         """Asks nobody yet.
 
@@ -37,12 +39,14 @@ class RequestPools:
             choice: Compares pools.
             health: Health of the workers.
             prefill_stage: Returns the request's prefill stage in a pool; None where it has none.
+            is_estimated: Whether the length of its prompt is an estimate.
         """
         self.prefill_stage = prefill_stage
         self._request = request
         self._views = views
         self._choice = choice
         self._health = health
+        self._is_estimated = is_estimated
 
     def largest(self) -> ComponentView:
         """Returns the largest pool that can run the request, or that serves its model if none can. Asks nobody."""
@@ -90,7 +94,8 @@ class RequestPools:
                 size = view.descriptor.block_size
                 if size not in hashes:
                     hashes[size] = hash_prompt(prompt, self._request, size)
-                routed = routing_request(self._request, view, hashes[size], len(prompt) // TOKEN_BYTES)
+                tokens = len(prompt) // TOKEN_BYTES
+                routed = routing_request(self._request, view, hashes[size], tokens, is_estimated=self._is_estimated)
                 routed.constraints.avoided_worker_ids.extend(self._health.avoided(view.name))
             stage = self.prefill_stage(view)
             routed.may_prefill_locally = stage is not None and stage.is_possible

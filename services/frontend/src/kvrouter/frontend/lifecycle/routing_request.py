@@ -9,9 +9,17 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 
 def routing_request(
-    request: FrontendServiceGenerateRequest, view: ComponentView, local_hashes: bytes, prompt_tokens: int
+    request: FrontendServiceGenerateRequest,
+    view: ComponentView,
+    local_hashes: bytes,
+    prompt_tokens: int,
+    *,
+    is_estimated: bool = False,
 ) -> RoutingRequest:
-    """Returns what a Scheduler needs of a request: hashes, lengths and options, no tokens."""
+    """Returns what a Scheduler needs of a request: hashes, lengths and options, no tokens.
+
+    ``is_estimated``: whether the number of prompt tokens is an estimate.
+    """
     routing = RoutingRequest(
         model=request.model,
         component=view.descriptor.component,
@@ -21,6 +29,7 @@ def routing_request(
         conversation_id=request.conversation_id,
         priority=request.priority,
         max_output_tokens=request.stop_conditions.max_tokens,
+        length_is_estimated=is_estimated,
     )
     if request.HasField("scope"):
         routing.scope.CopyFrom(request.scope)

@@ -10,6 +10,7 @@ from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.runtime.packed_hashes import pack_local_hashes
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
+_HASH_BYTES = 8
 _EMPTY = "Send 1 token id or more, or local hashes with prompt_tokens."
 
 
@@ -22,10 +23,12 @@ class Prompt(NamedTuple):
     """Packed little-endian u64, one for each full block."""
     sequence_hashes: bytes
     """Packed little-endian u64: the sequence hash of each full block."""
+    is_estimated: bool = False
+    """Whether the number of tokens is an estimate."""
 
     def without_local_hashes(self) -> Prompt:
         """Returns the prompt as bookings keep it: load is counted by sequence hashes."""
-        return Prompt(self.tokens, b"", self.sequence_hashes)
+        return self._replace(local_hashes=b"")
 
     def __repr__(self) -> str:
         """Returns the size only: hashes are long."""
@@ -34,11 +37,16 @@ class Prompt(NamedTuple):
     @property
     def blocks(self) -> int:
         """Number of full blocks."""
-        return len(self.sequence_hashes) // 8
+        return len(self.sequence_hashes) // _HASH_BYTES
 
 
 def read_prompt(
-    request: RoutingRequest, *, block_size: int, max_model_len: int = 0, max_prompt_tokens: int = 1 << 32
+    request: RoutingRequest,
+    *,
+    block_size: int,
+    max_model_len: int = 0,
+    max_prompt_tokens: int = 1 << 32,
+    largest_cache: int = 0,
 ) -> Prompt:
     """Returns the prompt of a request.
 
@@ -47,19 +55,20 @@ def read_prompt(
         block_size: Tokens per block of the component.
         max_model_len: Most tokens in prompt and output together; 0 for no limit.
         max_prompt_tokens: Most tokens in the prompt, whatever the model allows.
+        largest_cache: Most blocks in the KV cache of a rank; 0 if unknown. A prompt whose length is estimated is cut
+            to these and the limits, since it may be shorter.
 
     Raises:
         BadRequest: there is no prompt, or the number of hashes or tokens does not fit.
         BlockSizeMismatch: the hashes were made with another block size.
-        PromptTooLong: the prompt exceeds a limit, or leaves no room for an output token.
+        PromptTooLong: the prompt was counted and exceeds a limit, or leaves no room for an output token.
     """
     if request.block_size not in (0, block_size):
         raise BlockSizeMismatch(request.block_size, block_size)
     tokens = _count(request, block_size)
-    if tokens > max_prompt_tokens:
-        raise PromptTooLong(tokens, max_prompt_tokens)
-    if max_model_len and tokens >= max_model_len:
-        raise PromptTooLong(tokens, max_model_len - 1)
+    longest = min(max_prompt_tokens, max_model_len - 1) if max_model_len else max_prompt_tokens
+    if tokens > longest and not request.length_is_estimated:
+        raise PromptTooLong(tokens, longest)
     if request.WhichOneof("prompt") == "token_ids":
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
         multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
@@ -69,7 +78,10 @@ def read_prompt(
             raise BadRequest(f"the prompt cannot be hashed: {error}", field="token_ids") from None
     else:
         local = pack_local_hashes(request.local_hashes)
-    return Prompt(tokens, local, sequence_hashes(local))
+    if request.length_is_estimated:
+        tokens = max(1, min(tokens, longest, largest_cache * block_size or tokens))
+        local = local[: tokens // block_size * _HASH_BYTES]
+    return Prompt(tokens, local, sequence_hashes(local), request.length_is_estimated)
 
 
 def _count(request: RoutingRequest, block_size: int) -> int:

@@ -109,7 +109,10 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
     """Takes a snapshot of every registered rank. ``now``: seconds, by the clock that stamps load reports."""
     pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
     worker_set = pool.worker_set
-    fit = free = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
+    fit = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
+    if request.prompt.is_estimated:
+        fit = worker_set.with_room(fit, request.prompt.blocks)
+    free = fit
     loads = pool.booked_load.loads(request.prompt, constraints.stage)
     judged: Load | None = None
     if thresholds.any_set:

@@ -125,6 +125,7 @@ class RequestReader:
             block_size=pool.booked_load.block_size,
             max_model_len=pool.max_model_len,
             max_prompt_tokens=self._max_prompt_tokens,
+            largest_cache=pool.worker_set.largest_cache,
         )
         constraints = WorkerConstraints.of(request, stage)
         if booking.restores:

@@ -48,6 +48,8 @@ class WorkerSet:
         self.ranks: tuple[Rank, ...] = tuple(candidate.rank for candidate in candidates)
         self.zeros: Column = np.zeros(len(candidates), np.int64)
         self.total_blocks = self._column(candidate.total_blocks for candidate in candidates)
+        self.largest_cache = int(self.total_blocks.max()) if len(candidates) and self.total_blocks.all() else 0
+        """Most KV blocks of a candidate; 0 if those of one of them are unknown."""
         self.max_batched_tokens = self._column(candidate.max_batched_tokens for candidate in candidates)
         self.slots: Amounts = np.array([candidate.max_sequences or np.inf for candidate in candidates], np.float64)
         """Requests that each runs at once; infinite where that is unknown."""
@@ -116,6 +118,11 @@ class WorkerSet:
             return places
         others = places[~np.isin(self._worker_ids[places], np.array(list(avoided), np.uint64))]
         return others if len(others) else places
+
+    def with_room(self, places: Places, blocks: int) -> Places:
+        """Returns the candidates with the largest KV cache if none has more blocks than that; otherwise all."""
+        total = self.total_blocks[places]
+        return places if not total.all() or (total > blocks).any() else places[total == total.max(initial=0)]
 
     def sources(self, listed: ListedRanks) -> Sources:
         """Returns where another list of ranks has each candidate.

@@ -134,6 +134,10 @@ class ForwardedRequest:
         self.health = workers.health
         self.response: web.StreamResponse | None = None
         """The response, once its first byte has arrived."""
+        self.is_estimated = not routed.is_tokenized
+        """Whether the length of its prompt is an estimate."""
+        self.counted_prompt_tokens: int | None = None
+        """Tokens of its prompt as the engine counted them; None until it reports them."""
         self._request = request
         with_requested_usage = with_usage(body) if requests_usage else None
         self._removes_usage = with_requested_usage is not None
@@ -354,7 +358,7 @@ class ForwardedRequest:
                     whole.clear()
         last = b"" if transfers is None else transfers.take(b"", ends=True)
         await self._write(answer, bytes(whole) + last if remover is None else remover.remove(last) + remover.rest())
-        usage = reader.usage()
+        usage = self._counted(reader.usage())
         receiver.on_response(_piece(token_ids=bytes(0 if is_stream else _tokens_of(usage)), usage=usage, ends=True))
         receiver.on_end()
 
@@ -390,8 +394,15 @@ class ForwardedRequest:
             if self.response is None or not tokens.is_finished:
                 raise
             await self.response.write(tokens.end_of_output())
-        receiver.on_response(_piece(usage=reader.usage(), ends=True))
+        usage = self._counted(reader.usage(), tokens.known_tokens)
+        receiver.on_response(_piece(usage=usage, ends=True))
         receiver.on_end()
+
+    def _counted(self, usage: Usage | None, output_tokens: int = 0) -> Usage | None:
+        """Keeps the reported length of the prompt, at whose end the engine may have got output of earlier ones."""
+        if usage is not None and usage.prompt_tokens is not None:
+            self.counted_prompt_tokens = max(0, usage.prompt_tokens - output_tokens)
+        return usage
 
     def _transfer_filter(self, answer: aiohttp.ClientResponse) -> TransferFilter | None:
         if not self._is_authenticated:

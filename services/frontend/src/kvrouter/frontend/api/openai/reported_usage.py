@@ -18,6 +18,7 @@ class _Details(msgspec.Struct):
 class Usage(msgspec.Struct):
     """What an engine reports of a request."""
 
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 

@@ -64,7 +64,7 @@ class TokenStream:
         self._output_tokens = 0
         self._has_finish_reason = False
         self._head: dict[str, Any] = {}
-        self._known_tokens = 0
+        self.known_tokens = 0
         """Output tokens of earlier engines."""
         self._is_later = False
         """Whether an earlier engine has begun the response."""
@@ -84,7 +84,7 @@ class TokenStream:
             routing: How the request was routed, for the first event of a continuation.
         """
         self._begun.clear()
-        self._known_tokens = self._output_tokens = known_tokens
+        self.known_tokens = self._output_tokens = known_tokens
         self._is_later = bool(self._head)
         self._notice = {"kvrouter": routing} if known_tokens else {}
 
@@ -157,8 +157,8 @@ class TokenStream:
         for choice in event.get("choices", ()):
             choice.pop("prompt_token_ids", None)
         if usage := event.get("usage"):
-            usage["prompt_tokens"] = usage.get("prompt_tokens", 0) - self._known_tokens
-            usage["completion_tokens"] = usage.get("completion_tokens", 0) + self._known_tokens
+            usage["prompt_tokens"] = usage.get("prompt_tokens", 0) - self.known_tokens
+            usage["completion_tokens"] = usage.get("completion_tokens", 0) + self.known_tokens
             usage["prompt_tokens_details"] = None  # Its engine found in the cache what another one had computed.
         notice, self._notice = self._notice, {}
         return _encoded(event | self._head | notice)
