@@ -18,7 +18,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 _LONGEST = 12
 """Bytes of the longest token id with a comma and a space."""
 
-_NO_TOKENIZER = "Send the prompt as a list of token ids; the gateway has no tokenizer."
+ADVICE = "Send a text, a list of token ids, or a list of these."
+"""What a client does about an invalid prompt. Whether a model takes texts is checked elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,13 @@ class Prompt:
             PromptTooLong: there are more tokens than the limit.
         """
         if not text.startswith(b"["):
-            raise BadRequest("prompt: expected an array of token ids", field="prompt", advice=_NO_TOKENIZER)
+            raise BadRequest("prompt: expected a text or a list", field="prompt", advice=ADVICE)
         try:
             token_ids = tokens_from_json(text, limit)
         except NotATokenId as error:
             path = f"prompt.{error.index}"
             message = f"{path}: expected an integer from 0 to 2^32 - 1"
-            raise BadRequest(message, field=path, advice=_NO_TOKENIZER) from None
+            raise BadRequest(message, field=path, advice=ADVICE) from None
         if len(token_ids) > limit * TOKEN_BYTES:
             raise PromptTooLong(1 + text.count(b","), limit, field="prompt")
         # A line break would end an event of a stream; white space without end would be kept and sent.

@@ -10,13 +10,12 @@ import re
 import msgspec
 from kvrouter.frontend.api.openai.text_request import TextPrompt, TokenPrompt
 from kvrouter.frontend.api.request_fields import MAX_SEQUENCES
-from kvrouter.frontend.api.token_list import Prompt
+from kvrouter.frontend.api.token_list import ADVICE, Prompt
 from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.runtime.errors import BadRequest
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
-_ADVICE = "Send a text, a list of token ids, or a list of these."
 
 
 def parse_prompts(raw: bytes, *, add_special_tokens: bool, limit: int) -> list[PromptSource]:
@@ -93,4 +92,4 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _invalid(field: str, message: str) -> BadRequest:
-    return BadRequest(f"{field}: {message}", field=field, advice=_ADVICE)
+    return BadRequest(f"{field}: {message}", field=field, advice=ADVICE)
