@@ -143,3 +143,46 @@ async def test_health_models_and_metrics(system: System, http: aiohttp.ClientSes
     assert f'kvrouter_frontend_inter_token_seconds_count{{model="{MODEL}"}} 4.0' in text
     assert f'kvrouter_frontend_request_seconds_count{{model="{MODEL}"}} 1.0' in text
     assert 'kvrouter_bound_used{bound="frontend_http_connections",when_full="refuses"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "status"),
+    [
+        ("POST", "/v1/completions", body(n=0), 400),
+        ("POST", "/v1/completions", body(prompt=5), 400),
+        ("POST", "/v1/completions", body(model="other"), 404),
+        ("GET", "/v1/models/other", None, 404),
+        ("GET", "/v1/nothing", None, 404),
+        ("GET", "/v1/completions", None, 405),
+    ],
+)
+async def test_an_error_has_the_id_of_its_request(
+    system: System, http: aiohttp.ClientSession, method: str, path: str, sent: Any, status: int
+) -> None:
+    await system.start_worker(1)
+    ids = []
+    for given in ({"x-request-id": "mine"}, {}, {"x-request-id": "x" * 500}):
+        async with http.request(method, path, json=sent, headers=given) as response:
+            assert response.status in (status, 400)
+            ids.append(response.headers["x-request-id"])
+    assert ids[0] == "mine"
+    assert len(ids[1]) == len(ids[2]) == 32
+    assert ids[1] != ids[2]
+
+
+async def test_an_error_has_the_id_in_its_body(system: System, http: aiohttp.ClientSession) -> None:
+    await system.start_worker(1)
+    async with http.post("/v1/completions", json=body(request_id="in the body", dp_rank=7)) as response:
+        assert response.status == 400
+        assert response.headers["x-request-id"] == "in the body"
+
+
+async def test_what_is_no_prompt_is_refused_by_what_the_model_takes(
+    system: System, http: aiohttp.ClientSession
+) -> None:
+    await system.start_worker(1)
+    for prompt in (5, {}, [1, -1], None):
+        async with http.post("/v1/completions", json=body(prompt=prompt)) as response:
+            error = (await response.json())["error"]
+            assert response.status == 400
+            assert "Send a text, a list of token ids" in error["message"]

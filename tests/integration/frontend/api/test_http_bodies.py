@@ -81,6 +81,25 @@ async def test_a_body_beyond_the_limit_is_too_large(served: System) -> None:
     writer.close()
 
 
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+async def test_a_body_that_grows_beyond_the_limit_is_too_large(served: System, encoding: str) -> None:
+    zipped = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)
+    part = random.Random(1).choices(" \n\t\r", k=1 << 20)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(65):
+            plain = "".join(part).encode()
+            yield zipped.compress(plain) if encoding == "gzip" else plain
+        if encoding == "gzip":
+            yield zipped.flush()
+
+    async with aiohttp.ClientSession() as session:
+        url, headers = f"http://{served.http}/v1/completions", {"Content-Encoding": encoding}
+        async with session.post(url, data=parts(), headers=headers) as response:
+            assert response.status == 413
+            assert "exceeds 67108864 bytes" in (await response.json())["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions", "v1/nothing"])
 async def test_an_unknown_expectation_is_an_error_as_all_others(served: System, path: str) -> None:
     url = f"http://{served.http}/{path}"

@@ -280,6 +280,7 @@ async def serving_http(
             requests_usage=settings.request_stream_usage,
             metrics=metrics,
             page=page,
+            allowed_origins=settings.cors_origins,
         )
         async with http_server.serving_http(
             api.application(),

@@ -56,6 +56,8 @@ def _checked_model_file(name: str) -> str:
     return name
 
 
+Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[^/\s,]+)$")]
+
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
@@ -95,6 +97,11 @@ class FrontendSettings(RoutingSettings):
         default=30.0,
         gt=0,
         description="Longest pause within the body of an HTTP request, in seconds.",
+    )
+    cors_origins: tuple[Origin, ...] = Field(
+        default=(),
+        description="Origins whose web pages may call the HTTP API, such as https://chat.example.org, separated by "
+        "commas; * for all, empty for none.",
     )
     max_output_tokens: int = Field(default=1 << 20, ge=1, description="Most output tokens that a request may ask for.")
     sharding: bool | None = Field(

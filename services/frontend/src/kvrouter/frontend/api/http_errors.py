@@ -10,6 +10,7 @@ import grpc
 import structlog
 from aiohttp import web
 from kvrouter.frontend.admission.body_room import BodyTooLarge
+from kvrouter.frontend.api.request_fields import REQUEST_ID_HEADER, request_id_of
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 
@@ -95,12 +96,16 @@ async def errors_as_json(
         return await handler(request)
     except KvRouterError as error:
         status, body, headers = error_body(error)
-        return web.json_response(body, status=status, headers=headers)
+        return _response(request, body, status, headers)
     except web.HTTPException as error:
         words = f"{request.method} {request.path}: {error.reason.lower()}"
         body = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}
         allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return web.json_response(body, status=error.status, headers=allowed)
+        return _response(request, body, error.status, allowed)
     except Exception:
         log.exception("http.request_failed", path=request.path)
-        return web.json_response(INTERNAL, status=500)
+        return _response(request, INTERNAL, 500, {})
+
+
+def _response(request: web.Request, body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
+    return web.json_response(body, status=status, headers={REQUEST_ID_HEADER: request_id_of(request), **headers})

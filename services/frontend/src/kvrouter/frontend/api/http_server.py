@@ -16,6 +16,7 @@ from kvrouter.frontend.api.busy_threshold import BusyThresholdBody, listed, show
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completion_stream import CompletionStream
 from kvrouter.frontend.api.completions import WholeCompletion
+from kvrouter.frontend.api.cross_origin import add_cross_origin_headers, allowing, cross_origin_headers
 from kvrouter.frontend.api.event_stream import EventStream
 from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.http_errors import INTERNAL, error_body, errors_as_json
@@ -30,7 +31,7 @@ from kvrouter.frontend.api.openai.tenant_body import check_salted, permitted
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.openai.text_runner import prepare, run_all
 from kvrouter.frontend.api.openai.whole_response import WholeResponse
-from kvrouter.frontend.api.request_fields import requested_id, requested_rank, with_headers
+from kvrouter.frontend.api.request_fields import request_id_of, requested_id, requested_rank, with_headers
 from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.step_writer import StepWriter
 from kvrouter.frontend.client_work.client_work import Lane
@@ -63,6 +64,7 @@ class HttpApi:
         requests_usage: bool = False,
         metrics: Callable[[], Awaitable[bytes]] | None = None,
         page: Sequence[web.RouteDef] = (),
+        allowed_origins: Sequence[str] = (),
     ) -> None:
         """Creates the handlers.
 
@@ -73,7 +75,9 @@ class HttpApi:
             requests_usage: Whether the usage of forwarded streams is requested for the Frontend's own purpose.
             metrics: Returns the metrics to expose instead of the registry's.
             page: Routes of the web page; none if it is not served.
+            allowed_origins: Origins whose pages may call the API.
         """
+        self._allowed_origins = allowed_origins
         self._page = page
         self._body_seconds = body_seconds
         self._requests_usage = requests_usage
@@ -86,7 +90,8 @@ class HttpApi:
 
     def application(self) -> web.Application:
         """Returns the application with all routes."""
-        middlewares = [errors_as_json]
+        middlewares = [allowing(self._allowed_origins)] if self._allowed_origins else []
+        middlewares.append(errors_as_json)
         if self._frontend.access is not None:
             open_paths = {"/health", *(PUBLIC_PATHS if self._page else ())}
             middlewares.append(authenticated(self._frontend.access, open_paths))
@@ -94,6 +99,7 @@ class HttpApi:
         middlewares.append(traced)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
         app.cleanup_ctx.append(self._connected)
+        app.on_response_prepare.append(add_cross_origin_headers)
         app.add_routes(
             [
                 web.get("/health", self.health),
@@ -170,7 +176,7 @@ class HttpApi:
         if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
         chat = await self._decoded(parse_chat, body)
-        return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request.headers)))
+        return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request)))
 
     async def set_busy_threshold(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
         """Sets the given thresholds of a model and returns those in force."""
@@ -205,7 +211,7 @@ class HttpApi:
 
     async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
         parsed = await self._decoded(self._parse, body)
-        return parsed.with_fields(with_headers(parsed.fields, request.headers))
+        return parsed.with_fields(with_headers(parsed.fields, request))
 
     async def _decoded(self, parse: Callable[[bytearray], _T], body: bytearray) -> _T:
         """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
@@ -244,7 +250,8 @@ class HttpApi:
             requests_usage=self._requests_usage,
             is_authenticated=access is not None,
         )
-        generate = generate_request(routed, requested_id(request.headers), pools)
+        request_id = requested_id(request.headers) or request_id_of(request)
+        generate = generate_request(routed, request_id, pools)
         forwarded.describe_sampling(generate)
         prompt = routed.token_ids
         try:
@@ -287,6 +294,7 @@ async def _streamed(
     run: Callable[[], Awaitable[None]],
 ) -> EventStream:
     """Runs a request whose output is streamed. An error after the first event is an event."""
+    events.add_headers(cross_origin_headers(request))
     try:
         await run()
         await stream.end()

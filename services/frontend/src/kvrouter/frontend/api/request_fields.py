@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from aiohttp import web
 from google.protobuf.message import Message
 from kvrouter.frontend.api.json_body import check_uint64
 from kvrouter.frontend.api.openai.structured_output import read_structured_output
@@ -24,6 +26,7 @@ RANK_HEADER = "x-data-parallel-rank"
 """Header by which vLLM runs a request on a certain data-parallel rank."""
 
 REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = web.RequestKey("request_id", str)
 MAX_REQUEST_ID_BYTES = 112
 """The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
 
@@ -206,21 +209,22 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return request
 
 
-def with_headers(fields: _F, headers: Mapping[str, str]) -> _F:
+def with_headers(fields: _F, request: web.BaseRequest) -> _F:
     """Returns the fields with what headers say: ``x-request-id``, and ``x-data-parallel-rank`` as vLLM reads it.
 
-    Fields of the body take precedence.
+    Fields of the body take precedence. Without an id the request gets a generated one.
 
     Raises:
         BadRequest: an id has control characters or is not UTF-8, or a rank is not a number.
     """
     if fields.request_id:
         check_request_id(fields.request_id, MAX_REQUEST_ID_BYTES, "request_id")
+        request[_REQUEST_ID] = fields.request_id  # An error names it too.
     changes: dict[str, Any] = {}
-    request_id = requested_id(headers)
-    if request_id and not fields.request_id:
+    request_id = requested_id(request.headers) or request_id_of(request)
+    if not fields.request_id:
         changes["request_id"] = request_id
-    rank = requested_rank(headers)
+    rank = requested_rank(request.headers)
     if rank is not None and fields.dp_rank is None:
         changes["dp_rank"] = rank
     return msgspec.structs.replace(fields, **changes) if changes else fields
@@ -235,6 +239,17 @@ def requested_id(headers: Mapping[str, str]) -> str:
     request_id = headers.get(REQUEST_ID_HEADER, "")
     check_request_id(request_id, MAX_REQUEST_ID_BYTES, REQUEST_ID_HEADER)
     return request_id
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """Returns the id of a request: the client's if it is valid, or else a generated one."""
+    if _REQUEST_ID not in request:
+        try:
+            request_id = requested_id(request.headers)
+        except BadRequest:
+            request_id = ""
+        request[_REQUEST_ID] = request_id or uuid.uuid4().hex
+    return request[_REQUEST_ID]
 
 
 def requested_rank(headers: Mapping[str, str]) -> int | None:
