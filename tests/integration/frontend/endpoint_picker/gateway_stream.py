@@ -58,6 +58,7 @@ class GatewayStream:
         pieces: int = 1,
         allowed: Iterable[str] | None = None,
         sent: Mapping[str, str] = MappingProxyType({}),
+        modes: ProtocolConfiguration = MODES,
     ) -> None:
         """Sends the headers, and the body in pieces."""
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -66,7 +67,7 @@ class GatewayStream:
             hint = metadata("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset", list(allowed))
         await self.send(
             request_headers=HttpHeaders(headers=headers(x_request_id="r-1", **sent)),
-            protocol_config=MODES,
+            protocol_config=modes,
             metadata_context=hint,
         )
         size = -(-len(encoded) // pieces)

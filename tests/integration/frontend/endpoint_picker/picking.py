@@ -26,21 +26,23 @@ class Gateway:
 
     async def add_engine(self, worker_id: int, **fields: Any) -> str:
         """Registers a worker whose requests reach the engine by another way; its OpenAI address."""
-        endpoint = f"127.0.0.1:{20_000 + worker_id}"
-        known: dict[str, Any] = {"openai_endpoint": f"http://{endpoint}", "ranks": {0: 1000}}
+        config = self.config(worker_id, **fields)
+        await self.system.stack.enter_async_context(running(config))
+        await self.system.until_candidate(worker_id)
+        return config.openai_endpoint.removeprefix("http://")
+
+    def config(self, worker_id: int, component: str = "workers", **fields: Any) -> WorkerConfig:
+        """Returns the registration of such a worker."""
+        known: dict[str, Any] = {"openai_endpoint": f"http://127.0.0.1:{20_000 + worker_id}", "ranks": {0: 1000}}
         where = self.system.where
-        config = WorkerConfig(
-            component=ComponentName(where["namespace"], "workers"),
-            model=MODEL,
+        return WorkerConfig(
+            component=ComponentName(where["namespace"], component),
             block_size=16,
             worker_id=worker_id,
             etcd=where["etcd"],
             nats=where["nats"],
-            **(known | fields),
+            **({"model": MODEL} | known | fields),
         )
-        await self.system.stack.enter_async_context(running(config))
-        await self.system.until_candidate(worker_id)
-        return endpoint
 
     async def until_booked(self, *counts: int) -> None:
         """Returns when the workers have so many bookings, in the order of their ids."""

@@ -101,6 +101,20 @@ async def test_token_ids_need_no_tokenizer(model: ModelText) -> None:
     assert routed.token_ids == bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
 
 
+FORM = (
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n%b\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n--x--\r\n'
+)
+
+
+@pytest.mark.parametrize("sound", [b"short", b"\xff" * 200_000])
+async def test_of_a_body_that_is_not_json_only_the_model_is_read(sound: bytes) -> None:
+    work = ClientWork(CollectorRegistry())
+    routed = await RoutedBody.read(FORM % sound, work, max_prompt_tokens=LIMIT, is_json=False)
+    assert (routed.model, routed.is_tokenized, routed.prompt_tokens) == ("whisper", False, 256)
+    assert not (await RoutedBody.read(sound, work, max_prompt_tokens=LIMIT, is_json=False)).model
+
+
 async def test_an_image_does_not_count_as_a_long_text(model: ModelText) -> None:
     parts = [IMAGE, {"type": "text", "text": "What is this?"}]
     routed = await read(model, CHAT | {"messages": [{"role": "user", "content": parts}]})

@@ -25,7 +25,8 @@ _MAX_RATIO = 50
 compress to a third or a tenth, a body made to fill memory to a thousandth."""
 _LEAST_BYTES_PER_SECOND = 16 << 10
 """Slowest upload, besides pauses of one ``idle_seconds`` in all: who sends less holds room that others wait for."""
-_ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""Encodings that can be decompressed, with the window that zlib takes."""
 
 
 async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_seconds: float) -> bytearray:
@@ -67,6 +68,28 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
             raise _damaged("the compressed data is truncated")
     room.is_read(len(body))
     return body
+
+
+async def inflated(body: bytes | bytearray, encoding: str, room: BodyRoom, *, limit: int) -> bytearray:
+    """Returns a body that has arrived as a whole, decompressed.
+
+    Args:
+        body: The body as it was sent.
+        encoding: Its Content-Encoding, in lower case.
+        room: Room for the result, which is taken before it is decompressed.
+        limit: Maximum size of the result in bytes.
+
+    Raises:
+        BadRequest: the body cannot be decompressed.
+        BodyTooLarge: the result exceeds the limit, or is compressed too much.
+        Overloaded: there is no room for it.
+    """
+    inflate, result = _Inflate(encoding), bytearray()
+    for start in range(0, len(body), _PART_BYTES):
+        await inflate.append(bytes(body[start : start + _PART_BYTES]), result, room, limit)
+    if not inflate.complete:
+        raise _damaged("the compressed data is truncated")
+    return result
 
 
 class _Upload:
@@ -125,13 +148,13 @@ class _Inflate:
 
     def __init__(self, encoding: str) -> None:
         """Raises BadRequest if the encoding is not supported."""
-        if encoding not in _ENCODINGS:
+        if encoding not in ENCODINGS:
             raise BadRequest(
                 f"Content-Encoding {encoding[:32]!r} is not supported",
                 advice="Send the body as gzip, as deflate, or uncompressed.",
-                known=_ENCODINGS,
+                known=ENCODINGS,
             )
-        self._window = _ENCODINGS[encoding]
+        self._window = ENCODINGS[encoding]
         self._stream = zlib.decompressobj(self._window)
         self._members = 1
         self._compressed = 0

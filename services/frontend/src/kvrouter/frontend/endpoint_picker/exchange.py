@@ -30,6 +30,11 @@ _STREAM_TYPE = "text/event-stream"
 Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
 
 
+_REQUEST_BODY_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED)
+_RESPONSE_BODY_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.STREAMED)
+"""Modes in which the picker can change a response."""
+_SHORT_SECONDS = 0.25
+"""Time for a choice after which the gateway is asked for more, which else soon goes on without a choice."""
 _MESSAGE_US = 80
 """CPU time to process a part of a response, microseconds."""
 
@@ -45,9 +50,12 @@ class Exchange:
         self._context = context
         self._metrics = metrics
         self._request = GatewayRequest(picker, options)
+        self._options = options
         self._refused = False
         self._response = EngineResponse(is_stream=False, removes_usage=False)
         self._full_duplex_response = False
+        self._changes_response = False
+        self._keeps_body = False
         self._reading: asyncio.Task[Any] | None = None
 
     async def run(self) -> None:
@@ -85,7 +93,8 @@ class Exchange:
             case "request_body":
                 await self._take(message.request_body)
             case "request_trailers":
-                await self._route(end_of_stream=False)
+                if not self._keeps_body:
+                    await self._route(end_of_stream=False)
                 await self._context.write(responses.request_trailers())
             case "response_headers":
                 await self._begin_response(message)
@@ -101,12 +110,15 @@ class Exchange:
         modes = message.protocol_config
         # A body that is not sent would be waited for until the gateway's time is over.
         sends_body = not message.request_headers.end_of_stream
-        if sends_body and modes.request_body_mode != ProcessingMode.FULL_DUPLEX_STREAMED:
+        if sends_body and modes.request_body_mode not in _REQUEST_BODY_MODES:
+            expected = " or ".join(map(ProcessingMode.BodySendMode.Name, _REQUEST_BODY_MODES))
             received = ProcessingMode.BodySendMode.Name(modes.request_body_mode)
             raise BadRequest(
-                f"expected request_body_mode FULL_DUPLEX_STREAMED, received {received}",
+                f"expected request_body_mode {expected}, received {received}",
                 advice="Correct processing_mode of the gateway's ext_proc filter.",
             )
+        self._keeps_body = modes.request_body_mode == ProcessingMode.BUFFERED
+        self._changes_response = modes.response_body_mode in _RESPONSE_BODY_MODES
         self._full_duplex_response = modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
         if self._request.is_authenticated and modes.response_body_mode == ProcessingMode.NONE:
             raise BadRequest(
@@ -120,6 +132,8 @@ class Exchange:
             self._request.begin(message)
             if message.request_headers.end_of_stream:
                 await self._send_to(self._request.any_endpoints(), {})
+            elif self._keeps_body:
+                await self._context.write(responses.request_headers())
         except KvRouterError as error:
             await self._refuse(error)
 
@@ -129,15 +143,19 @@ class Exchange:
         except KvRouterError as error:
             await self._refuse(error)
             return
-        if piece.end_of_stream:
+        if piece.end_of_stream or self._keeps_body:
             await self._route(end_of_stream=True)
 
     async def _route(self, *, end_of_stream: bool) -> None:
         """Picks an endpoint for the complete request and passes the request on, or refuses it."""
-        choosing = asyncio.create_task(self._request.choose(may_remove_usage=self._full_duplex_response))
+        choosing = asyncio.create_task(self._request.choose(may_remove_usage=self._changes_response))
         self._reading = asyncio.ensure_future(self._context.read())
         try:
-            await asyncio.wait({choosing, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+            both = {choosing, self._reading}
+            patience = _SHORT_SECONDS if self._keeps_body else None
+            if not (await asyncio.wait(both, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
+                await self._context.write(responses.more_time(self._options.timeout_seconds))
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self._reading.done() and self._reading.result() is not grpc.aio.EOF:
                 await asyncio.wait([choosing])
         finally:
@@ -151,21 +169,31 @@ class Exchange:
         except KvRouterError as error:
             await self._refuse(error)
             return
+        if self._keeps_body:
+            body = bytes(self._request.body) if self._request.body_is_changed else None
+            added, removed = self._header_changes(pick.headers)
+            await self._context.write(responses.route_whole(pick.endpoints, added, removed, body))
+            self._request.body = bytearray()
+            return
         await self._send_to(pick.endpoints, pick.headers)
         for piece in responses.request_body(self._request.body, end_of_stream=end_of_stream):
             await self._context.write(piece)
         self._request.body = bytearray()
 
     async def _send_to(self, endpoints: Sequence[str], headers: Mapping[str, str]) -> None:
-        added = {**self._request.added_headers(), **headers}
-        removed = sorted(self._request.removed_headers() - added.keys())
+        added, removed = self._header_changes(headers)
         await self._context.write(responses.route(endpoints, added, removed))
+
+    def _header_changes(self, headers: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+        """Returns what is added to the request's headers, and the names of those that are removed."""
+        added = {**self._request.added_headers(), **headers}
+        return added, sorted(self._request.removed_headers() - added.keys())
 
     async def _refuse(self, error: KvRouterError) -> None:
         self._refused = True
         self._free()
         self._metrics.requests.labels(code=error.code.name).inc()
-        await self._context.write(responses.refusal(error))
+        await self._context.write(responses.refusal(error, self._request.id))
 
     async def _begin_response(self, message: ProcessingRequest) -> None:
         headers = header_values(message.response_headers.headers)

@@ -13,6 +13,7 @@ from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.admission.body_room import BodyRoom, BodyTooLarge
 from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.api.engine_headers import engine_request_id, may_reach_engine
+from kvrouter.frontend.api.http_body import ENCODINGS, inflated
 from kvrouter.frontend.api.openai.reported_usage import Usage
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.stream_usage import with_usage
@@ -54,6 +55,8 @@ class GatewayRequest:
         """Id of the request, for logs and the engine."""
         self.body = bytearray()
         """The body; after the choice the one for the engine."""
+        self.body_is_changed = False
+        """Whether the engine's body differs from the client's."""
         self.pick: Pick | None = None
         """The chosen endpoint and its booking; None before the choice and after the end."""
         self.removes_usage = False
@@ -71,6 +74,9 @@ class GatewayRequest:
         self._dp_rank: int | None = None
         self._path = ""
         self._hidden: set[str] = set()
+        self._content_type = ""
+        self._content_encoding = ""
+        self._is_inflated = False
 
     @property
     def is_authenticated(self) -> bool:
@@ -88,6 +94,8 @@ class GatewayRequest:
         listed = header_list(message.request_headers.headers)
         headers = dict(listed)
         self._path = headers.get(":path", "").partition("?")[0]
+        self._content_type = headers.get("content-type", "").lower()
+        self._content_encoding = headers.get("content-encoding", "identity").strip().lower()
         self.id = uuid.uuid4().hex  # A refusal has one, too.
         self.id = requested_id(headers) or self.id
         self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
@@ -135,17 +143,21 @@ class GatewayRequest:
         return nullcontext() if self._caller is None else acting_for(self._caller, self._grant)
 
     async def _choose(self, *, may_remove_usage: bool) -> Pick:
+        received = self.body
+        is_json = await self._inflate() and self._is_json()
         if self._room is not None:
             self._room.is_read(len(self.body))
-        routed, self.body = await self._picker.read(self.body, self._path)
+        routed, self.body = await self._picker.read(self.body, self._path, is_json=is_json)
         self._routed = routed = replace(routed, dp_rank=self._dp_rank)
         self._admitted = self._options.admission.admit(
             self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
         )
         if self._options.requests_usage and may_remove_usage:
             with_requested_usage = with_usage(bytes(self.body))
-            self.removes_usage = with_requested_usage is not None
-            self.body = bytearray(with_requested_usage or self.body)
+            if with_requested_usage is not None:
+                self.removes_usage = True
+                self.body = bytearray(with_requested_usage)
+        self.body_is_changed = self.body is not received
         # Stored here, so that it ends with the request even if that is cancelled in this moment.
         self.pick = await self._picker.pick(
             routed,
@@ -154,6 +166,23 @@ class GatewayRequest:
             deadline=Deadline.after(self._options.timeout_seconds),
         )
         return self.pick
+
+    async def _inflate(self) -> bool:
+        """Decompresses the body, since few engines do. Returns False for an encoding that only the engine may know."""
+        encoding = self._content_encoding
+        if encoding == "identity":
+            return True
+        if encoding not in ENCODINGS and not self.is_authenticated:
+            return False
+        if self._room is not None:
+            self.body = await inflated(self.body, encoding, self._room, limit=_MAX_BODY_BYTES)
+            self._is_inflated = True
+        return True
+
+    def _is_json(self) -> bool:
+        """Returns whether the body shall be JSON: always for a client with a key, whose fields are checked."""
+        kind = self._content_type
+        return self.is_authenticated or not kind or "json" in kind or self.body[:64].lstrip().startswith(b"{")
 
     def any_endpoints(self) -> list[str]:
         """Returns endpoints for a request without a body, such as GET /v1/models; books nothing.
@@ -181,6 +210,8 @@ class GatewayRequest:
             removed.add(RANK_HEADER)
         if self._has_foreign_state:
             removed.add(trace_context.STATE_HEADER)  # It belongs to no trace context, least of all to a new one.
+        if self._is_inflated:
+            removed.add("content-encoding")
         if self.removes_usage or self.is_authenticated:
             removed.add(_ENCODING)  # A compressed stream could not be read.
         return removed
@@ -200,7 +231,11 @@ class GatewayRequest:
             if output_tokens is None and (is_stream or not pick.output_tokens):
                 output_tokens = pick.output_tokens
         if admitted is not None:
-            admitted.end(output_tokens if pick is not None else 0, sent=pick is not None)
+            admitted.end(
+                output_tokens if pick is not None else 0,
+                sent=pick is not None,
+                prompt_tokens=None if usage is None or self._routed.is_tokenized else usage.prompt_tokens,
+            )
         if self._grant is not None:
             self._grant.end()
         if self._room is not None:

@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import structlog
@@ -14,7 +15,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.tenant_body import check_salted, permitted
 from kvrouter.frontend.api.request_fields import RANK_HEADER
-from kvrouter.frontend.api.validation import Limits, resolve_model
+from kvrouter.frontend.api.validation import Limits, describe_models, resolve_model
 from kvrouter.frontend.endpoint_picker.engine_addresses import EngineAddresses
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.model_metrics import MetricsByModel
@@ -81,6 +82,7 @@ class _Offer(NamedTuple):
             ),
             priority=body.priority,
             max_output_tokens=body.max_output_tokens,
+            length_is_estimated=not body.is_tokenized,
         )
         if body.dp_rank is not None:
             routing.constraints.dp_rank = body.dp_rank
@@ -134,17 +136,21 @@ class Picker:
         """Whether requests can be routed."""
         return self._directory.is_synced and self._links.ready()
 
-    async def read(self, body: bytearray, path: str) -> tuple[RoutedBody, bytearray]:
+    async def read(self, body: bytearray, path: str, *, is_json: bool) -> tuple[RoutedBody, bytearray]:
         """Returns what routing needs of a request, its prompt tokenized as far as it can be, and the engine's body.
 
         Args:
             body: The client's body.
             path: Path of the engine's API.
+            is_json: Whether the body can be read.
 
         Raises:
             KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
         """
-        routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=self._max_prompt_tokens)
+        limit = self._max_prompt_tokens
+        routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json)
+        if not routed.model:
+            routed = replace(routed, model=self._only_model())
         if self._access is not None:
             routed, passed = await permitted(self._access, routed, body, path, self._texts.work)
             body = bytearray(passed)
@@ -152,7 +158,7 @@ class Picker:
         if self._access is not None:
             check_salted(self._access, routed, views)
         model = views[0].descriptor.model
-        return await routed.tokenized(self._texts, model, max_prompt_tokens=self._max_prompt_tokens), body
+        return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
 
     async def pick(
         self,
@@ -248,6 +254,11 @@ class Picker:
             UnknownModel: no component serves it.
         """
         return resolve_model(model, self._directory.components)[0]
+
+    def _only_model(self) -> str:
+        """Returns the model of a request that names none, as engines take it; empty if several are served."""
+        models = {model.name for model in describe_models(self._directory.components)}
+        return models.pop() if len(models) == 1 else ""
 
     def _fallbacks(self, name: ComponentName, endpoints: Mapping[int, str], chosen: int) -> list[str]:
         healthy = [worker.worker_id for worker in self._health.healthy(name)]

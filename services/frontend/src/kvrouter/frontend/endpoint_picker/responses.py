@@ -18,7 +18,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     TrailersResponse,
 )
 from envoy.type.v3.http_status_pb2 import HttpStatus
+from google.protobuf.duration_pb2 import Duration
 from kvrouter.frontend.api.http_errors import error_body
+from kvrouter.frontend.api.request_fields import REQUEST_ID_HEADER
 from kvrouter.frontend.endpoint_picker.metadata import DESTINATION, destination
 from kvrouter.runtime.errors import KvRouterError
 
@@ -30,10 +32,18 @@ def route(
     endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str] = ()
 ) -> ProcessingResponse:
     """Answers the request's headers: names the endpoints, and sets and removes further headers for the engine."""
-    mutation = _mutation({DESTINATION: ",".join(endpoints)} | dict(headers))
-    mutation.remove_headers.extend(removed_headers)
-    common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
+    common = _routed(endpoints, headers, removed_headers)
     return ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=destination(endpoints))
+
+
+def route_whole(
+    endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str], body: bytes | None
+) -> ProcessingResponse:
+    """Does the same as the answer to a body that the gateway has kept; ``body`` replaces it, None for no change."""
+    common = _routed(endpoints, headers, removed_headers)
+    if body is not None:
+        common.body_mutation.body = body
+    return ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=destination(endpoints))
 
 
 def request_body(body: bytes | bytearray, *, end_of_stream: bool) -> list[ProcessingResponse]:
@@ -43,6 +53,18 @@ def request_body(body: bytes | bytearray, *, end_of_stream: bool) -> list[Proces
         ProcessingResponse(request_body=_streamed(piece, end_of_stream=end_of_stream and number == len(pieces)))
         for number, piece in enumerate(pieces, start=1)
     ]
+
+
+def request_headers() -> ProcessingResponse:
+    """Lets the gateway go on with the body, which it keeps together with the headers."""
+    return ProcessingResponse(request_headers=HeadersResponse())
+
+
+def more_time(seconds: float) -> ProcessingResponse:
+    """Tells the gateway that the answer to its message takes up to so many seconds."""
+    timeout = Duration()
+    timeout.FromMilliseconds(int(seconds * 1000))
+    return ProcessingResponse(override_message_timeout=timeout)
 
 
 def request_trailers() -> ProcessingResponse:
@@ -70,13 +92,13 @@ def response_trailers() -> ProcessingResponse:
     return ProcessingResponse(response_trailers=TrailersResponse())
 
 
-def refusal(error: KvRouterError) -> ProcessingResponse:
+def refusal(error: KvRouterError, request_id: str) -> ProcessingResponse:
     """Ends the request with an error in the format of the OpenAI API."""
     status, body, headers = error_body(error)
     return ProcessingResponse(
         immediate_response=ImmediateResponse(
             status=HttpStatus(code=status),
-            headers=_mutation({"content-type": "application/json"} | headers),
+            headers=_mutation({"content-type": "application/json", REQUEST_ID_HEADER: request_id} | headers),
             body=msgspec.json.encode(body),
             details=f"kvrouter_{error.code.name.lower()}",
         )
@@ -86,6 +108,12 @@ def refusal(error: KvRouterError) -> ProcessingResponse:
 def _streamed(piece: bytes, *, end_of_stream: bool) -> BodyResponse:
     streamed = StreamedBodyResponse(body=piece, end_of_stream=end_of_stream)
     return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+
+
+def _routed(endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str]) -> CommonResponse:
+    mutation = _mutation({DESTINATION: ",".join(endpoints)} | dict(headers))
+    mutation.remove_headers.extend(removed_headers)
+    return CommonResponse(header_mutation=mutation, clear_route_cache=True)
 
 
 def _mutation(headers: Mapping[str, str]) -> HeaderMutation:

@@ -54,7 +54,9 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
         await self._idle.wait()
 
     async def Process(self, request_iterator: Any, context: Context) -> None:  # noqa: ARG002, N802 - gRPC's names
-        """Processes one HTTP request of the gateway."""
+        """Processes one HTTP request of the gateway. A picker that is not ready leaves it to the gateway."""
+        if not self._picker.ready:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the endpoint picker is not ready")
         self.running += 1
         self._idle.clear()
         try:

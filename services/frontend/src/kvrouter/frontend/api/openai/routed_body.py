@@ -29,6 +29,8 @@ from kvrouter.runtime.errors import BadRequest, KvRouterError, Overloaded, RateL
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _TOKEN_LIST = re.compile(rb"\[\s*\d")
+_MODEL_PART = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
+"""The model in a form, as transcriptions of speech are requested."""
 _DATA_URL = re.compile(rb'"data:[^"]{512,}"')
 _MEDIUM_BYTES = 256 * TOKEN_BYTES
 """Bytes that stand for an image or sound in a prompt that is not tokenized: engines make some 256 tokens of one."""
@@ -139,15 +141,27 @@ class RoutedBody:
         return replace(parsed, token_ids=token_ids, is_tokenized=False, source=source)
 
     @classmethod
-    async def read(cls, body: bytes | bytearray, work: ClientWork, *, max_prompt_tokens: int) -> RoutedBody:
-        """Does the same as ``parse``, a long body in a thread. Parsing releases the GIL between pieces of the prompt.
+    def unread(cls, body: bytes | bytearray) -> RoutedBody:
+        """Returns what is known of a body that is not JSON, which counts as much as an image."""
+        form_model = _MODEL_PART.search(body)
+        digest = hashlib.shake_128(body[:LONG_BODY_BYTES]).digest(_MEDIUM_BYTES)
+        model = form_model[1].decode(errors="replace") if form_model else ""
+        return cls(model=model, token_ids=digest, is_tokenized=False)
+
+    @classmethod
+    async def read(
+        cls, body: bytes | bytearray, work: ClientWork, *, max_prompt_tokens: int, is_json: bool = True
+    ) -> RoutedBody:
+        """Does the same as ``parse``, or as ``unread`` if the body is not JSON, with a long body in a thread.
+
+        Parsing releases the GIL between pieces of the prompt.
 
         Raises:
             BadRequest, PromptTooLong, RateLimited, Overloaded.
         """
+        parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens) if is_json else partial(cls.unread, body)
         if len(body) <= LONG_BODY_BYTES:
-            return cls.parse(body, max_prompt_tokens=max_prompt_tokens)
-        parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens)
+            return parse()
         return await work.run(parse, Lane.BODIES, size=len(body))
 
     async def tokenized(self, texts: TextModels | None, model: str, *, max_prompt_tokens: int) -> RoutedBody:
