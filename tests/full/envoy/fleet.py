@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def envoy_binary() -> str | None:
 
 
 class Fleet:
-    """Two engines, the router and Envoy. Start the parts in this order."""
+    """Two engines, the router, two endpoint pickers and Envoy. Start the parts in this order."""
 
     def __init__(self, directory: Path, where: list[str], stack: AsyncExitStack) -> None:
         self.directory = directory
@@ -36,7 +38,10 @@ class Fleet:
         self.stack = stack
         self.running: dict[str, asyncio.subprocess.Process] = {}
         self.engines = list(free_ports(2))
-        self.ops, self.http, self.picker, self.listener = (free_port() for _ in range(4))
+        self.pickers = list(free_ports(2))
+        self.http_of_pickers = list(free_ports(2))
+        self.ops, self.listener = free_ports(2)
+        self.ops_of_pickers = list(free_ports(2))
         self.client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS))
 
     async def start(self, name: str, *command: str) -> asyncio.subprocess.Process:
@@ -49,6 +54,8 @@ class Fleet:
     async def kill(self, name: str) -> None:
         process = self.running[name]
         if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
             process.kill()
             await process.wait()
 
@@ -71,31 +78,57 @@ class Fleet:
         await self.until_ok(f"http://127.0.0.1:{port}/health")
 
     async def start_router(self, *options: str) -> None:
+        """Starts the Indexer and the Scheduler, which ``options`` are for, and the sidecar."""
         first, second = self.engines
         # Gateways need an IP address also where engines are registered by name.
         engines = ("--engine", f"http://127.0.0.1:{first}", "--engine", f"http://localhost:{second}")
         kvrouter = str(BIN / "kvrouter")
         await self.start(
             "router",
-            *(kvrouter, "serve", "--roles", "indexer,scheduler,frontend", *self.where, "--bind", "127.0.0.1:0"),
-            *("--endpoint-picker-bind", f"127.0.0.1:{self.picker}", "--port", str(self.http)),
+            *(kvrouter, "serve", "--roles", "indexer,scheduler", *self.where, "--bind", "127.0.0.1:0"),
             *("--http-bind", f"127.0.0.1:{self.ops}", *options),
         )
         await self.start("sidecar", kvrouter, "sidecar", *self.where, *engines)
-        await self.until(lambda: self.workers(), 2)
 
-    async def start_envoy(self) -> None:
+    async def start_picker(self, number: int, *options: str) -> None:
+        """Starts a Frontend with an endpoint picker."""
+        await self.start(
+            f"picker-{number}",
+            *(str(BIN / "kvrouter"), "serve", "--roles", "frontend", *self.where, "--bind", "127.0.0.1:0"),
+            *("--endpoint-picker-bind", f"127.0.0.1:{self.pickers[number]}"),
+            *("--port", str(self.http_of_pickers[number])),
+            *("--http-bind", f"127.0.0.1:{self.ops_of_pickers[number]}", *options),
+        )
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.running[name].send_signal(number)
+
+    async def start_envoy(self, *, picks: bool = True, fails_open: bool = True) -> None:
+        """Starts Envoy. Returns when it passes requests on, and if it ``picks``, when it asks the pickers.
+
+        ``fails_open``: whether it passes requests on without a picker, as shipped.
+        """
         binary = envoy_binary()
         assert binary is not None
         text = CONFIGURATION.read_text()
-        replaced = {8080: self.listener, 9002: self.picker, 9901: free_port(), 8001: self.engines[0]}
-        for port, actual in (replaced | {8002: self.engines[1]}).items():
+        replaced = dict(zip((8001, 8002, 9002, 9003), (*self.engines, *self.pickers), strict=True))
+        for port, actual in (replaced | {8080: self.listener, 9901: free_port()}).items():
             assert f"port_value: {port}}}" in text
             text = text.replace(f"port_value: {port}}}", f"port_value: {actual}}}")
+        assert "failure_mode_allow: true" in text
+        if not fails_open:
+            text = text.replace("failure_mode_allow: true", "failure_mode_allow: false")
         path = self.directory / "envoy.yaml"
         path.write_text(text)
         await self.start("envoy", binary, "-c", str(path), "--use-dynamic-base-id", "--concurrency", "1")
         await self.until_ok(self.url("/v1/models"))
+        if picks:
+            await self.until(self.is_picked, True)
+
+    async def is_picked(self) -> bool:
+        """Returns whether a picker chooses the engine of a request."""
+        _, _, headers = await self.complete([1, 2, 3])
+        return "x-kvrouter-worker" in headers
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.listener}{path}"
@@ -121,20 +154,27 @@ class Fleet:
         except TimeoutError:
             raise AssertionError(f"expected {expected!r}, last seen {seen!r}") from None
 
-    async def workers(self) -> int:
+    async def workers(self, picker: int = 0) -> int:
+        """Returns how many workers a picker knows."""
         try:
-            async with self.client.get(f"http://127.0.0.1:{self.http}/health") as response:
+            async with self.client.get(f"http://127.0.0.1:{self.http_of_pickers[picker]}/health") as response:
                 models = (await response.json())["models"]
                 return models[MODEL]["workers"] if response.status == 200 and MODEL in models else 0
         except aiohttp.ClientError:
             return 0
 
     async def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples with these labels."""
-        async with self.client.get(f"http://127.0.0.1:{self.ops}/metrics") as response:
-            families = text_string_to_metric_families(await response.text())
-        samples = [sample for family in families for sample in family.samples if sample.name == name]
-        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+        """Sum of a metric's samples with these labels, of the processes that run."""
+        total = 0.0
+        for port in (self.ops, *self.ops_of_pickers):
+            try:
+                async with self.client.get(f"http://127.0.0.1:{port}/metrics") as response:
+                    families = text_string_to_metric_families(await response.text())
+            except aiohttp.ClientConnectorError:
+                continue
+            samples = [sample for family in families for sample in family.samples if sample.name == name]
+            total += sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+        return total
 
     async def until_idle(self) -> None:
         """Returns when no booking is left."""
@@ -162,14 +202,25 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(
-    directory: Path, nats_url: str, etcd_endpoint: str, namespace: str, *options: str, **engine_options: str
+    directory: Path,
+    nats_url: str,
+    etcd_endpoint: str,
+    namespace: str,
+    *router_options: str,
+    picker_options: Sequence[str] = (),
+    **engine_options: str,
 ) -> AsyncIterator[Fleet]:
+    """Runs all parts; options are for the router, for the pickers, and for the engines."""
     where = ["--nats", nats_url, "--etcd", etcd_endpoint, "--namespace", namespace]
     async with AsyncExitStack() as stack:
         fleet = Fleet(directory, where, stack)
         stack.push_async_callback(fleet.client.close)
         for number in range(2):
             await fleet.start_engine(number, **engine_options)
-        await fleet.start_router(*options)
+        await fleet.start_router(*router_options)
+        for number in range(2):
+            await fleet.start_picker(number, *picker_options)
+        for number in range(2):
+            await fleet.until(partial(fleet.workers, number), 2)
         await fleet.start_envoy()
         yield fleet

@@ -47,9 +47,11 @@ async def test_chats_reach_the_holder_of_their_prefix(
     tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
     tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
-    options = ("--router-mode", "kv", "--tokenizers", f"{MODEL}={tokenizer}")
-    async with running_fleet(tmp_path, nats_url, etcd_endpoint, namespace, *options) as fleet:
-        await fleet.until(lambda: fleet.metric("kvrouter_frontend_tokenizers"), 1.0)
+    options = ("--tokenizers", f"{MODEL}={tokenizer}")
+    async with running_fleet(
+        tmp_path, nats_url, etcd_endpoint, namespace, "--router-mode", "kv", picker_options=options
+    ) as fleet:
+        await fleet.until(lambda: fleet.metric("kvrouter_frontend_tokenizers"), 2.0)
         chats = [[{"role": "user", "content": f"{topic} in a few words, please. " * 8}] for topic in "ABCDEF"]
         holders = []
         for messages in chats:
@@ -80,7 +82,9 @@ async def test_streams_pass_unbroken(fleet: Fleet) -> None:
 async def test_usage_that_the_client_did_not_request_is_counted_and_removed(
     tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
-    async with running_fleet(tmp_path, nats_url, etcd_endpoint, namespace, "--request-stream-usage") as fleet:
+    async with running_fleet(
+        tmp_path, nats_url, etcd_endpoint, namespace, picker_options=["--request-stream-usage"]
+    ) as fleet:
         for _ in range(2):
             async with await fleet.stream(prompt(1), max_tokens=1) as response:
                 text = await response.text()
@@ -130,7 +134,9 @@ async def test_a_fallback_serves_when_the_first_endpoint_refuses(fleet: Fleet) -
 
 async def test_busy_engines_are_429_and_none_is_503(fleet: Fleet) -> None:
     threshold = {"model": MODEL, "active_decode_blocks_threshold": 0.0}
-    async with fleet.client.post(f"http://127.0.0.1:{fleet.http}/busy_threshold", json=threshold) as answer:
+    async with fleet.client.post(
+        f"http://127.0.0.1:{fleet.http_of_pickers[0]}/busy_threshold", json=threshold
+    ) as answer:
         assert answer.status == 200
     running = [await fleet.stream(prompt(number), max_tokens=100_000) for number in (1, 2)]
     await fleet.until(lambda: fleet.metric("kvrouter_frontend_live_bookings"), 2.0)
