@@ -95,6 +95,7 @@ async def test_a_body_that_the_gateway_keeps_is_answered_at_its_end(gateway: Gat
     assert added["x-gateway-destination-endpoint"] == endpoint
     assert answer.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"] == endpoint
     assert mutation.body_mutation.body == (body if encoding == "gzip" else b"")
+    assert added.get("content-length") == (str(len(body)) if encoding == "gzip" else None)
     await gateway.until_booked(1)
     stream.call.cancel()
     await gateway.until_booked(0)

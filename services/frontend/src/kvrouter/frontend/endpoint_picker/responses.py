@@ -40,7 +40,8 @@ def route_whole(
     endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str], body: bytes | None
 ) -> ProcessingResponse:
     """Does the same as the answer to a body that the gateway has kept; ``body`` replaces it, None for no change."""
-    common = _routed(endpoints, headers, removed_headers)
+    changed = {} if body is None else {"content-length": str(len(body))}
+    common = _routed(endpoints, {**headers, **changed}, removed_headers)
     if body is not None:
         common.body_mutation.body = body
     return ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=destination(endpoints))
