@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _TEMPLATE = (
+    r"{% if tools %}<|tools|>{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}{% endif %}"
     r"{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content + '\n' }}{% endfor %}"
     r"{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )

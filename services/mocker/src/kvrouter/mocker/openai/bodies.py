@@ -5,13 +5,15 @@ Fields that are not listed are ignored, as by both engines.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.tokenizer import encode
 from kvrouter.mocker.tools import asked_tool
+from kvrouter.net.engine_chats import chat_rule
 
 
 class StreamOptions(msgspec.Struct):
@@ -130,16 +132,18 @@ class Message(msgspec.Struct):
     role: str
     content: str | list[TextPart] | None = None
 
-    def text(self) -> str:
-        """Returns the text of the content."""
+    def text(self, separator: str = "") -> str:
+        """Returns the text of the content, with a separator between its parts."""
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return separator.join(part.text for part in self.content)
         return self.content or ""
 
 
 class ChatBody(GenerationBody, kw_only=True):
     """The body of ``/v1/chat/completions``."""
 
+    engine: ClassVar[str] = "vllm"
+    """Engine whose form of chats the template gets."""
     messages: list[Message]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -169,12 +173,15 @@ class ChatBody(GenerationBody, kw_only=True):
     def prompts(self) -> list[list[int]]:  # noqa: D102
         if not self.messages:
             raise ApiError(400, "messages must not be empty", param="messages")
-        return [encode(render_chat(self.messages))]
+        return [encode(self._rendered())]
 
-
-def render_chat(messages: list[Message]) -> str:
-    """Returns the prompt of a chat, by the simulated model's template."""
-    return "".join(f"<|{each.role}|>\n{each.text()}\n" for each in messages) + "<|assistant|>\n"
+    def _rendered(self) -> str:
+        """Returns the prompt of the chat, by the simulated model's template."""
+        rule = chat_rule(self.engine)
+        tools = rule.tools(self.tools, self.tool_choice) if self.tools else []
+        described = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in tools)
+        messages = "".join(f"<|{each.role}|>\n{each.text(rule.part_separator)}\n" for each in self.messages)
+        return f"{'<|tools|>' if tools else ''}{described}{messages}<|assistant|>\n"
 
 
 Body = TypeVar("Body")

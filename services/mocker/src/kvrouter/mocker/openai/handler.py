@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from aiohttp import web
+from kvrouter.mocker.openai.bodies import GenerationBody
 from kvrouter.mocker.openai.responses import Responses
 from kvrouter.mocker.serving.errors import refusals
 from kvrouter.mocker.serving.generations import Generations
@@ -47,3 +48,9 @@ async def streamed(request: web.Request, generations: Generations, responses: Re
         await stream.write(event(last))
     await stream.write(b"data: [DONE]\n\n")
     return stream
+
+
+def tokenized(body: GenerationBody) -> web.Response:
+    """Returns the token ids of a prompt."""
+    (tokens,) = body.prompts()
+    return json_response({"count": len(tokens), "tokens": tokens})

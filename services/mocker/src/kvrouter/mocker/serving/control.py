@@ -12,7 +12,8 @@ from aiohttp import web
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.http_responses import json_response
 
-_PREFIX = "/mock/"
+CONTROL_PREFIX = "/mock/"
+"""Beginning of the paths for tests."""
 _KEPT = 100
 """Requests that are kept, the newest ones."""
 _MAX_KEPT_BYTES = 64 << 10
@@ -34,8 +35,8 @@ class Control:
     def routes(self) -> Sequence[web.RouteDef]:
         """Returns the routes."""
         return [
-            web.get(f"{_PREFIX}requests", self.received),
-            web.post(f"{_PREFIX}faults", self.set_faults),
+            web.get(f"{CONTROL_PREFIX}requests", self.received),
+            web.post(f"{CONTROL_PREFIX}faults", self.set_faults),
         ]
 
     async def received(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -60,7 +61,7 @@ class Control:
 
     async def observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Handles a request, or lets it fail."""
-        if request.method != "POST" or request.path.startswith(_PREFIX):
+        if request.method != "POST" or request.path.startswith(CONTROL_PREFIX):
             return await handler(request)
         self._received.append(
             {

@@ -11,13 +11,14 @@ from typing import Any
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from kvrouter.mocker.serving.control import Control, Handler
+from kvrouter.mocker.serving.control import CONTROL_PREFIX, Control, Handler
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.http_responses import json_response
 from kvrouter.mocker.serving.service import EngineService
 from kvrouter.mocker.serving.settings import EngineServerSettings
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
 from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
 
 log = structlog.get_logger(component="mocker")
 
@@ -61,9 +62,15 @@ async def running(works: Sequence[Coroutine[None, None, None]]) -> AsyncIterator
 
 @asynccontextmanager
 async def serving_engine_api(
-    settings: EngineServerSettings, routes: Sequence[web.RouteDef], error_body: ErrorBody, registry: CollectorRegistry
+    settings: EngineServerSettings,
+    routes: Sequence[web.RouteDef],
+    error_body: ErrorBody,
+    is_open: Callable[[str], bool],
+    registry: CollectorRegistry,
 ) -> AsyncIterator[str]:
     """Serves the routes while the context lasts; yields the address, host:port.
+
+    ``is_open`` returns whether a path needs no key.
 
     Raises:
         BindFailed: the address cannot be listened on.
@@ -84,7 +91,8 @@ async def serving_engine_api(
         return await control.observe(request, handler)
 
     application = web.Application(
-        client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json(error_body), loading, controlled]
+        client_max_size=_MAX_BODY_BYTES,
+        middlewares=[_errors_as_json(error_body), loading, _keyed(settings.api_key, is_open), controlled],
     )
     application.add_routes([*routes, *control.routes()])
     limits = HttpLimits(share_of_descriptors(1 / 2), settings.http_header_seconds)
@@ -99,6 +107,19 @@ async def serving_engine_api(
     ) as (host, port):
         log.info("http.listening", address=f"{host}:{port}")
         yield f"{host}:{port}"
+
+
+def _keyed(api_key: SecretStr, is_open: Callable[[str], bool]) -> Middleware:
+    expected = f"Bearer {api_key.get_secret_value()}"
+
+    @web.middleware
+    async def keyed(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_known = not api_key or request.headers.get("Authorization") == expected
+        if is_known or is_open(request.path) or request.path.startswith(CONTROL_PREFIX):
+            return await handler(request)
+        return json_response({"error": "Unauthorized"}, 401)
+
+    return keyed
 
 
 def _errors_as_json(error_body: ErrorBody) -> Middleware:

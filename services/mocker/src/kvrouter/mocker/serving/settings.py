@@ -6,7 +6,7 @@ from functools import cached_property
 
 from kvrouter.mocker.serving.kv_events import KvEventsConfig
 from kvrouter.runtime.config.settings import ServiceSettings
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 
 class EngineServerSettings(ServiceSettings):
@@ -52,6 +52,9 @@ class EngineServerSettings(ServiceSettings):
         ge=0,
         le=65_535,
         description="Port on which an SGLang server with the role prefill meets decode servers; 0 takes a free one.",
+    )
+    api_key: SecretStr = Field(
+        default=SecretStr(""), description="Key that a vLLM or SGLang server demands, at the paths at which it does."
     )
     loading_seconds: float = Field(
         default=0.0, ge=0, description="Time in which a vLLM or SGLang server answers 503 after its start, in seconds."

@@ -15,7 +15,7 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.sglang.errors import error_body
 from kvrouter.mocker.sglang.events import SglangPublisher, describe, make_sockets
 from kvrouter.mocker.sglang.load import TOPIC, LoadPublisher, base_endpoint
-from kvrouter.mocker.sglang.server import SglangOptions, SglangServer
+from kvrouter.mocker.sglang.server import SglangOptions, SglangServer, is_open
 from kvrouter.publisher.zmq_sockets import EventSockets
 from kvrouter.runtime.process.lifecycle import StartRefused
 from prometheus_client import CollectorRegistry
@@ -73,7 +73,7 @@ async def serving_sglang(settings: MockerSettings, registry: CollectorRegistry) 
             model_path=settings.model_path or settings.model,
             role=settings.role,
             context_length=config.length_limit,
-            lora_modules=settings.lora_modules,
+            lora_modules=dict(settings.lora_modules),
             reports_cached_tokens=settings.enable_prompt_tokens_details,
             incremental_streaming=settings.incremental_streaming_output,
             server_info={
@@ -94,7 +94,9 @@ async def serving_sglang(settings: MockerSettings, registry: CollectorRegistry) 
         await stack.enter_async_context(running([driver.run() for driver in drivers.values()]))
         await stack.enter_async_context(running([LoadPublisher(load_sockets, drivers).run()] if load_sockets else []))
         server = SglangServer(options, service, rooms)
-        address = await stack.enter_async_context(serving_engine_api(settings, server.routes(), error_body, registry))
+        address = await stack.enter_async_context(
+            serving_engine_api(settings, server.routes(), error_body, is_open, registry)
+        )
         yield ServedEngine(f"http://{address}", service)
 
 

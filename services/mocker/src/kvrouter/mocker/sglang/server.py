@@ -7,13 +7,14 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from aiohttp import web
 from kvrouter.mocker.engine.types import Scope
+from kvrouter.mocker.openai.adapters import adapter_routes
 from kvrouter.mocker.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse
-from kvrouter.mocker.openai.handler import streamed, whole
+from kvrouter.mocker.openai.handler import streamed, tokenized, whole
 from kvrouter.mocker.openai.responses import Responses
 from kvrouter.mocker.openai.sampling import sampling
 from kvrouter.mocker.rooms import PrefillRooms, await_prefill
@@ -30,6 +31,10 @@ _MODES = {"both": "null", "prefill": "prefill", "decode": "decode"}
 _ENGINE_TYPES = {"both": "unified", "prefill": "prefill", "decode": "decode"}
 
 
+class _ChatBody(ChatBody, kw_only=True):
+    engine: ClassVar[str] = "sglang"
+
+
 @dataclass(frozen=True)
 class SglangOptions:
     """What the server says of itself and accepts."""
@@ -39,7 +44,7 @@ class SglangOptions:
     role: str
     """"both", "prefill" or "decode"."""
     context_length: int
-    lora_modules: Mapping[str, str]
+    lora_modules: dict[str, str]
     reports_cached_tokens: bool
     incremental_streaming: bool
     server_info: Mapping[str, Any]
@@ -75,6 +80,8 @@ class SglangServer:
             web.get("/flush_cache", self.flush_cache),
             web.post("/v1/completions", self.completions),
             web.post("/v1/chat/completions", self.chat_completions),
+            web.post("/tokenize", self.tokenize),
+            *adapter_routes("", self._options.lora_modules),
         ]
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -196,9 +203,13 @@ class SglangServer:
         """Completes one or several prompts."""
         return await self._complete(request, parse(await request.read(), CompletionBody), chat=False)
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Returns the token ids of a chat."""
+        return tokenized(parse(await request.read(), _ChatBody))
+
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Completes a chat."""
-        return await self._complete(request, parse(await request.read(), ChatBody), chat=True)
+        return await self._complete(request, parse(await request.read(), _ChatBody), chat=True)
 
     async def _complete(self, request: web.Request, body: GenerationBody, *, chat: bool) -> web.StreamResponse:
         options, prompts = self._options, body.prompts()
@@ -275,3 +286,8 @@ class SglangServer:
 class _AbortBody(msgspec.Struct):
     rid: str = ""
     abort_all: bool = False
+
+
+def is_open(path: str) -> bool:
+    """Returns whether a path needs no key."""
+    return path.startswith(("/health", "/metrics"))

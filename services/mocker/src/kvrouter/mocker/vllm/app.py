@@ -12,7 +12,7 @@ from kvrouter.mocker.serving.service import EngineService
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.vllm.errors import error_body
 from kvrouter.mocker.vllm.events import make_publisher, publish_to, source
-from kvrouter.mocker.vllm.server import VllmOptions, VllmServer
+from kvrouter.mocker.vllm.server import VllmOptions, VllmServer, is_open
 from kvrouter.mocker.vllm.transfers import KvTransfers
 from kvrouter.publisher.zmq_publisher import ZmqPublisher
 from prometheus_client import CollectorRegistry
@@ -45,7 +45,7 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
             model_path=settings.model_path or settings.model,
             max_model_len=next(iter(drivers.values())).engine.config.length_limit,
             max_sequences=settings.max_sequences,
-            lora_modules=settings.lora_modules,
+            lora_modules=dict(settings.lora_modules),
             enable_prompt_tokens_details=settings.enable_prompt_tokens_details,
             priority_scheduling=settings.priority_scheduling,
             kv_event_sources={
@@ -57,6 +57,8 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
         transfers = KvTransfers(role=settings.role, host=reachable(host), block_size=settings.block_size)
         await stack.enter_async_context(running([driver.run() for driver in drivers.values()]))
         server = VllmServer(options, service, transfers)
-        address = await stack.enter_async_context(serving_engine_api(settings, server.routes(), error_body, registry))
+        address = await stack.enter_async_context(
+            serving_engine_api(settings, server.routes(), error_body, is_open, registry)
+        )
         transfers.port = address_of(address)[1]
         yield ServedEngine(f"http://{address}", service)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 
 from aiohttp import web
 from kvrouter.mocker.engine.types import Scope
+from kvrouter.mocker.openai.adapters import adapter_routes
 from kvrouter.mocker.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse
-from kvrouter.mocker.openai.handler import streamed, whole
+from kvrouter.mocker.openai.handler import streamed, tokenized, whole
 from kvrouter.mocker.openai.responses import Responses
 from kvrouter.mocker.openai.sampling import sampling
 from kvrouter.mocker.serving.errors import ApiError
@@ -23,6 +25,7 @@ from kvrouter.mocker.vllm.transfers import KvTransfers
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 VERSION = "0.33.0"
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class VllmOptions:
     model_path: str
     max_model_len: int
     max_sequences: int
-    lora_modules: Mapping[str, str]
+    lora_modules: dict[str, str]
     enable_prompt_tokens_details: bool
     priority_scheduling: bool
     kv_event_sources: Mapping[int, dict[str, Any]]
@@ -47,6 +50,8 @@ class VllmServer:
         self._service = service
         self._transfers = transfers
         self._started = int(time.time())
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._registry = CollectorRegistry()
         self._registry.register(VllmMetrics(options.model, service.drivers))
 
@@ -62,6 +67,11 @@ class VllmServer:
             web.get("/v1/models", self.models),
             web.post("/v1/completions", self.completions),
             web.post("/v1/chat/completions", self.chat_completions),
+            web.post("/tokenize", self.tokenize),
+            *adapter_routes("/v1", self._options.lora_modules),
+            web.post("/sleep", self.sleep),
+            web.post("/wake_up", self.wake_up),
+            web.get("/is_sleeping", self.is_sleeping),
             web.post("/reset_prefix_cache", self.reset_prefix_cache),
             *self._transfers.routes(),
         ]
@@ -108,15 +118,34 @@ class VllmServer:
             driver.clear_cache()
         return web.Response()
 
+    async def sleep(self, request: web.Request) -> web.Response:
+        """Sleeps, with an empty cache: further requests hang until the server is woken."""
+        self._awake.clear()
+        return await self.reset_prefix_cache(request)
+
+    async def wake_up(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Ends the sleep."""
+        self._awake.set()
+        return web.Response()
+
+    async def is_sleeping(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Returns whether the server sleeps."""
+        return json_response({"is_sleeping": not self._awake.is_set()})
+
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Completes one or several prompts."""
         return await self._generate(request, parse(await request.read(), CompletionBody), chat=False)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Returns the token ids of a chat."""
+        return tokenized(parse(await request.read(), ChatBody))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Completes a chat."""
         return await self._generate(request, parse(await request.read(), ChatBody), chat=True)
 
     async def _generate(self, request: web.Request, body: GenerationBody, *, chat: bool) -> web.StreamResponse:
+        await self._awake.wait()
         scope = self._scope(body)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "Stream options can only be defined when `stream=True`.", param="stream_options")
@@ -168,6 +197,11 @@ class VllmServer:
         if body.cache_salt == "":
             raise ApiError(400, "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
         return Scope(lora_name=model if model and model != options.model else "", cache_salt=body.cache_salt or "")
+
+
+def is_open(path: str) -> bool:
+    """Returns whether a path needs no key."""
+    return not path.startswith(_GUARDED)
 
 
 def _requested_rank(request: web.Request) -> int | None:
