@@ -29,13 +29,15 @@ async def repeated_until_cached(system: System, prompt: list[int]) -> Completion
         while not (completion := await system.complete(prompt)).overlap_blocks:
             served.add(completion.worker_id)
     assert not served or completion.worker_id in served
-    assert completion.cached_tokens == completion.overlap_blocks * BLOCK == len(prompt) // BLOCK * BLOCK
+    assert completion.cached_tokens == completion.overlap_blocks * BLOCK == (len(prompt) - 1) // BLOCK * BLOCK
     return completion
 
 
 async def test_requests_go_to_the_engine_that_has_their_prefix_and_survive_deaths(system: System) -> None:
     """One system for the whole story, because starting it takes most of the time."""
     holder = (await repeated_until_cached(system, PROMPT)).worker_id
+    # Of a wholly cached prompt the last block is computed again.
+    await repeated_until_cached(system, list(range(1000, 1000 + 25 * BLOCK)))
 
     # The sidecar dies and resumes. (A worker whose engine has published nothing yet has nothing to resume from.)
     await system.kill("sidecar")

@@ -69,7 +69,7 @@ async def test_no_indexer_is_queried_if_overlaps_do_not_matter(changes: dict[str
 async def test_an_override_may_query_the_indexer_although_the_option_does_not() -> None:
     indexer = ResidentBlocks({(1, 0): 4})
     parts = Parts(view(worker(1)), indexer=indexer, options=RoutingOptions("kv", overlap_score_weight=0))
-    chosen = await parts.select(selecting("a", routing(overrides=overrides(overlap_score_weight=1))))
+    chosen = await parts.select(selecting("a", routing(tail=1, overrides=overrides(overlap_score_weight=1))))
     assert chosen.overlap_blocks == 4
 
 
@@ -78,8 +78,8 @@ async def test_the_weight_of_one_request_is_for_that_request_alone() -> None:
     await parts.select(selecting("a", routing(6, seed=1, constraints=constraints(worker_id=1))))
     parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a")))
     # By weight 1 it is 0 + 10 blocks against 4 + 4; by weight 2 the cached ones count for more.
-    heavy = routing(overrides=overrides(overlap_score_weight=2))
-    chosen = [(await parts.select(selecting(None, each))).rank.worker_id for each in (routing(), heavy, routing())]
+    light, heavy = routing(tail=1), routing(tail=1, overrides=overrides(overlap_score_weight=2))
+    chosen = [(await parts.select(selecting(None, each))).rank.worker_id for each in (light, heavy, light)]
     assert chosen == [2, 1, 2]
 
 
@@ -103,7 +103,18 @@ async def test_blocks_of_an_incarnation_that_nobody_registered_do_not_count() ->
 
 async def test_blocks_of_a_worker_whose_incarnation_is_unknown_count() -> None:
     parts = Parts(view(worker(1, incarnation=0)), indexer=ResidentBlocks({(1, 0): 4}, incarnation=7))
-    assert (await parts.select(selecting("a"))).overlap_blocks == 4
+    assert (await parts.select(selecting("a", routing(tail=1)))).overlap_blocks == 4
+
+
+async def test_the_block_with_the_last_token_is_computed_even_if_it_is_cached() -> None:
+    for mode in ("kv", "forecast"):
+        indexer = ResidentBlocks({(1, 0): 4})
+        parts = Parts(view(worker(1)), indexer=indexer, options=RoutingOptions(mode))
+        for tail, overlap in ((0, 3), (1, 4)):
+            chosen = await parts.select(selecting(None, routing(4, tail=tail)))
+            assert (chosen.overlap_blocks, chosen.prompt_blocks) == (overlap, 4)
+        await parts.select(selecting(None, routing(1)))
+        assert len(indexer.queries) == 2, "a prompt of one block has none that can be reused"
 
 
 async def test_overrides_without_effect_are_named_in_the_response_and_once_in_the_log() -> None:

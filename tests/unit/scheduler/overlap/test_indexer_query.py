@@ -43,7 +43,7 @@ def workers(*ids: int, incarnation: int = 1) -> WorkerSet:
 def test_overlaps_belong_to_the_ranks_that_the_answer_names(ranks: list[tuple[int, int]], blocks: list[int]) -> None:
     registered = workers(1, 2, 1 << 63)
     for _ in range(2):  # the second time the list of ranks is known
-        overlaps = read_answer(answer(*ranks), prompt_blocks=8)
+        overlaps = read_answer(answer(*ranks), most_blocks=8)
         assert overlaps.on(registered).tolist() == blocks
     for worker_id, _ in ranks:
         response = SelectWorkerResponse()
@@ -56,7 +56,7 @@ def test_overlaps_belong_to_the_ranks_that_the_answer_names(ranks: list[tuple[in
 
 def test_blocks_of_another_incarnation_count_as_none() -> None:
     for incarnation, blocks in ((1, [4]), (2, [0]), (1, [4])):
-        overlaps = read_answer(answer((1, 4), incarnation=incarnation), prompt_blocks=8)
+        overlaps = read_answer(answer((1, 4), incarnation=incarnation), most_blocks=8)
         assert overlaps.on(workers(1)).tolist() == blocks
 
 
@@ -65,9 +65,9 @@ def test_an_answer_whose_columns_differ_in_length_is_refused(name: str) -> None:
     broken = FindMatchesResponse.FromString(answer((1, 4), (2, 5)))
     del getattr(broken, name)[1:]
     with pytest.raises(Internal):
-        read_answer(broken.SerializeToString(), prompt_blocks=8)
+        read_answer(broken.SerializeToString(), most_blocks=8)
 
 
 def test_bytes_that_are_no_answer_are_refused() -> None:
     with pytest.raises(Internal):
-        read_answer(b"\xff\xff\xff", prompt_blocks=8)
+        read_answer(b"\xff\xff\xff", most_blocks=8)

@@ -38,7 +38,7 @@ async def test_a_prediction_lapses_after_its_time() -> None:
     parts = predicting(workers=1, ttl_seconds=30.0)
     await parts.select(selecting("a", routing(6)))
     parts.now += 29
-    assert (await parts.select(selecting("b", routing(4)))).overlap_blocks == 4
+    assert (await parts.select(selecting("b", routing(4, tail=1)))).overlap_blocks == 4
     parts.now += 29
     assert (await parts.select(selecting("c", routing(6)))).overlap_blocks == 4, "only those used again are left"
     parts.now += 31
@@ -51,7 +51,9 @@ async def test_predictions_are_bounded() -> None:
         parts.now += 1
         await parts.select(selecting(f"r{number}", routing(4, seed=number)))
     parts.now += 1
-    held = [(await parts.select(selecting(None, routing(4, seed=number)))).overlap_blocks for number in range(5)]
+    held = [
+        (await parts.select(selecting(None, routing(4, seed=number, tail=1)))).overlap_blocks for number in range(5)
+    ]
     assert held[0] == 0
     assert held[4] == 4
     assert sum(held) <= 10
@@ -81,4 +83,4 @@ async def test_weight_0_predicts_but_does_not_use_it() -> None:
     await parts.select(selecting("a", routing(6, overrides=overrides(overlap_score_weight=0.0))))
     unused = await parts.select(selecting("b", routing(6, overrides=overrides(overlap_score_weight=0.0))))
     assert unused.overlap_blocks == 0
-    assert (await parts.select(selecting("c", routing(6)))).overlap_blocks == 6
+    assert (await parts.select(selecting("c", routing(6, tail=1)))).overlap_blocks == 6

@@ -37,9 +37,9 @@ class CacheEvents:
         self._listed = ListedRanks(ranks, np.ones(len(ranks), np.uint64))
 
     def overlaps(self, prompt: Prompt) -> Overlaps:
-        """Returns the leading blocks of a prompt that the index shows for each rank, in the order of the ranks."""
-        blocks = np.frombuffer(self.index.overlaps(prompt.local_hashes), np.uint32).astype(np.int64)
-        return Overlaps(self._listed, blocks)
+        """Returns the leading blocks of a prompt that each rank can reuse by the index, in the order of the ranks."""
+        blocks = np.frombuffer(self.index.overlaps(prompt.reusable_hashes(self._block_size)), np.uint32)
+        return Overlaps(self._listed, blocks.astype(np.int64))
 
     def restarted(self, engine: int) -> None:
         """Begins a new incarnation of an engine; its former blocks go with the first event of the new one."""

@@ -19,7 +19,7 @@ from kvrouter.runtime.errors import DeadlineExceeded, Internal, KvRouterError
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.scheduler.overlap.varint_column import decode_varints
 from kvrouter.scheduler.policies.interface import Column
-from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
 from kvrouter.scheduler.workers.worker_set import ListedRanks, WorkerSet
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
@@ -110,12 +110,13 @@ async def ask(
     Args:
         indexers: Finds an Indexer.
         component: The component.
-        prompt: The prompt; without a full block no query is sent.
+        prompt: The prompt; without a block that can be reused no query is sent.
         block_size: Tokens per block.
         timeout_seconds: Maximum time to wait.
         deadline: The caller's deadline, which applies as well.
     """
-    if not prompt.blocks:
+    hashes = prompt.reusable_hashes(block_size)
+    if not hashes:
         return NOT_QUERIED
     indexer = indexers(component)
     if indexer is None:
@@ -123,9 +124,9 @@ async def ask(
     try:
         with span("kvrouter.v1.IndexerService/FindMatches", Kind.CLIENT):
             answer = await indexer.find_matches_of_hashes(
-                component, prompt.local_hashes, block_size=block_size, deadline=deadline.within(timeout_seconds)
+                component, hashes, block_size=block_size, deadline=deadline.within(timeout_seconds)
             )
-        return read_answer(answer, prompt.blocks)
+        return read_answer(answer, len(hashes) // HASH_BYTES)
     except DeadlineExceeded:
         return Overlaps(failure="timeout")
     except KvRouterError as error:
@@ -136,8 +137,8 @@ async def ask(
         return Overlaps(failure="internal")
 
 
-def read_answer(answer: bytes, prompt_blocks: int) -> Overlaps:
-    """Returns the overlaps in an encoded FindMatchesResponse, at most ``prompt_blocks`` for each rank.
+def read_answer(answer: bytes, most_blocks: int) -> Overlaps:
+    """Returns the overlaps in an encoded FindMatchesResponse, at most ``most_blocks`` for each rank.
 
     Raises:
         Internal: it is not such a response, or its columns differ in length.
@@ -154,7 +155,7 @@ def read_answer(answer: bytes, prompt_blocks: int) -> Overlaps:
             f"expected columns of one length, received {len(listed.incarnations)} ranks, {len(blocks)} overlaps and "
             f"{len(event_ids)} event ids"
         )
-    return Overlaps(listed, np.minimum(blocks, prompt_blocks, out=blocks), event_ids)
+    return Overlaps(listed, np.minimum(blocks, most_blocks, out=blocks), event_ids)
 
 
 @lru_cache(maxsize=_LISTS)

@@ -58,7 +58,7 @@ class Predictions:
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the leading blocks of a prompt that each rank is predicted to hold."""
         predicted = self._of(pool)
-        found = predicted.index.overlaps(prompt.local_hashes, self._clock())
+        found = predicted.index.overlaps(prompt.reusable_hashes(predicted.block_size), self._clock())
         return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
 
     def follow(self, booking_table: BookingTable) -> None:

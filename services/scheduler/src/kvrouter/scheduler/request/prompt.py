@@ -10,7 +10,7 @@ from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.runtime.packed_hashes import pack_local_hashes
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
-_HASH_BYTES = 8
+HASH_BYTES = 8
 _EMPTY = "Send 1 token id or more, or local hashes with prompt_tokens."
 
 
@@ -37,7 +37,14 @@ class Prompt(NamedTuple):
     @property
     def blocks(self) -> int:
         """Number of full blocks."""
-        return len(self.sequence_hashes) // _HASH_BYTES
+        return len(self.sequence_hashes) // HASH_BYTES
+
+    def reusable_hashes(self, block_size: int) -> bytes:
+        """Returns the local hashes of the blocks that an engine can find in its cache.
+
+        Engines compute at least the last token of a prompt, so of n tokens they reuse (n - 1) div block_size blocks.
+        """
+        return self.local_hashes[: (self.tokens - 1) // block_size * HASH_BYTES]
 
 
 def read_prompt(
@@ -80,7 +87,7 @@ def read_prompt(
         local = pack_local_hashes(request.local_hashes)
     if request.length_is_estimated:
         tokens = max(1, min(tokens, longest, largest_cache * block_size or tokens))
-        local = local[: tokens // block_size * _HASH_BYTES]
+        local = local[: tokens // block_size * HASH_BYTES]
     return Prompt(tokens, local, sequence_hashes(local), request.length_is_estimated)
 
 
