@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvrouter.net.authorization import CallerCheck, ServiceToken
@@ -187,6 +187,14 @@ class Worker:
     def set_accepting(self, accepting: bool) -> None:
         """Announces whether the worker takes requests, such as when its engine is away. Events are published anyway."""
         self.is_accepting = accepting
+        if self.endpoint and not self._draining:
+            self._register()
+
+    def set_lora_names(self, names: Sequence[str]) -> None:
+        """Announces the LoRA adapters that the engine has now."""
+        if tuple(names) == self.config.lora_names:
+            return
+        self.config = replace(self.config, lora_names=tuple(names))
         if self.endpoint and not self._draining:
             self._register()
 

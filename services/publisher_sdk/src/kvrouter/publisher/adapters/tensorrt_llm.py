@@ -35,7 +35,7 @@ _TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK)
 """Tiers by cache level."""
 
 
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 """What reading a malformed event raises."""
 
 
