@@ -12,6 +12,7 @@ from kvrouter.frontend.access.following import FollowedKeys
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.signing_keys import FollowedSigningKeys
 from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
+from kvrouter.frontend.api.openai.prompt_comparison import PromptComparison
 from kvrouter.frontend.client_work.client_work import ClientWork
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -98,6 +99,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     FollowedKeys(None, frontend)
     FollowedSigningKeys("https://issuer.example/keys", MagicMock(), frontend)
     TextModels(MagicMock(), MagicMock(), {}, frontend, work=ClientWork(frontend), cache_bytes=0)
+    PromptComparison(MagicMock(), MagicMock(), MagicMock(), frontend)
     _Connections(MagicMock(), frontend, "frontend")
     yield "Frontend", frontend
     scheduler = CollectorRegistry()

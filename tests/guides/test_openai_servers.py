@@ -31,7 +31,7 @@ async def test_a_chat_stays_at_the_server_that_has_its_beginning(tmp_path: Path)
     assert second[0]["x-kvrouter-worker"] == first[0]["x-kvrouter-worker"]
     assert int(second[0]["x-kvrouter-overlap-blocks"]) > 0
     assert second[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert "x-kvrouter-routed-on" not in second[0]
+    assert second[0]["x-kvrouter-routed-on"] == "text"
 
 
 def answer(output: str) -> tuple[dict[str, str], dict[str, Any]]:

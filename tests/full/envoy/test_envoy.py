@@ -57,7 +57,7 @@ async def test_chats_reach_the_holder_of_their_prefix(
         for messages in chats:
             status, _, headers = await fleet.chat(messages)
             assert status == 200
-            assert "x-kvrouter-routed-on" not in headers
+            assert headers["x-kvrouter-routed-on"] == "tokens"
             holders.append(headers["x-kvrouter-worker"])
         assert len(set(holders)) == 2
         blocks = sum((len(chat[0]["content"]) + len("<|user|>\n\n<|assistant|>\n")) // 16 for chat in chats)

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,6 +29,13 @@ from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest,
 from prometheus_client import CollectorRegistry
 
 BLOCK = 4
+
+
+def write_engine_keys(path: Path, **keys: str) -> str:
+    """Writes the keys of components, and returns the path."""
+    path.touch(0o600)
+    path.write_text("".join(f'{component} = "{key}"\n' for component, key in keys.items()))
+    return str(path)
 
 
 def events_at(live: int = 0, replay: int = 0) -> str:
@@ -176,6 +184,16 @@ def cached(server: ServedEngine, dp_rank: int = 0) -> set[int]:
 
 def cached_tokens_of(outputs: list[GenerateOutput]) -> list[int]:
     return [output.cached_tokens for output in outputs if output.HasField("cached_tokens")]
+
+
+async def until_registered(
+    namespace: str, etcd: str, worker_id: int, condition: Callable[[WorkerRegistration], bool]
+) -> WorkerRegistration:
+    """Returns a worker's registration once a condition holds for it."""
+    async with asyncio.timeout(30):
+        while not condition(found := await registration(namespace, etcd, worker_id)):
+            await asyncio.sleep(0.02)
+    return found
 
 
 async def registration(namespace: str, etcd: str, worker_id: int) -> WorkerRegistration:

@@ -59,16 +59,24 @@ class Completion:
 class System:
     """Two engine servers, a sidecar for both, and a router."""
 
-    def __init__(self, logs: Path, where: tuple[str, ...], stack: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        where: tuple[str, ...],
+        stack: AsyncExitStack,
+        sidecar: tuple[str, ...],
+        engine: tuple[str, ...],
+    ) -> None:
         self.session = aiohttp.ClientSession()
         self.processes: dict[str, ManagedProcess] = {}
         self._logs = logs
         self._stack = stack
         self._port = free_port()
+        self._http_port = free_port()
         self._sidecar_port = free_port()
         self._engines = {1: free_port(), 2: free_port()}
         urls = [("--engine", f"http://127.0.0.1:{port}") for port in self._engines.values()]
-        engine = ("--openai", "--model", "m", "--enable-prompt-tokens-details", "--clock-factor", "10")
+        engine = (*engine, "--openai", "--model", "m", "--enable-prompt-tokens-details", "--clock-factor", "10")
         self._commands = {
             "router": (
                 "cli.main",
@@ -77,14 +85,14 @@ class System:
                 "--http-bind",
                 "",
                 "--port",
-                "0",
+                str(self._http_port),
                 "--bind",
                 f"127.0.0.1:{self._port}",
             ),
             "sidecar": (
                 *("cli.main", "sidecar", *where, *(each for url in urls for each in url), "--worker-id", "1"),
                 *("--journal-path", str(logs / "journal"), "--engine-grace-seconds", "0.2", "--load-seconds", "0.1"),
-                *("--answer-seconds", "60", "--http-bind", f"127.0.0.1:{self._sidecar_port}"),
+                *("--answer-seconds", "60", "--http-bind", f"127.0.0.1:{self._sidecar_port}", *sidecar),
             ),
             **{
                 f"engine-{number}": (
@@ -94,6 +102,11 @@ class System:
                 for number, port in self._engines.items()
             },
         }
+
+    @property
+    def http(self) -> str:
+        """URL of the router's HTTP API."""
+        return f"http://127.0.0.1:{self._http_port}"
 
     async def start(self, *names: str) -> None:
         for name in names:
@@ -151,11 +164,13 @@ def _module(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def running_system(logs: Path, nats: str, etcd: str, namespace: str) -> AsyncIterator[System]:
-    """Runs the processes while the context lasts."""
+async def running_system(
+    logs: Path, nats: str, etcd: str, namespace: str, sidecar: tuple[str, ...] = (), engine: tuple[str, ...] = ()
+) -> AsyncIterator[System]:
+    """Runs the processes while the context lasts, with further options of the sidecar and the engines."""
     where = ("--namespace", namespace, "--nats", nats, "--etcd", etcd, "--drain-seconds", "1")
     async with AsyncExitStack() as stack:
-        system = System(logs, (*where, "--lease-seconds", "2"), stack)
+        system = System(logs, (*where, "--lease-seconds", "2"), stack, sidecar, engine)
         stack.push_async_callback(system.session.close)
         await system.start("engine-1", "engine-2", "sidecar", "router")
         yield system

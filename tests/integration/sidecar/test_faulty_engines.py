@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from .faulty_engine import METRICS, FaultyEngine, chunk
-from .rig import Beside, Sidecar, tokens_of, until
+from .rig import Beside, Sidecar, tokens_of, until, write_engine_keys
 
 OK = [chunk(1), chunk(2, finish="stop"), b"data: [DONE]\n\n"]
 
@@ -22,8 +23,9 @@ async def engine() -> AsyncIterator[FaultyEngine]:
 
 
 @pytest.fixture
-async def sidecar(engine: FaultyEngine, run: Beside) -> AsyncIterator[Sidecar]:
-    async with run(engine.url, kv_events=("none",), engine_api_key="secret") as sidecar:
+async def sidecar(engine: FaultyEngine, run: Beside, tmp_path: Path) -> AsyncIterator[Sidecar]:
+    keys = write_engine_keys(tmp_path / "keys.toml", workers="secret")
+    async with run(engine.url, kv_events=("none",), engine_keys_file=keys) as sidecar:
         await sidecar.ready()
         yield sidecar
 

@@ -25,7 +25,7 @@ async def test_requests_for_tokens_carry_the_trace_context_and_others_do_not() -
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            engine = EngineHttp(session, url, api_key="", answer_seconds=10)
+            engine = EngineHttp(session, url, key_headers=dict, answer_seconds=10)
             companions = trace_context.Companions("vendor=abc", "tenant=blue")
             with trace_context.entered(TRACEPARENT), trace_context.accompanied(companions):
                 async with engine.generate("/v1/completions", b"{}", {}):

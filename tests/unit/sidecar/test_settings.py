@@ -21,7 +21,7 @@ def engines(*flags: str) -> list[EngineOptions]:
     [
         ([], "engine"),
         (["--engine", "127.0.0.1:8000"], "expected http://host:port"),
-        (["--engine", "http://user:word@e:1"], "--engine-api-key"),
+        (["--engine", "http://user:word@e:1"], "--engine-keys-file"),
         (["--engine", "http://e:1", "--engine", "http://e:1"], "named twice"),
         (["--engine", "http://e:1,http://e:2", "--kv-events", "none"], "expected one for each of 2 engines"),
         (["--engine", "http://e:1", "--kv-replay", "tcp://e:1"], "--kv-events"),

@@ -138,9 +138,37 @@ async def test_a_body_and_its_response_pass_unchanged(system: System, stack: Asy
     assert engine.headers[0]["x-data-parallel-rank"] == rank
     assert engine.headers[0]["authorization"] == "Bearer t"
     assert {name: engine.headers[0].get(name) for name in trace} == trace
-    # No tokenizer is known here.
-    assert response.headers["x-kvrouter-routed-on"] == "load"
+    # No tokenizer is known here, and the worker has events.
+    assert response.headers["x-kvrouter-routed-on"] == "estimate"
     await system.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "publishes_events", "mode", "routed_on"),
+    [
+        ({"prompt": [1, 2, 3]}, True, "round-robin", "tokens"),
+        ({"messages": [{"role": "user", "content": "x"}]}, True, "round-robin", "estimate"),
+        ({"messages": [{"role": "user", "content": "x"}]}, False, "round-robin", "text"),
+        ({"prompt": "x", "prompt_embeds": "x"}, False, "round-robin", "text"),
+        ({}, True, "round-robin", "load"),
+        ({"prompt": list(range(64))}, True, "kv", "load"),  # there is no Indexer
+    ],
+)
+async def test_a_response_says_what_its_routing_knew_of_the_prompt(
+    nats_url: str,
+    etcd_endpoint: str,
+    namespace: str,
+    stack: AsyncExitStack,
+    body: dict[str, Any],
+    publishes_events: bool,
+    mode: str,
+    routed_on: str,
+) -> None:
+    async with running_system(nats_url, etcd_endpoint, namespace, scheduling={"router_mode": mode}) as system:
+        await start_engine(system, stack, 1, publishes_events=publishes_events)
+        response, _ = await post(system, json.dumps({"model": MODEL} | body).encode())
+        assert response.headers["x-kvrouter-routed-on"] == routed_on
+        await stack.aclose()
 
 
 async def test_a_rank_that_the_client_names_serves_it(system: System, stack: AsyncExitStack) -> None:

@@ -84,15 +84,15 @@ async def test_a_chat_is_routed_by_the_tokens_of_its_rendered_prompt(gateway: Ga
     loads = await gateway.system.loads()
     assert loads[worker_id].potential_prefill_tokens == len(tokens) // 4 + of_another
     await stream.send(response_headers=HttpHeaders(headers=headers()))
-    assert "x-kvrouter-routed-on" not in stream.set_headers(await stream.receive())
+    assert stream.set_headers(await stream.receive())["x-kvrouter-routed-on"] == "tokens"
 
 
-async def test_a_chat_without_a_tokenizer_is_routed_on_load_and_says_so(gateway: Gateway) -> None:
+async def test_a_chat_without_a_tokenizer_is_routed_on_an_estimate_and_says_so(gateway: Gateway) -> None:
     await gateway.add_engine(1)
     stream = gateway.stream()
     await stream.routed({"model": MODEL, "messages": [{"role": "user", "content": "x"}]})
     await stream.send(response_headers=HttpHeaders(headers=headers()))
-    assert stream.set_headers(await stream.receive())["x-kvrouter-routed-on"] == "load"
+    assert stream.set_headers(await stream.receive())["x-kvrouter-routed-on"] == "estimate"
 
 
 async def test_a_long_body_passes_in_pieces_that_envoy_accepts(gateway: Gateway) -> None:

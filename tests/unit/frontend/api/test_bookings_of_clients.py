@@ -63,7 +63,7 @@ def served(links: Any) -> FrontendService:
     runner: Any = SimpleNamespace(pool_choice=None)
     registry = CollectorRegistry()
     bookings = ClientBookings(BookingLimits(1, 1, 1.0), None, registry)
-    return FrontendService(directory, links, nothing, runner, FrontendMetrics(registry), nothing, bookings)
+    return FrontendService(directory, links, nothing, runner, FrontendMetrics(registry), nothing, bookings, nothing)
 
 
 async def sent(requested: FrontendService) -> tuple[bool, bool]:

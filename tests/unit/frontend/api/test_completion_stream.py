@@ -13,7 +13,7 @@ from kvrouter.frontend.api.completion_stream import MAX_UNREAD_TOKENS, Completio
 from kvrouter.frontend.worker_client.output import TokensOnly
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.common_pb2 import Rank
-from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
 LAST = GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH)
@@ -81,7 +81,7 @@ class Client:
 def stream(client: Client, **fields: Any) -> CompletionStream:
     body = json.dumps({"model": 'a "model"', "prompt": [1, 2, 3], "stream": True, **fields}).encode()
     begun = CompletionStream(CompletionRequest.parse(body, max_prompt_tokens=100), client)
-    begun.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=5), mode="kv"))
+    begun.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=5), mode="kv", routed_on=RoutedOn.ROUTED_ON_TOKENS))
     return begun
 
 
@@ -89,7 +89,12 @@ async def test_each_piece_is_written_as_it_arrives() -> None:
     client = Client()
     completion = stream(client, return_token_ids=True)
     completion.output(b"", GenerateOutput(token_ids=[10, 11], cached_tokens=16))
-    assert client.headers == {"x-request-id": "r", "x-kvrouter-worker": "5:0", "x-kvrouter-overlap-blocks": "0"}
+    assert client.headers == {
+        "x-request-id": "r",
+        "x-kvrouter-worker": "5:0",
+        "x-kvrouter-overlap-blocks": "0",
+        "x-kvrouter-routed-on": "tokens",
+    }
     assert len(client.events) == 1
     completion.output(b"", LAST)
     await completion.end()

@@ -18,6 +18,7 @@ from kvrouter.frontend.admission.client_bookings import BookingLimits, ClientBoo
 from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.admission.request_admission import RequestAdmission
 from kvrouter.frontend.api.http_server import HttpApi
+from kvrouter.frontend.api.openai.prompt_comparison import PromptComparison
 from kvrouter.frontend.api.request_runner import GatewayOptions, RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.service import FrontendService
@@ -165,11 +166,13 @@ async def running(
         settings.max_bookings_per_caller, settings.max_sessions_per_caller, settings.max_lease_seconds
     )
     bookings = ClientBookings(booking_limits, access, runtime.registry)
-    service = FrontendService(runtime.directory, links, models, runner, metrics, indexers, bookings, access)
+    prompts = PromptComparison(runtime.directory, texts, settings.engine_keys, runtime.registry)
+    service = FrontendService(runtime.directory, links, models, runner, metrics, indexers, bookings, prompts, access)
     async with asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="scheduler-links")
         probing = group.create_task(probes.run(), name="worker-probes")
         loading = group.create_task(texts.run(), name="tokenizers")
+        comparing = group.create_task(prompts.run(), name="prompt-comparison")
         following = None if opened is None else group.create_task(opened.run(), name="access")
         sharing = None if shared_deaths is None else group.create_task(shared_deaths.run(), name="shared-deaths")
         aborting = group.create_task(disaggregation.abandoned.run(), name="abandoned-prefills")
@@ -182,6 +185,7 @@ async def running(
             linking.cancel()
             probing.cancel()
             loading.cancel()
+            comparing.cancel()
             if following is not None:
                 following.cancel()
             if sharing is not None:
@@ -225,7 +229,7 @@ async def _serving_endpoint_picker(
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
     options = ExchangeOptions(settings.request_timeout_seconds, admission, access, settings.request_stream_usage)
     async with serving_picker(
-        Picker(runtime.directory, links, health, limits, texts, metrics.models, access),
+        Picker(runtime.directory, links, health, limits, texts, metrics.models, settings.engine_keys, access),
         PickerMetrics(runtime.registry),
         settings.endpoint_picker_bind,
         options,
@@ -278,6 +282,7 @@ async def serving_http(
             runtime.registry,
             body_seconds=settings.http_body_seconds,
             requests_usage=settings.request_stream_usage,
+            engine_keys=settings.engine_keys,
             metrics=metrics,
             page=page,
             allowed_origins=settings.cors_origins,

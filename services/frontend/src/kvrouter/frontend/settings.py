@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -11,7 +12,9 @@ from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.net.engine_fields import INTERNAL
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.net.model_files import NAMES
+from kvrouter.runtime.config.engine_keys import ENGINE_KEYS_FILE, EngineKeysFile
 from kvrouter.runtime.config.files import can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
 from kvrouter.runtime.config.static_workers import StaticEndpoints
@@ -248,6 +251,7 @@ class FrontendSettings(RoutingSettings):
         description="File with the secret that keys the salts of caches, made with `kvrouter keys create-salt-key`; "
         "the same for all Frontends. Needed where a tenant is isolated.",
     )
+    engine_keys_file: EngineKeysFile = Field(default="", description=ENGINE_KEYS_FILE)
     permitted_engine_fields: tuple[EngineField, ...] = Field(
         default=(),
         description="Further fields that clients with a key may send to engines, separated by commas; none internal.",
@@ -296,6 +300,11 @@ class FrontendSettings(RoutingSettings):
         """Returns the listed workers, Indexers and Schedulers; None if workers are discovered in etcd."""
         listed = super().static_endpoints()
         return listed and replace(listed, schedulers=self.static_schedulers)
+
+    @cached_property
+    def engine_keys(self) -> EngineKeys:
+        """The keys of engines."""
+        return EngineKeys(self.engine_keys_file)
 
     def lacks_scheduler(self) -> bool:
         """Returns whether workers are listed but no Scheduler is, so that no request could be routed."""

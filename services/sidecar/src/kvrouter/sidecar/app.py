@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import aiohttp
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.runtime.telemetry.callers import CallerMetrics
 from kvrouter.runtime.telemetry.health import HealthBoard
@@ -31,6 +32,7 @@ async def running(
         KeyTaken: another process registered the same worker.
     """
     options = list(options_of_engines(settings))
+    keys = EngineKeys(settings.engine_keys_file)
     health.announce(each.url for each in options)
     # Each running request has a connection of its own.
     connector = aiohttp.TCPConnector(limit=0)
@@ -41,7 +43,7 @@ async def running(
                 EngineHttp(
                     session,
                     each.url,
-                    api_key=settings.engine_api_key.get_secret_value(),
+                    key_headers=partial(keys.headers, settings.component),
                     answer_seconds=settings.answer_seconds,
                 ),
                 partial(health.set_ready, each.url),

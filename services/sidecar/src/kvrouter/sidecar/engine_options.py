@@ -65,7 +65,7 @@ class EngineOptions:
             role=ROLES[engine.role],
             labels=settings.labels,
             lora_names=engine.lora_names or tuple(settings.lora_ids.values()),
-            openai_endpoint=self.advertised_url,
+            openai_endpoint=self.advertised_url if settings.forward == "yes" else "",
             engine=engine.kind if engine.is_identified else "",
             structured_output=True,
             bootstrap_endpoint=engine.bootstrap_endpoint,

@@ -7,11 +7,12 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from kvrouter.runtime.config.addresses import check_socket_endpoint
+from kvrouter.runtime.config.engine_keys import ENGINE_KEYS_FILE, EngineKeysFile
 from kvrouter.runtime.config.settings import Name, ServiceSettings
 from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
 from kvrouter.sidecar.engines.description import NO_EVENTS
 from kvrouter.sidecar.engines.detection import EngineKindOption
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 _PER_ENGINE = ("kv_events", "kv_replay", "engine_advertise", "bootstrap_endpoint")
 """Options with one value for each engine, in the order of the engines."""
@@ -24,7 +25,12 @@ class SidecarSettings(ServiceSettings):
         min_length=1, description="URL of the engine's HTTP API, http://host:port. May be repeated for several engines."
     )
     engine_kind: EngineKindOption = Field(default="auto", description="Which engine it is; auto asks it.")
-    engine_api_key: SecretStr = Field(default=SecretStr(""), description="Key that the engine's HTTP API demands.")
+    engine_keys_file: EngineKeysFile = Field(default="", description=ENGINE_KEYS_FILE)
+    forward: Literal["yes", "no"] = Field(
+        default="yes",
+        description="Whether Frontends forward requests of the OpenAI API to the engine's own; otherwise the Frontend "
+        "tokenizes them and the engine gets tokens, so that streams continue on another engine if one dies.",
+    )
     engine_advertise: tuple[str, ...] = Field(
         default=(),
         description="URL at which others reach each engine; none for that of --engine, with the host of --advertise if "
@@ -105,7 +111,10 @@ class SidecarSettings(ServiceSettings):
         description="Directory from which a restarted sidecar resumes, with a worker id; none for no journal.",
     )
     load_seconds: float = Field(
-        default=1.0, gt=0, le=3600, description="Interval at which the engine's load is read and reported, in seconds."
+        default=1.0,
+        gt=0,
+        le=3600,
+        description="Interval at which the engine's load, LoRA adapters and sleep are read, in seconds.",
     )
     answer_seconds: float = Field(
         default=5.0, gt=0, description="Longest time for the engine to answer about itself, in seconds."
@@ -129,7 +138,7 @@ class SidecarSettings(ServiceSettings):
                 raise ValueError(f"expected http://host:port, received {url!r}")
             if parts.username is not None:
                 # Logs and the registration contain the URL.
-                raise ValueError("expected no user and password in the URL: use --engine-api-key")
+                raise ValueError("expected no user and password in the URL: use --engine-keys-file")
         return urls
 
     @field_validator("kv_events", "kv_replay")

@@ -51,6 +51,7 @@ class EngineSupervisor:
         """Requests that ended, by how."""
         self._http = http
         self._on_ready = on_ready
+        self._is_away = self._is_asleep = False
         self._doubted = asyncio.Event()
         self._stopping = asyncio.Event()
         self._worker: sdk.Worker | None = None
@@ -112,6 +113,7 @@ class EngineSupervisor:
 
     async def _leave(self) -> None:
         self._worker = self.engine = None
+        self._is_away = self._is_asleep = False
         self.relayed.clear()
         self._on_ready(False)
 
@@ -132,15 +134,16 @@ class EngineSupervisor:
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._announce(worker))
             reporting = tasks.create_task(self._report_load(worker, engine, api, known))
+            following_state = tasks.create_task(self._follow_state(worker, api))
             watching = tasks.create_task(self._watch(worker, engine, known))
             stopping = tasks.create_task(self._stopping.wait())
             await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (announcing, reporting, watching, stopping):
+            for task in (announcing, reporting, following_state, watching, stopping):
                 task.cancel()
 
     async def _announce(self, worker: sdk.Worker) -> None:
         await worker.registered()
-        self._on_ready(True)
+        self._on_ready(worker.is_accepting)
 
     async def _watch(self, worker: sdk.Worker, engine: ServedEngine, known: EngineDescription) -> None:
         """Looks whether the engine is the same whenever that is in doubt. Returns when it is another one."""
@@ -153,17 +156,38 @@ class EngineSupervisor:
             except TimeoutError:
                 self.counts["outages"] += 1
                 self._log.warning("sidecar.engine_away")
-                worker.set_accepting(False)
-                self._on_ready(False)
+                self._is_away = True
+                self._announce_readiness(worker)
                 engine.fail_running()
                 _, found = await self._discover()
             if found != known:
                 self._log.warning("sidecar.engine_changed", changes=known.changes(found))
                 return
-            if not worker.is_accepting:
+            if self._is_away:
                 self._log.info("sidecar.engine_back")
-                worker.set_accepting(True)
-                self._on_ready(True)
+                self._is_away = False
+                self._announce_readiness(worker)
+
+    async def _follow_state(self, worker: sdk.Worker, api: EngineApi) -> None:
+        """Registers adapters that come and go, and keeps requests away while the engine sleeps, for ever."""
+        await worker.registered()
+        while True:
+            try:
+                state = await api.state()
+            except (EngineAway, UnexpectedAnswer):
+                pass  # Reading the load notices an engine that is away.
+            else:
+                worker.set_lora_names(state.lora_names or tuple(self.options.settings.lora_ids.values()))
+                if state.is_asleep != self._is_asleep:
+                    self._log.info("sidecar.engine_asleep" if state.is_asleep else "sidecar.engine_awake")
+                    self._is_asleep = state.is_asleep
+                    self._announce_readiness(worker)
+            await asyncio.sleep(self.options.settings.load_seconds)
+
+    def _announce_readiness(self, worker: sdk.Worker) -> None:
+        is_ready = not self._is_away and not self._is_asleep
+        worker.set_accepting(is_ready)
+        self._on_ready(is_ready)
 
     async def _report_load(
         self, worker: sdk.Worker, engine: ServedEngine, api: EngineApi, known: EngineDescription

@@ -11,7 +11,7 @@ from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.token_list import encode_token_ids
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.common_pb2 import Rank
-from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason
 
 FINISH_REASONS: dict[int, str | None] = {
@@ -31,6 +31,7 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
         "predicted_overlap_blocks": routing.predicted_overlap_blocks,
         "prompt_blocks": routing.prompt_blocks,
         "mode": routing.mode,
+        "routed_on": routed_on_text(routing.routed_on),
         "router_us": routing.router_us,
         "queued_us": routing.queued_us,
     }
@@ -59,10 +60,16 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
         "x-request-id": routing.request_id,
         "x-kvrouter-worker": _name(routing.rank),
         "x-kvrouter-overlap-blocks": str(routing.predicted_overlap_blocks),
+        "x-kvrouter-routed-on": routed_on_text(routing.routed_on),
     }
     if routing.HasField("prefill_rank"):
         headers["x-kvrouter-prefill-worker"] = _name(routing.prefill_rank)
     return headers
+
+
+def routed_on_text(routed_on: RoutedOn) -> str:
+    """Returns what a decision knew of the prompt, as responses say it."""
+    return RoutedOn.Name(routed_on).removeprefix("ROUTED_ON_").lower()
 
 
 def _name(rank: Rank) -> str:

@@ -36,6 +36,7 @@ from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.step_writer import StepWriter
 from kvrouter.frontend.client_work.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, UnknownModel
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
@@ -62,6 +63,7 @@ class HttpApi:
         *,
         body_seconds: float,
         requests_usage: bool = False,
+        engine_keys: EngineKeys | None = None,
         metrics: Callable[[], Awaitable[bytes]] | None = None,
         page: Sequence[web.RouteDef] = (),
         allowed_origins: Sequence[str] = (),
@@ -73,6 +75,7 @@ class HttpApi:
             registry: Metrics of this process.
             body_seconds: Maximum pause within a request's body.
             requests_usage: Whether the usage of forwarded streams is requested for the Frontend's own purpose.
+            engine_keys: Keys that the OpenAI APIs of workers demand; None for none.
             metrics: Returns the metrics to expose instead of the registry's.
             page: Routes of the web page; none if it is not served.
             allowed_origins: Origins whose pages may call the API.
@@ -81,6 +84,7 @@ class HttpApi:
         self._page = page
         self._body_seconds = body_seconds
         self._requests_usage = requests_usage
+        self._engine_keys = engine_keys or EngineKeys()
         self._session: aiohttp.ClientSession | None = None
         self._writer = StepWriter()
         self._frontend = frontend
@@ -248,6 +252,7 @@ class HttpApi:
             self._frontend.models.worker_at,
             routed=routed,
             requests_usage=self._requests_usage,
+            engine_keys=self._engine_keys,
             is_authenticated=access is not None,
         )
         request_id = requested_id(request.headers) or request_id_of(request)

@@ -12,6 +12,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.rules import own_booking, owned_id, visible
 from kvrouter.frontend.admission.client_bookings import ClientBookings
+from kvrouter.frontend.api.openai.prompt_comparison import PromptComparison
 from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.request_runner import RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
@@ -93,6 +94,7 @@ class FrontendService:
         metrics: FrontendMetrics,
         indexers: IndexerClient,
         bookings: ClientBookings,
+        prompts: PromptComparison,
         access: Access | None = None,
     ) -> None:
         self.models = models
@@ -104,6 +106,7 @@ class FrontendService:
         self.access = access
         """Authentication; None if everybody may do everything."""
         self._bookings = bookings
+        self._prompts = prompts
         self._directory = directory
         self._links = links
         self._pool_choice = runner.pool_choice
@@ -249,7 +252,8 @@ class FrontendService:
             BadRequest.
         """
         component = component_name(request.component) if request.HasField("component") else None
-        return GetWorkerHealthResponse(workers=self.runner.workers.health.status(component))
+        workers = self.runner.workers.health.status(component, self._prompts.difference)
+        return GetWorkerHealthResponse(workers=workers)
 
     @not_awaited_by_drain
     async def keep_session(

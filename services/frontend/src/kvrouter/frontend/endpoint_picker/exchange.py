@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from kvrouter.frontend.api.completions import routed_on_text
 from kvrouter.frontend.api.openai.transfer_filter import TransferFilter
 from kvrouter.frontend.endpoint_picker import responses
 from kvrouter.frontend.endpoint_picker.engine_response import EngineResponse
@@ -131,7 +132,7 @@ class Exchange:
         try:
             self._request.begin(message)
             if message.request_headers.end_of_stream:
-                await self._send_to(self._request.any_endpoints(), {})
+                await self._send_to(*self._request.any_endpoints())
             elif self._keeps_body:
                 await self._context.write(responses.request_headers())
         except KvRouterError as error:
@@ -217,8 +218,7 @@ class Exchange:
             rank = pick.booking.rank
             added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request.id}
             added["x-kvrouter-overlap-blocks"] = str(pick.overlap_blocks)
-            if pick.routed_on_load:
-                added["x-kvrouter-routed-on"] = "load"
+            added["x-kvrouter-routed-on"] = routed_on_text(pick.routed_on)
         removed = () if transfers is None else ("content-length",)
         await self._context.write(responses.response_headers(added, removed))
         if message.response_headers.end_of_stream:

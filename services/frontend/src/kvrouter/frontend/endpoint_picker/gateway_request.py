@@ -184,8 +184,8 @@ class GatewayRequest:
         kind = self._content_type
         return self.is_authenticated or not kind or "json" in kind or self.body[:64].lstrip().startswith(b"{")
 
-    def any_endpoints(self) -> list[str]:
-        """Returns endpoints for a request without a body, such as GET /v1/models; books nothing.
+    def any_endpoints(self) -> tuple[list[str], dict[str, str]]:
+        """Returns endpoints for a request without a body, such as GET /v1/models, and headers; books nothing.
 
         Raises:
             NoWorkers: there are none among those allowed.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
+from kvrouter.v1.frontend_pb2 import RoutedOn
 
 _EVENT = b"data:"
 
@@ -23,15 +24,15 @@ class Pick:
         *,
         metrics: ModelMetrics,
         overlap_blocks: int,
-        routed_on_load: bool,
+        routed_on: RoutedOn,
     ) -> None:
         self.booking = booking
         self.endpoints = endpoints
         """The chosen endpoint, then fallbacks, as host:port."""
         self.headers = headers
         """Headers for the engine, such as the rank that it shall use."""
-        self.routed_on_load = routed_on_load
-        """Whether the prompt could not be tokenized, so that no prefix was found."""
+        self.routed_on = routed_on
+        """What the decision knew of the prompt."""
         self.overlap_blocks = overlap_blocks
         """Predicted overlap: leading blocks of the prompt that the rank has in device memory."""
         self.output_tokens = 0

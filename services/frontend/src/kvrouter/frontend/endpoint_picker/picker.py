@@ -24,11 +24,13 @@ from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, Stage
+from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
 
@@ -118,11 +120,13 @@ class Picker:
         limits: Limits,
         texts: TextModels,
         metrics: MetricsByModel,
+        engine_keys: EngineKeys,
         access: Access | None = None,
     ) -> None:
         self.addresses = EngineAddresses(directory)
         """Addresses of the engines."""
         self._access = access
+        self._engine_keys = engine_keys
         self._metrics = metrics
         self._max_prompt_tokens = limits.max_prompt_tokens
         self._texts = texts
@@ -205,7 +209,7 @@ class Picker:
         link.keep(booking)
         chosen = booking.rank.worker_id
         fallbacks = self._fallbacks(view.name, endpoints, chosen)
-        headers = {}
+        headers = self._engine_keys.headers(view.name.name)
         if len(view.workers[chosen].ranks) > 1:
             headers[RANK_HEADER] = str(booking.rank.dp_rank)
         return Pick(
@@ -215,24 +219,29 @@ class Picker:
             headers,
             metrics=self._metrics.of(view.descriptor.model),
             overlap_blocks=selection.overlap_blocks,
-            routed_on_load=body.is_routed_on_load(view),
+            routed_on=RoutedOn.ROUTED_ON_LOAD if selection.load_only else body.routed_on(view),
         )
 
-    def any_endpoints(self, allowed: Collection[str] | None) -> list[str]:
-        """Returns healthy endpoints in random order, for a request that runs no model; books nothing.
+    def any_endpoints(self, allowed: Collection[str] | None) -> tuple[list[str], dict[str, str]]:
+        """Returns healthy endpoints of one component in random order, and headers for them; books nothing.
+
+        They are for a request that runs no model.
 
         Raises:
             NoWorkers: there are none among those allowed.
         """
         endpoints = [
-            endpoint
+            (endpoint, name.name)
             for name in self._directory.components
             for worker in self._health.healthy(name)
             if (endpoint := self.addresses.of(worker)) and (allowed is None or endpoint in allowed)
         ]
         if not endpoints:
             raise NoWorkers("no healthy worker has an OpenAI endpoint that the gateway allows")
-        return random.sample(endpoints, min(1 + _FALLBACKS, len(endpoints)))
+        random.shuffle(endpoints)
+        component = endpoints[0][1]
+        same = [endpoint for endpoint, name in endpoints if name == component]
+        return same[: 1 + _FALLBACKS], self._engine_keys.headers(component)
 
     async def follow(self, pick: Pick, served: str, body: RoutedBody, *, request_id: str, deadline: Deadline) -> Pick:
         """Returns the pick of the endpoint that served a request instead of the chosen one.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvrouter.frontend.disaggregation.prefill_stage import PrefillStage
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.v1.common_pb2 import Rank
-from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
@@ -43,6 +43,7 @@ def routing_info(
         prompt_blocks=selection.prompt_blocks,
         decision_id=selection.decision_id,
         load_only=selection.load_only,
+        routed_on=RoutedOn.ROUTED_ON_LOAD if selection.load_only else RoutedOn.ROUTED_ON_TOKENS,
         router_us=added_us,
         queued_us=selection.queued_us,
         mode=selection.mode,

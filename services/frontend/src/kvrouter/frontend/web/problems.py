@@ -39,7 +39,13 @@ class Problem:
 
 def problems(system: System, hit_rates: HitWindow) -> list[Problem]:
     """Returns the problems of a system, errors first."""
-    found = [*_services(system), *_workers(system), *_components(system, hit_rates), *_indexes(system)]
+    found = [
+        *_services(system),
+        *_workers(system),
+        *_prompts(system),
+        *_components(system, hit_rates),
+        *_indexes(system),
+    ]
     return sorted(found, key=lambda problem: problem.severity != "error")
 
 
@@ -90,6 +96,24 @@ def _workers(system: System) -> Iterator[Problem]:
                     f"{what}{f': {causes[0]}' if causes else ''}",
                     "See the engine's log. It gets requests again when probes or a trial request succeed.",
                 )
+
+
+def _prompts(system: System) -> Iterator[Problem]:
+    for component in system.components():
+        differing = {
+            worker_id: each.prompt_difference
+            for worker_id, every in sorted(system.worker_health(component).items())
+            for each in every
+            if each.prompt_difference
+        }
+        if differing:
+            first = next(iter(differing.values()))
+            yield Problem(
+                "warning",
+                f"{_named([str(each) for each in differing], 'worker')} of {component}: chats have other tokens at the "
+                f"engine: {first}",
+                "Give Frontends the tokenizer and chat template that the engine uses; its prefixes are not found.",
+            )
 
 
 def _components(system: System, hit_rates: HitWindow) -> Iterator[Problem]:

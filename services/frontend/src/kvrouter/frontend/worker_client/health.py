@@ -295,8 +295,15 @@ class WorkerHealth:
         )
         self.reclassify(worker)
 
-    def status(self, component: ComponentName | None = None) -> list[WorkerHealthMessage]:
-        """Returns the health of every worker that is registered or lost, or of those of one component."""
+    def status(
+        self,
+        component: ComponentName | None = None,
+        prompt_difference: Callable[[WorkerRegistration], str] = lambda _: "",
+    ) -> list[WorkerHealthMessage]:
+        """Returns the health of every worker that is registered or lost, or of those of one component.
+
+        ``prompt_difference`` returns how the tokens of a worker's engine differ from those of this Frontend.
+        """
         now = self._clock()
         entries = [
             (name, registration, worker)
@@ -316,6 +323,7 @@ class WorkerHealth:
                 retry_in_ms=round(worker.circuit.retry_in(now) * 1000),
                 last_failure=worker.last_failure,
                 calls=worker.calls,
+                prompt_difference=prompt_difference(registration),
             )
             for _, registration, worker in entries
         ]

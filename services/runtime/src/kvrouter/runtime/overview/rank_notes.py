@@ -49,6 +49,8 @@ def _of_health(health: Sequence[WorkerHealth]) -> Iterator[Note]:
             count = f" by {len(by)} of {len(health)} Frontends" if len(health) > 1 else ""
             cause = max(by, key=lambda each: each.consecutive_failures).last_failure if states is BACKED_OFF else ""
             yield Note("error", f"{words}{count}{': ' if cause else ''}{cause}")
+    if difference := next((each.prompt_difference for each in health if each.prompt_difference), ""):
+        yield Note("warning", f"chats have other tokens at the engine: {difference}")
 
 
 def _of_load(rank: RankStatus) -> Iterator[Note]:

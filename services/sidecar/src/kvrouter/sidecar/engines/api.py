@@ -45,6 +45,16 @@ class EngineCall:
     """Output before the engine answers: where a decode worker that must run at the same time meets this request."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What changes while an engine runs."""
+
+    lora_names: tuple[str, ...] = ()
+    """Names of its LoRA adapters, in order."""
+    is_asleep: bool = False
+    """Whether it computes nothing until it is woken."""
+
+
 class EngineApi(Protocol):
     """The HTTP API of one engine."""
 
@@ -53,6 +63,15 @@ class EngineApi(Protocol):
 
         Raises:
             EngineAway: the engine does not answer, or is not ready yet.
+        """
+        ...
+
+    async def state(self) -> EngineState:
+        """Returns the engine's state.
+
+        Raises:
+            EngineAway: the engine does not answer.
+            UnexpectedAnswer: it answered with something else.
         """
         ...
 

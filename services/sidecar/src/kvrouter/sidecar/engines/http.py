@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -34,13 +34,27 @@ class UnexpectedAnswer(Exception):
 class EngineHttp:
     """Requests to one engine. Does not own the session."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, api_key: str, answer_seconds: float) -> None:
-        """``answer_seconds`` limits answers about the engine itself, not those to requests for tokens."""
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        key_headers: Callable[[], Mapping[str, str]],
+        answer_seconds: float,
+    ) -> None:
+        """Sends nothing yet.
+
+        Args:
+            session: The session.
+            url: Address of the engine.
+            key_headers: Returns the header with the engine's key; none if it demands none.
+            answer_seconds: Limit of answers about the engine itself, not of those to requests for tokens.
+        """
         self.url = url.rstrip("/")
         self.host = urlsplit(self.url).hostname or ""
         """Host of the engine as the sidecar reaches it; an IPv6 address without brackets."""
         self._session = session
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._key_headers = key_headers
         self._answering = aiohttp.ClientTimeout(total=answer_seconds)
         self._generating = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
 
@@ -86,7 +100,7 @@ class EngineHttp:
         response = await self._session.post(
             self.url + path,
             data=body,
-            headers={**_JSON, **self._headers, **trace_context.headers(), **headers},
+            headers={**_JSON, **self._key_headers(), **trace_context.headers(), **headers},
             timeout=self._generating,
             allow_redirects=False,
         )
@@ -105,7 +119,7 @@ class EngineHttp:
                 method,
                 self.url + path,
                 data=body,
-                headers={**_JSON, **self._headers} if body else self._headers,
+                headers={**(_JSON if body else {}), **self._key_headers()},
                 timeout=self._answering,
                 allow_redirects=False,
             ) as response:
@@ -115,7 +129,7 @@ class EngineHttp:
         if status >= 500:
             raise EngineAway(f"{self.url}: {place}: expected status 200, received {status}")
         if status in {401, 403}:
-            raise UnexpectedAnswer(f"{place}: status {status}: set --engine-api-key to the engine's key", status)
+            raise UnexpectedAnswer(f"{place}: status {status}: expected the engine's key in --engine-keys-file", status)
         if status != 200:
             raise UnexpectedAnswer(f"{place}: expected status 200, received {status}", status)
         return answer

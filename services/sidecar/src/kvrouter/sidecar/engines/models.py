@@ -22,6 +22,11 @@ class Models(msgspec.Struct):
 
     data: list[Model]
 
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters, in order."""
+        return tuple(sorted(each.id for each in self.data if each.parent))
+
 
 def read_models(found: Discovered, models: Models) -> None:
     """Takes the model, its longest request and the adapters from the list of models."""
@@ -32,4 +37,4 @@ def read_models(found: Discovered, models: Models) -> None:
     found.model = base.id
     found.tokenizer = base.root
     found.max_model_len = base.max_model_len
-    found.lora_names = tuple(sorted(each.id for each in models.data if each.parent))
+    found.lora_names = models.lora_names

@@ -33,6 +33,7 @@ from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net import trace_context
 from kvrouter.net.calls import NotSent
 from kvrouter.net.engine_fields import HARMLESS_HEADERS, shown_failure
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.net.loop_budget import loop_budget
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -116,6 +117,7 @@ class ForwardedRequest:
         *,
         routed: RoutedBody,
         requests_usage: bool,
+        engine_keys: EngineKeys,
         is_authenticated: bool = False,
     ) -> None:
         """Calls nothing yet.
@@ -129,6 +131,7 @@ class ForwardedRequest:
             worker_at: Returns the worker with an address, in any pool.
             routed: What routing needs of it.
             requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
+            engine_keys: Keys that the workers' OpenAI APIs demand.
             is_authenticated: Whether the client has a key, so that it neither sets nor sees internal fields of engines.
         """
         self.health = workers.health
@@ -154,8 +157,10 @@ class ForwardedRequest:
         self._tokens = None if self._why_it_stays else TokenStream(routed.max_output_tokens)
         self._routing: dict[str, Any] = {}
         self._metrics = workers.metrics
+        self._engine_keys = engine_keys
         self._is_authenticated = is_authenticated
-        self._added = {"x-kvrouter-routed-on": "load"} if routed.is_routed_on_load(view) else {}
+        self._routed_on = routed.routed_on(view)
+        self._added: dict[str, str] = {}
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
@@ -174,6 +179,8 @@ class ForwardedRequest:
 
     def routed(self, routing: RoutingInfo) -> None:
         """Adds where the request runs."""
+        if not routing.load_only:
+            routing.routed_on = self._routed_on
         self._routing = describe_routing(routing)
         self._added |= routing_headers(routing)
 
@@ -277,6 +284,8 @@ class ForwardedRequest:
             receiver.on_error(DependencyAway(f"worker {worker_id} does not separate caches by salt"))
             return
         headers = self._headers(request.request_id)
+        if key := self._engine_keys.headers(worker.component.name):
+            headers = _without(headers, frozenset(key)) | key
         if len(worker.ranks) > 1:
             headers[RANK_HEADER] = str(request.dp_rank)
         path = self._request.path if self._is_authenticated else self._request.path_qs
@@ -286,6 +295,9 @@ class ForwardedRequest:
             async with self._session.post(url, data=body, headers=headers, timeout=timeout) as answer:
                 if answer.status == _BUSY_STATUS or answer.status >= 500:
                     raise await self._refusal(answer)
+                if answer.status == HTTPStatus.UNAUTHORIZED and (key or self._is_authenticated):
+                    # The credential that it refuses is not the client's.
+                    raise DependencyAway("its OpenAI API refuses the Frontend: expected its key in --engine-keys-file")
                 if self._is_authenticated and "Content-Encoding" in answer.headers:
                     raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
                 await read(answer, receiver)

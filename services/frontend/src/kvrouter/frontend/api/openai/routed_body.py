@@ -26,6 +26,7 @@ from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.net.engine_fields import has_salt
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError, Overloaded, RateLimited
+from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _TOKEN_LIST = re.compile(rb"\[\s*\d")
@@ -87,6 +88,7 @@ class RoutedBody:
     where workers publish events the request is routed on load; in approximate mode it follows its prefix."""
     is_tokenized: bool = True
     """Whether the token ids are those that the engine computes with."""
+    has_prompt: bool = True
     source: PromptSource | None = field(default=None, repr=False)
     """What can be tokenized; None for a list of token ids, and where only the engine knows the tokens."""
     max_output_tokens: int = 0
@@ -109,9 +111,15 @@ class RoutedBody:
         """Returns whether a worker's engine separates caches by salt, if it must."""
         return not self.salted_path or has_salt(worker.engine, self.salted_path)
 
-    def is_routed_on_load(self, view: ComponentView) -> bool:
-        """Returns whether no prefix can be found at the workers, whose events have tokens not known here."""
-        return not self.is_tokenized and any(worker.publishes_events for worker in view.workers.values())
+    def routed_on(self, view: ComponentView) -> RoutedOn:
+        """Returns what a decision knows of the prompt. Workers with events report tokens, in which no text is found."""
+        if self.is_tokenized:
+            return RoutedOn.ROUTED_ON_TOKENS
+        if not self.has_prompt:
+            return RoutedOn.ROUTED_ON_LOAD
+        if any(worker.publishes_events for worker in view.workers.values()):
+            return RoutedOn.ROUTED_ON_ESTIMATE
+        return RoutedOn.ROUTED_ON_TEXT
 
     @classmethod
     def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> RoutedBody:
@@ -138,7 +146,8 @@ class RoutedBody:
             return replace(parsed, token_ids=token_ids, is_tokenized=not fields.is_rendered_by_engine)
         source = None if fields.is_rendered_by_engine else _Text(fields) if prompt else _Chat(fields)
         token_ids = _stand_in(prompt or bytes(fields.messages), max_prompt_tokens)
-        return replace(parsed, token_ids=token_ids, is_tokenized=False, source=source)
+        has_prompt = bool(prompt or bytes(fields.messages))
+        return replace(parsed, token_ids=token_ids, is_tokenized=False, has_prompt=has_prompt, source=source)
 
     @classmethod
     def unread(cls, body: bytes | bytearray) -> RoutedBody:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvrouter.sidecar.engines.api import EngineCall
+from kvrouter.sidecar.engines.api import EngineCall, EngineState
 from kvrouter.sidecar.engines.description import Discovered, EngineDescription
 from kvrouter.sidecar.engines.http import EngineHttp, UnexpectedAnswer, as_json
+from kvrouter.sidecar.engines.models import Models
 from kvrouter.sidecar.engines.sglang import discovery, load, requests
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
@@ -19,6 +20,10 @@ class SglangApi:
     async def discover(self) -> Discovered:
         """Returns what the server says of itself."""
         return await discovery.discover(self._http)
+
+    async def state(self) -> EngineState:
+        """Returns the adapters that are loaded."""
+        return EngineState((await self._http.get_as("/v1/models", Models)).lora_names)
 
     async def loads(self, engine: EngineDescription) -> tuple[dict[int, LoadReport], int]:
         """Returns the load of each rank; from the server's metrics if it is too old to report it as JSON."""

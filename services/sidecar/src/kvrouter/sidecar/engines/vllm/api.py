@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 from kvrouter.publisher.adapters.zmq_messages import MalformedMessage
-from kvrouter.sidecar.engines.api import EngineCall
+from kvrouter.sidecar.engines.api import EngineCall, EngineState
 from kvrouter.sidecar.engines.description import Discovered, EngineDescription
-from kvrouter.sidecar.engines.http import EngineHttp
+from kvrouter.sidecar.engines.http import EngineHttp, UnexpectedAnswer
+from kvrouter.sidecar.engines.models import Models
 from kvrouter.sidecar.engines.vllm import discovery, load, requests
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
+
+
+class Sleeping(msgspec.Struct):
+    """The page ``/is_sleeping``."""
+
+    is_sleeping: bool
 
 
 class VllmApi:
@@ -16,10 +24,26 @@ class VllmApi:
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
+        self._can_sleep = True
 
     async def discover(self) -> Discovered:
         """Returns what the server says of itself."""
         return await discovery.discover(self._http)
+
+    async def state(self) -> EngineState:
+        """Returns the adapters that are loaded, and whether the server sleeps.
+
+        A server that can be put to sleep says so at ``/is_sleeping``, which it has with VLLM_SERVER_DEV_MODE=1 only.
+        """
+        models = await self._http.get_as("/v1/models", Models)
+        return EngineState(models.lora_names, is_asleep=self._can_sleep and await self._sleeps())
+
+    async def _sleeps(self) -> bool:
+        try:
+            return (await self._http.get_as("/is_sleeping", Sleeping)).is_sleeping
+        except UnexpectedAnswer:
+            self._can_sleep = False
+            return False
 
     async def loads(self, engine: EngineDescription) -> tuple[dict[int, LoadReport], int]:
         """Returns the load of each rank, from the server's metrics."""

@@ -1,0 +1,58 @@
+"""Keys that engines demand at their HTTP APIs, by component, from a file of TOML.
+
+vllm = "the key of all engines of the component vllm"
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+
+from kvrouter.net.file_version import file_version
+from kvrouter.net.logs import get_logger
+from kvrouter.net.secret_files import UnreadableSecret, read_secret
+
+log = get_logger(__name__)
+
+_KEY = re.compile(r"[!-~]+")
+_EXPECTED = 'expected lines COMPONENT = "KEY" in TOML, with keys of ASCII characters without spaces'
+
+
+class EngineKeys:
+    """The keys in force. A changed file is read at the next use, and one that cannot be used changes nothing."""
+
+    def __init__(self, path: str = "") -> None:
+        """Reads the file; an empty path stands for no keys.
+
+        Raises:
+            UnreadableSecret: it cannot be used.
+        """
+        self._path = path
+        self._version = file_version(path)
+        self._keys = _read(path) if path else {}
+
+    def __repr__(self) -> str:
+        return f"EngineKeys({self._path!r})"
+
+    def headers(self, component: str) -> dict[str, str]:
+        """Returns the header with the key of a component's engines; none if it has no key."""
+        if self._path and (version := file_version(self._path)) != self._version:
+            self._version = version
+            try:
+                self._keys = _read(self._path)
+            except UnreadableSecret as error:
+                log.error("secret.unreadable", cause=str(error), uses="the previous keys")
+        key = self._keys.get(component)
+        return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def _read(path: str) -> Mapping[str, str]:
+    try:
+        keys = tomllib.loads(read_secret(path).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise UnreadableSecret(f"{path}: {_EXPECTED}") from None  # The parser's message quotes the file.
+    for component, key in keys.items():
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise UnreadableSecret(f"{path}: {component}: {_EXPECTED}")
+    return keys
