@@ -305,7 +305,7 @@ func sayFailure(step string, expected codes.Code, err error) error {
 	if known := info.GetKnownValues(); len(known) > 0 {
 		values = strings.Join(known, ", ")
 	}
-	reason := strings.TrimPrefix(info.GetReason().String(), "ERROR_REASON_")
+	reason := detail[*errdetails.ErrorInfo](err).GetReason()
 	fmt.Printf("%s: %s, %s, %s, known values: %s\n", step, codeNames[expected], reason, pause, values)
 	return nil
 }

@@ -14,10 +14,11 @@ from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import ErrorInfo as StandardErrorInfo
 from google.rpc.error_details_pb2 import RetryInfo
 from grpc_status import rpc_status
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
-from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
+from kvrouter.v1.errors_pb2 import ErrorInfo
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     FrontendServiceGenerateRequest,
@@ -164,11 +165,11 @@ class Client:
 
     def say_failure(self, step: str, error: grpc.RpcError) -> None:
         info = detail(error, ErrorInfo) or ErrorInfo()
+        standard = detail(error, StandardErrorInfo) or StandardErrorInfo()
         retry = detail(error, RetryInfo)
         pause = f"retry in {retry.retry_delay.ToMilliseconds()} ms" if retry else "no retry"
         values = ", ".join(info.known_values) or "none"
-        reason = ErrorReason.Name(info.reason).removeprefix("ERROR_REASON_")
-        print(f"{step}: {error.code().name}, {reason}, {pause}, known values: {values}", flush=True)
+        print(f"{step}: {error.code().name}, {standard.reason}, {pause}, known values: {values}", flush=True)
 
 
 def main(target: str, model: str) -> None:

@@ -104,9 +104,9 @@ async def _first(schedulers: list[Scheduler], call: Callable[[Scheduler], Awaita
         try:
             return await call(scheduler)
         except DependencyAway as error:
-            failure = CommandFailed(str(error))
+            failure = CommandFailed(error.shown_message)
         except KvRouterError as error:
-            raise CommandFailed(f"{error}. {error.info.advice}".rstrip(". ")) from None
+            raise CommandFailed(error.shown_message) from None
     raise failure
 
 

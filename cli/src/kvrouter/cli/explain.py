@@ -53,7 +53,7 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
                 except NotFound:
                     continue
                 except KvRouterError as error:
-                    failures.append(f"the Scheduler at {address}: {error}")
+                    failures.append(f"the Scheduler at {address}: {error.shown_message}")
                     break
                 _show(answer.decision, everything=everything)
                 return

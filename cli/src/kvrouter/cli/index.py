@@ -249,8 +249,7 @@ def _ask(address: str, seconds: float, question: Callable[[Indexer, Deadline], A
     try:
         return run_interruptibly(ask())
     except KvRouterError as error:
-        advice = f". {error.info.advice}" if error.info.advice else ""
-        raise CommandFailed(f"{error}{advice}") from None
+        raise CommandFailed(error.shown_message) from None
 
 
 async def _named(service: Indexer, text: str, deadline: Deadline) -> Component:

@@ -118,7 +118,7 @@ async def test_invalid_credentials_are_refused_over_every_api(
                 assert response.status == 401, (why, path)
                 assert response.headers["WWW-Authenticate"] == "Bearer"
                 error = (await response.json())["error"]
-                assert (error["type"], error["code"]) == ("authentication_error", "unauthenticated")
+                assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
         assert refused(guarded, why) - before == len(CLIENT_CALLS) + 1 + len(HTTP_CALLS)
     written = capfd.readouterr()
     assert "access.refused" in written.out + written.err
@@ -178,7 +178,7 @@ async def test_only_permitted_models_are_listed(http: aiohttp.ClientSession, key
     async with http.get(f"/v1/models/{MODEL}", headers=[bearer(keys["other"])]) as response:
         assert response.status == 404
         assert MODEL not in (await response.json())["error"]["message"].removeprefix(
-            f"no component serves the model '{MODEL}'"
+            f"The model '{MODEL}' does not exist"
         )
 
 

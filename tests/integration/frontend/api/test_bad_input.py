@@ -126,7 +126,8 @@ async def test_a_prompt_that_is_too_long_to_route_is_refused_everywhere(system: 
     for call in calls:
         with pytest.raises(PromptTooLong) as caught:
             await call
-        assert caught.value.message == f"the prompt has {(1 << 20) + 1} tokens, the limit is {1 << 20}"
+        expected = f"Input tokens exceed the configured limit of {1 << 20} tokens: the prompt has {(1 << 20) + 1}"
+        assert caught.value.message == expected
 
 
 async def test_hashes_of_another_block_size_are_refused(system: System) -> None:

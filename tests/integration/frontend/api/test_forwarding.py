@@ -56,6 +56,17 @@ async def fail(request: web.Request, body: Any) -> web.StreamResponse:
     raise web.HTTPInternalServerError
 
 
+async def too_busy_for_a_while(request: web.Request, body: Any) -> web.StreamResponse:
+    return web.Response(status=429, body=b"{}", content_type="application/json", headers={"Retry-After": "30"})
+
+
+FAILURE = b'{"error": {"message": "no memory",  "type": "InternalServerError", "code": 500}}'
+
+
+async def fail_in_words(request: web.Request, body: Any) -> web.StreamResponse:
+    return web.Response(status=500, body=FAILURE, content_type="application/json")
+
+
 async def too_busy(request: web.Request, body: Any) -> web.StreamResponse:
     return web.Response(status=429, body=b'{"error": "full"}', content_type="application/json")
 
@@ -250,8 +261,11 @@ async def test_a_busy_engine_gives_way_to_another_and_if_all_are_busy_the_client
     assert engines[0].bodies
     engines[1].respond = too_busy
     response, received = await post(system, chat())
-    assert (response.status, json.loads(received)["error"]["type"]) == (429, "rate_limit_error")
+    assert (response.status, received) == (429, b'{"error": "full"}')
     assert int(response.headers["retry-after"]) >= 1
+    engines[0].respond = engines[1].respond = too_busy_for_a_while
+    response, received = await post(system, chat())
+    assert (response.headers["retry-after"], response.headers.get("retry-after-ms")) == ("30", None)
     await system.until_idle()
 
 
@@ -311,6 +325,10 @@ async def test_a_request_that_every_engine_fails_is_an_error(system: System, sta
     response, received = await post(system, chat())
     assert response.status == 503
     assert "error" in json.loads(received)
+    engine.respond = fail_in_words
+    response, received = await post(system, chat())
+    assert (response.status, received) == (500, FAILURE)
+    assert response.headers["x-kvrouter-worker"].startswith("1:")
     await system.until_idle()
 
 
@@ -353,7 +371,7 @@ async def test_a_stream_whose_engine_fails_ends_with_an_error_event(system: Syst
     assert body.startswith(EVENTS[0])
     assert b"[DONE]" not in body
     last = json.loads(body.strip().rsplit(b"data: ", 1)[1])
-    assert last["error"]["code"] == "unavailable"
+    assert last["error"]["code"] == "service_unavailable"
     assert "cannot continue on another worker: it was forwarded as it is" in last["error"]["message"]
     assert sum(len(engine.bodies) for engine in engines) == 1
     await system.until_idle()

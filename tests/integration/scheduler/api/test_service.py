@@ -134,7 +134,7 @@ async def test_no_workers_is_said_at_once(stack: Stack) -> None:
 
 
 async def test_before_anything_is_registered_no_model_is_known(stack: Stack) -> None:
-    with pytest.raises(UnknownModel, match="no component serves"):
+    with pytest.raises(UnknownModel, match="does not exist: no component serves it"):
         await stack.select(selecting("a"))
 
 

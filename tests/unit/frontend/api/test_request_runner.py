@@ -76,7 +76,7 @@ async def run(
 
 @pytest.mark.parametrize(
     ("request_fields", "expected"),
-    [({"tokens": 0}, BadRequest), ({"tokens": 200}, PromptTooLong), ({"max_tokens": 195}, BadRequest)],
+    [({"tokens": 0}, BadRequest), ({"tokens": 200}, PromptTooLong), ({"max_tokens": 195}, PromptTooLong)],
 )
 async def test_no_scheduler_is_asked_about_an_invalid_request(
     request_fields: dict[str, int], expected: type[KvRouterError]

@@ -72,7 +72,7 @@ async def test_a_text_that_fits_only_a_smaller_pool_is_not_refused() -> None:
     served = models(pool("large", workers=3, longest=20), pool("long", workers=1, longest=50))
     prepared = await prepare(served, LIMITS, text_request(49))
     assert len(prepared.frame.prompts[0]) == 4 * 49
-    with pytest.raises(PromptTooLong):
+    with pytest.raises(PromptTooLong, match="This model's maximum context length is 50 tokens"):
         await prepare(served, LIMITS, text_request(50))
 
 

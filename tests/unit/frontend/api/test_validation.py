@@ -9,8 +9,8 @@ from kvrouter.frontend.api.validation import (
     check_request,
     context_length,
     describe_models,
-    longest_prompt,
     pools_of_model,
+    prompt_limit,
 )
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel
@@ -64,7 +64,7 @@ def test_the_error_for_an_unknown_model_lists_the_known_ones() -> None:
 def test_prefill_workers_alone_do_not_serve_a_model() -> None:
     with pytest.raises(UnknownModel, match="only prefill workers serve the model 'm'"):
         pools_of_model("m", by_name(view("a", "m", role=Role.ROLE_PREFILL)))
-    with pytest.raises(UnknownModel, match="no component serves the model 'm'"):
+    with pytest.raises(UnknownModel, match="The model 'm' does not exist"):
         pools_of_model("m", by_name(view("a", "m", workers=0, role=Role.ROLE_PREFILL)))
 
 
@@ -118,11 +118,13 @@ def test_an_error_names_the_fault_and_gives_advice(fields: dict[str, Any], token
 
 
 def test_the_models_length_bounds_prompt_and_output() -> None:
-    with pytest.raises(PromptTooLong):
+    with pytest.raises(PromptTooLong, match=r"maximum context length is 13 tokens.+ you requested 14") as caught:
         check_request(request(), 13, view("a", "m", longest=13), LIMITS)
-    with pytest.raises(BadRequest) as caught:
+    assert (caught.value.info.advice, caught.value.info.known_values) == ("Send at most 12 tokens.", ["12"])
+    with pytest.raises(PromptTooLong, match=r"maximum context length is 12 tokens.+ you requested 13") as caught:
         check_request(request(), 3, view("a", "m", longest=12), LIMITS)
     assert "at most 9" in caught.value.info.advice
+    assert caught.value.info.field == "stop_conditions.max_tokens"
 
 
 def test_the_prefill_stage_of_a_model_has_a_component_of_its_own() -> None:
@@ -134,9 +136,13 @@ def test_the_prefill_stage_of_a_model_has_a_component_of_its_own() -> None:
 def test_a_text_may_be_as_long_as_the_longest_context_of_a_pool_with_workers() -> None:
     large, long = view("large", "m", workers=3, longest=20), view("long", "m", longest=50)
     without_workers = view("gone", "m", workers=0, longest=90)
-    assert longest_prompt([large, long, without_workers], LIMITS) == 49
-    assert longest_prompt([without_workers], LIMITS) == 89
-    assert longest_prompt([large, view("any", "m")], LIMITS) == LIMITS.max_prompt_tokens
+    for views, expected in (
+        ([large, long, without_workers], 49),
+        ([without_workers], 89),
+        ([large, view("any", "m")], LIMITS.max_prompt_tokens),
+    ):
+        with prompt_limit(views, LIMITS) as limit:
+            assert limit == expected
 
 
 def test_the_context_length_is_that_of_the_first_pool_that_the_prompt_fits() -> None:

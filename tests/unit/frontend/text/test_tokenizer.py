@@ -167,7 +167,7 @@ def test_a_prompt_gets_the_tokens_that_its_tokenizer_adds(model_files: dict[str,
 
 
 def test_a_prompt_over_the_limit_is_refused_with_its_field(model: ModelText) -> None:
-    with pytest.raises(PromptTooLong, match="limit is 10") as caught:
+    with pytest.raises(PromptTooLong, match="limit of 10 tokens") as caught:
         encoded(model.tokenizer, "1 2 3 4 5 6 7 8 9 10 11 12", special_tokens=True, limit=10, field="messages")
     assert caught.value.info.field == "messages"
 

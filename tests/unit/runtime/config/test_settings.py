@@ -196,6 +196,7 @@ def test_help_lists_every_option_with_its_default_and_variable(capsys: pytest.Ca
             assert f"--{name.replace('_', '-')}" in text
             assert f"KVROUTER_{name.upper()}" in text
     assert "Weight of prefill, 100%. Default: 1.0." in text
+    assert "generated" not in text
     assert "--kv-overlap-score-weight" in text
     assert "NATS_SERVER" in text
     assert "--no-track-blocks" in text

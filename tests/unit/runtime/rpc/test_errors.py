@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2 as standard
+from grpc_status import rpc_status
 from kvrouter.runtime import errors
 from kvrouter.runtime.rpc import remote
-from kvrouter.v1.errors_pb2 import ErrorReason
+from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 from kvrouter.v1.worker_pb2 import AbortRequest, WorkerServiceGenerateRequest
 
 from .rpc_harness import WORKER, Worker, serving, soon
 
+STANDARD: tuple[type[Message], ...] = (
+    standard.ErrorInfo,
+    standard.RetryInfo,
+    standard.BadRequest,
+    standard.ResourceInfo,
+    standard.Help,
+)
 TYPED_ERRORS: list[errors.KvRouterError] = [
     errors.BadRequest("bad", field="a.b", advice="Do this."),
     errors.UnknownModel("m", ["x", "y"]),
@@ -66,18 +76,73 @@ def test_every_error_class_with_a_reason_is_among_those_tested() -> None:
     assert tested == set(ErrorReason.values())
 
 
-async def test_a_retry_time_is_also_sent_as_googles_retry_info() -> None:
-    worker = Worker()
-    worker.failure = errors.AllBusy(1250)
-    async with serving(WORKER, worker) as (_, channel):
+def failed_call(target: str) -> Any:
+    """Returns the error of a call by grpcio's blocking API."""
+    with grpc.insecure_channel(target) as channel:
         call: Any = channel.unary_unary("/kvrouter.v1.WorkerService/Abort")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(b"")
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    status = status_pb2.Status.FromString(dict(caught.value.trailing_metadata())[errors.STATUS_KEY])
-    retry = error_details_pb2.RetryInfo()
-    assert any(detail.Unpack(retry) for detail in status.details)
-    assert retry.retry_delay.ToMilliseconds() == 1250
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"", timeout=30)
+        return caught.value
+
+
+async def standard_details(error: errors.KvRouterError) -> tuple[Any, dict[type[Message], Any]]:
+    """Returns the status of a failed call as grpcio-status reads it, and its standard details by type."""
+    worker = Worker()
+    worker.failure = error
+    async with serving(WORKER, worker) as (server, _):
+        failed = await asyncio.to_thread(failed_call, server.endpoint())
+    status = rpc_status.from_call(failed)
+    found = {}
+    for packed in status.details:
+        for kind in STANDARD:
+            if packed.Is(kind.DESCRIPTOR):
+                found[kind] = kind.FromString(packed.value)
+    return status, found
+
+
+async def test_standard_libraries_read_reason_and_retry_time() -> None:
+    status, found = await standard_details(errors.AllBusy(1250))
+    assert status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert status.message == "every eligible worker is busy. Retry after the given time."
+    assert found[standard.RetryInfo].retry_delay.ToMilliseconds() == 1250
+    assert found[standard.ErrorInfo] == standard.ErrorInfo(reason="ALL_BUSY", domain="kvrouter")
+    assert found[standard.Help].links[0].description == "Retry after the given time."
+    assert found.keys() == {standard.RetryInfo, standard.ErrorInfo, standard.Help}
+
+
+async def test_standard_libraries_read_the_field_at_fault() -> None:
+    _, found = await standard_details(errors.BadRequest("bad", field="a.b", advice="Do this."))
+    (violation,) = found[standard.BadRequest].field_violations
+    assert (violation.field, violation.description) == ("a.b", "bad")
+    assert found[standard.ErrorInfo].metadata == {"field": "a.b"}
+    assert standard.RetryInfo not in found
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "name"),
+    [
+        (errors.UnknownModel("m", ["x", "y"]), "model", "m"),
+        (errors.UnknownWorker(7, [1, 2]), "worker", "7"),
+        (errors.UnknownWorker(7, [1, 2], dp_rank=3), "worker", "7:3"),
+        (errors.UnknownComponent("n/c"), "component", "n/c"),
+        (errors.RequestIdReused("r"), "request", "r"),
+        (errors.SessionLost("s"), "session", "s"),
+    ],
+)
+async def test_standard_libraries_read_what_does_not_exist(error: errors.KvRouterError, kind: str, name: str) -> None:
+    _, found = await standard_details(error)
+    resource = found[standard.ResourceInfo]
+    assert (resource.resource_type, resource.resource_name, resource.description) == (kind, name, str(error))
+    known = ", ".join(error.info.known_values)
+    assert found[standard.ErrorInfo].metadata.get("known_values", "") == known
+
+
+async def test_an_error_that_exceeds_the_metadata_keeps_its_own_details_and_the_reason() -> None:
+    error = errors.BadRequest("x" * 600, field="f" * 600, advice="y" * 600, known=["z" * 200] * 20)
+    status, found = await standard_details(error)
+    assert any(packed.Is(ErrorInfo.DESCRIPTOR) for packed in status.details)
+    assert status.ByteSize() < 4300
+    assert standard.Help not in found
 
 
 def test_errors_survive_being_carried_in_another_message() -> None:

@@ -1,7 +1,7 @@
 """Typed errors of the services, and their encoding in gRPC.
 
-Over gRPC an error is a status code with a ``google.rpc.Status`` that contains ``kvrouter.v1.ErrorInfo`` (and
-``google.rpc.RetryInfo`` if a retry may succeed). The stub raises the same class again, so that a caller handles an
+Over gRPC an error is a status code with a ``google.rpc.Status`` that contains ``kvrouter.v1.ErrorInfo`` and the
+standard details (``kvrouter.net.grpc_status``). The stub raises the same class again, so that a caller handles an
 object in its own process and a remote one alike.
 """
 
@@ -12,14 +12,16 @@ from typing import ClassVar, Self
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import status_pb2
 from kvrouter.net.calls import CallError, CallRefused, CallTimedOut
-from kvrouter.net.grpc_status import STATUS_KEY
+from kvrouter.net.grpc_status import STATUS_KEY, error_status, with_advice, without_advice
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 _MAX_KNOWN_VALUES = 16
 _MAX_TEXT = 512
 """Maximum number of characters of a message or value, because trailing metadata must fit into 8 KiB."""
+_MAX_NAME = 128
+"""Maximum number of characters of a name."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -44,6 +46,7 @@ class KvRouterError(Exception):
         known: Iterable[object] = (),
         retry_after_ms: int | None = None,
         retry_elsewhere: bool = False,
+        resource_name: object = "",
     ) -> None:
         super().__init__(message)
         self.code = self.status
@@ -51,15 +54,21 @@ class KvRouterError(Exception):
             reason=self.reason,
             advice=advice[:_MAX_TEXT],
             field=field[:_MAX_TEXT],
-            known_values=[str(value)[:128] for value, _ in zip(known, range(_MAX_KNOWN_VALUES), strict=False)],
+            known_values=[str(value)[:_MAX_NAME] for value, _ in zip(known, range(_MAX_KNOWN_VALUES), strict=False)],
             retry_after_ms=retry_after_ms,
             retry_elsewhere=retry_elsewhere,
+            resource_name=str(resource_name)[:_MAX_NAME],
         )
 
     @property
     def message(self) -> str:
         """What is wrong."""
         return str(self)
+
+    @property
+    def shown_message(self) -> str:
+        """What is wrong and what to do, as clients show it."""
+        return with_advice(str(self), self.info)
 
     def untraced(self) -> Self:
         """Returns an equal error without traceback and context, to be raised where this one is stored.
@@ -111,11 +120,11 @@ class UnknownModel(KvRouterError):
         self.only = only
         models = sorted(known)
         advice = f"Use one of: {', '.join(models[:_MAX_KNOWN_VALUES])}." if models else "Start a worker that serves it."
-        serving = "no component serves"
+        message = f"The model {model[:128]!r} does not exist: no component serves it"
         if only:
             advice = "Start a worker of another role for it."
-            serving = f"only {only} workers serve"
-        super().__init__(f"{serving} the model {model[:128]!r}", field="model", advice=advice, known=models)
+            message = f"only {only} workers serve the model {model[:128]!r}"
+        super().__init__(message, field="model", advice=advice, known=models, resource_name=model)
 
 
 class BlockSizeMismatch(KvRouterError):
@@ -134,18 +143,48 @@ class BlockSizeMismatch(KvRouterError):
 
 
 class PromptTooLong(KvRouterError):
-    """The prompt exceeds the limit."""
+    """The prompt, or the prompt with its output, exceeds the model's context length or an operator's limit.
+
+    Clients of the OpenAI API recognise an overflow by words of these messages: LiteLLM by the first ones, LangChain by
+    "prompt is too long" or "Input tokens exceed the configured limit".
+    """
 
     status = grpc.StatusCode.INVALID_ARGUMENT
     reason = ErrorReason.ERROR_REASON_PROMPT_TOO_LONG
 
+    tokens: int = 0
+    """Number of prompt tokens; the least number if counting stopped early, 0 if the error was received over gRPC."""
+
     def __init__(self, tokens: int, limit: int, *, field: str = "token_ids") -> None:
+        """Creates the error for an operator's limit of prompt tokens."""
         super().__init__(
-            f"the prompt has {tokens} tokens, the limit is {limit}",
+            f"Input tokens exceed the configured limit of {limit} tokens: the prompt has {tokens}",
             field=field,
             advice=f"Send at most {limit} tokens.",
             known=[limit],
         )
+        self.tokens = tokens
+
+    @classmethod
+    def for_model(cls, tokens: int, context_length: int, *, field: str = "token_ids", output_tokens: int = 1) -> Self:
+        """Returns the error for a model's context length, which has to hold prompt and output.
+
+        Args:
+            tokens: Number of prompt tokens, or the least number if counting stopped early.
+            context_length: Context length of the model, tokens.
+            field: The field to correct.
+            output_tokens: Number of output tokens that were requested, at least 1.
+        """
+        most = context_length - (tokens if tokens < context_length else 1)
+        error = cls(tokens, most, field=field)
+        error.args = (
+            f"This model's maximum context length is {context_length} tokens. However, you requested "
+            f"{tokens + output_tokens} tokens: {tokens} in the prompt, {output_tokens} in the output. "
+            "The prompt is too long for that",
+        )
+        if tokens < context_length:
+            error.info.advice = f"Set max_tokens to at most {most}, or shorten the prompt."
+        return error
 
 
 class UnknownWorker(KvRouterError):
@@ -162,7 +201,11 @@ class UnknownWorker(KvRouterError):
         named = f"worker {worker_id}" if dp_rank is None else f"rank {dp_rank} of worker {worker_id}"
         advice = f"Use one of: {', '.join(map(str, workers[:_MAX_KNOWN_VALUES]))}." if workers else "Start a worker."
         super().__init__(
-            f"{named} is not registered{where}", field="constraints.worker_id", advice=advice, known=workers
+            f"{named} is not registered{where}",
+            field="constraints.worker_id",
+            advice=advice,
+            known=workers,
+            resource_name=worker_id if dp_rank is None else f"{worker_id}:{dp_rank}",
         )
 
 
@@ -179,7 +222,11 @@ class UnknownComponent(NotFound):
         components = sorted(map(str, known))
         advice = f"Use one of: {', '.join(components[:_MAX_KNOWN_VALUES])}." if components else "Start a worker in it."
         super().__init__(
-            f"no component is named {str(component)[:160]!r}", field="component", advice=advice, known=components
+            f"no component is named {str(component)[:160]!r}",
+            field="component",
+            advice=advice,
+            known=components,
+            resource_name=component,
         )
 
 
@@ -255,6 +302,7 @@ class RequestIdReused(KvRouterError):
             f"the request id {request_id[:128]!r} is already booked with other content",
             field="request_id",
             advice="Choose another id, or leave it empty to have one generated.",
+            resource_name=request_id,
         )
 
 
@@ -269,6 +317,7 @@ class SessionLost(KvRouterError):
             f"the session {session_id[:128]!r} is unknown or has ended",
             field="session_id",
             advice="Open a session and re-assert the live bookings.",
+            resource_name=session_id,
         )
 
 
@@ -433,14 +482,7 @@ def from_parts(code: int, message: str, info: ErrorInfo | None = None) -> KvRout
 
 def to_status(error: KvRouterError) -> status_pb2.Status:
     """Returns the error as google.rpc.Status."""
-    code, message, info = to_parts(error)
-    status = status_pb2.Status(code=code, message=message)
-    status.details.add().Pack(info)
-    if info.HasField("retry_after_ms"):
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(info.retry_after_ms)
-        status.details.add().Pack(retry)
-    return status
+    return error_status(error.code, error.message[:_MAX_TEXT], error.info)
 
 
 def to_refusal(error: KvRouterError) -> CallRefused:
@@ -451,8 +493,8 @@ def to_refusal(error: KvRouterError) -> CallRefused:
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvRouterError:
     """Returns the error that the service raised."""
     code: int = error.code().value[0]
-    message = error.details() or error.code().name
-    return from_parts(code, message, _info_of(error))
+    message, info = error.details() or error.code().name, _info_of(error)
+    return from_parts(code, message if info is None else without_advice(message, info), info)
 
 
 def from_call_error(error: CallError) -> KvRouterError:

@@ -41,9 +41,17 @@ _BUSY = frozenset(
 _UNAUTHENTICATED, _FORBIDDEN, _TOO_LARGE = 401, 403, 413
 _ERROR_TYPES = {
     _BUSY_STATUS: "rate_limit_error",
+    # OpenAI's own is invalid_request_error, by which LiteLLM takes it for a bad request unless the words are OpenAI's.
     _UNAUTHENTICATED: "authentication_error",
     _FORBIDDEN: "permission_error",
 }
+_OPENAI_CODES = {
+    ErrorReason.ERROR_REASON_PROMPT_TOO_LONG: "context_length_exceeded",
+    ErrorReason.ERROR_REASON_UNKNOWN_MODEL: "model_not_found",
+    ErrorReason.ERROR_REASON_UNAUTHENTICATED: "invalid_api_key",
+    **dict.fromkeys(_BUSY, "rate_limit_exceeded"),
+}
+"""Codes of the OpenAI API, by which client libraries choose their own errors. Others are gRPC's, in lower case."""
 INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
 """Body of the response to a defect of this process, whose cause only its log has."""
 
@@ -58,18 +66,36 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
     status = _TOO_LARGE if isinstance(error, BodyTooLarge) else http_status(error.code, error.info.reason)
     body = {
         "error": {
-            "message": f"{error}. {error.info.advice}" if error.info.advice else str(error),
+            "message": error.shown_message,
             "type": _error_type(status),
             "param": _param(error.info.field),
-            "code": error.code.name.lower(),
+            "code": _OPENAI_CODES.get(error.info.reason, _code_of_status(error.code)),
         }
     }
-    headers = {}
-    if error.info.HasField("retry_after_ms"):
-        headers["Retry-After"] = str(max(1, math.ceil(error.info.retry_after_ms / 1000)))
+    headers = _retry_after(error)
     if status == _UNAUTHENTICATED:
         headers["WWW-Authenticate"] = "Bearer"
     return status, body, headers
+
+
+def with_retry_time(response: web.Response, error: KvRouterError) -> web.Response:
+    """Returns an engine's response to a failed request, with the time to wait before a retry if it names none."""
+    if "Retry-After" not in response.headers:
+        response.headers.update(_retry_after(error))
+    return response
+
+
+def _retry_after(error: KvRouterError) -> dict[str, str]:
+    if not error.info.HasField("retry_after_ms"):
+        return {}
+    milliseconds = error.info.retry_after_ms
+    # The second one is OpenAI's, whose SDKs prefer it.
+    return {"Retry-After": str(max(1, math.ceil(milliseconds / 1000))), "retry-after-ms": str(milliseconds)}
+
+
+def _code_of_status(code: grpc.StatusCode) -> str:
+    """Returns gRPC's code in lower case, but for 503: the code alone tells it in a stream that has begun."""
+    return "service_unavailable" if code is grpc.StatusCode.UNAVAILABLE else code.name.lower()
 
 
 def _param(field: str) -> str | None:

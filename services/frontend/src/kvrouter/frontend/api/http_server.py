@@ -19,7 +19,7 @@ from kvrouter.frontend.api.completions import WholeCompletion
 from kvrouter.frontend.api.cross_origin import add_cross_origin_headers, allowing, cross_origin_headers
 from kvrouter.frontend.api.event_stream import EventStream
 from kvrouter.frontend.api.http_body import read_body
-from kvrouter.frontend.api.http_errors import INTERNAL, error_body, errors_as_json
+from kvrouter.frontend.api.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.api.http_tracing import traced
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.models import model_objects
@@ -263,7 +263,9 @@ class HttpApi:
             await self._frontend.runner.run(generate, prompt, forwarded, deadline=Deadline.never(), through=forwarded)
         except KvRouterError as error:
             if forwarded.response is None:
-                raise
+                if (engine_error := forwarded.engine_error(error)) is None:
+                    raise
+                return with_retry_time(engine_error, error)
             await forwarded.end_early(msgspec.json.encode(error_body(error)[1]))
         if forwarded.response is not None:
             await forwarded.response.write_eof()

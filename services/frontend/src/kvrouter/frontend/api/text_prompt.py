@@ -6,7 +6,7 @@ from kvrouter.frontend.api.openai.text_request import TextPrompt
 from kvrouter.frontend.api.output_buffer import OutputBuffer
 from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.text_output import TextOutput
-from kvrouter.frontend.api.validation import Limits, longest_prompt
+from kvrouter.frontend.api.validation import Limits, prompt_limit
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -29,9 +29,9 @@ async def with_text(
         raise BadRequest("prompt_text: there are token_ids too", field=field, advice="Send one of them.")
     text = models.text_of(request.model, field)
     if request.prompt_text:
-        limit = longest_prompt(models.pools(request.model, forwarding=False), limits)
         source = TextPrompt(request.prompt_text, add_special_tokens=True, field="prompt_text")
-        (prompt,) = await models.texts.tokens(text, [source], limit, salt=request.scope.cache_salt)
+        with prompt_limit(models.pools(request.model, forwarding=False), limits) as limit:
+            (prompt,) = await models.texts.tokens(text, [source], limit, salt=request.scope.cache_salt)
         request.ClearField("prompt_text")
     if not request.return_text:
         return prompt, buffer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvrouter.frontend.api.request_fields import MAX_REQUEST_ID_BYTES
@@ -111,17 +112,27 @@ def fitting_pools(
     ] or views
 
 
-def longest_prompt(views: Sequence[ComponentView], limits: Limits) -> int:
-    """Returns how many tokens a prompt may have so that a pool of the model can run it.
+@contextmanager
+def prompt_limit(views: Sequence[ComponentView], limits: Limits) -> Iterator[int]:
+    """Yields how many tokens a prompt may have so that a pool of the model can run it, to tokenize it within.
 
     Args:
         views: The pools, at least one. Those without live workers count only if none has any.
         limits: Limits of a request.
+
+    Raises:
+        PromptTooLong: the tokenizer found more tokens; the error has the context length if that is the limit.
     """
     lengths = [view.descriptor.max_model_len for view in views if view.workers] or [
         view.descriptor.max_model_len for view in views
     ]
-    return min(limits.max_prompt_tokens, max(lengths) - 1) if all(lengths) else limits.max_prompt_tokens
+    limit = min(limits.max_prompt_tokens, max(lengths) - 1) if all(lengths) else limits.max_prompt_tokens
+    try:
+        yield limit
+    except PromptTooLong as error:
+        if limit == limits.max_prompt_tokens:
+            raise
+        raise PromptTooLong.for_model(error.tokens, limit + 1, field=error.info.field) from None
 
 
 def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
@@ -170,14 +181,11 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
         )
     longest = view.descriptor.max_model_len
     if longest and tokens >= longest:
-        raise PromptTooLong(tokens, longest - 1)
+        raise PromptTooLong.for_model(tokens, longest)
     _check_stop(request.stop_conditions, limits)
-    if longest and tokens + request.stop_conditions.max_tokens > longest:
-        raise BadRequest(
-            f"{tokens} prompt tokens and max_tokens {request.stop_conditions.max_tokens} exceed the model's {longest}",
-            field="stop_conditions.max_tokens",
-            advice=f"Set max_tokens to at most {longest - tokens}.",
-        )
+    max_tokens = request.stop_conditions.max_tokens
+    if longest and tokens + max_tokens > longest:
+        raise PromptTooLong.for_model(tokens, longest, field="stop_conditions.max_tokens", output_tokens=max_tokens)
     _check_sampling(request.sampling_options)
     if request.migration_limit > MAX_MIGRATIONS:
         raise BadRequest(

@@ -103,7 +103,7 @@ class _Offer(NamedTuple):
             NoWorkers: none of its workers has an OpenAI API that the gateway allows.
         """
         if not self.takes(body):
-            raise PromptTooLong(body.prompt_tokens, self.view.descriptor.max_model_len - 1)
+            raise PromptTooLong.for_model(body.prompt_tokens, self.view.descriptor.max_model_len)
         if not self.endpoints:
             allowed = ", or none that the gateway allows"
             raise NoWorkers(f"no worker of model {self.view.descriptor.model!r} has an OpenAI endpoint{allowed}")

@@ -64,7 +64,7 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
                 await Exchange(context, self._picker, self._metrics, self._options).run()
         except KvRouterError as error:
             log.warning("gateway.refused", cause=str(error))
-            await context.abort(error.code, f"{error}. {error.info.advice}")
+            await context.abort(error.code, error.shown_message)
         finally:
             self.running -= 1
             if not self.running:

@@ -73,9 +73,11 @@ def read_prompt(
     if request.block_size not in (0, block_size):
         raise BlockSizeMismatch(request.block_size, block_size)
     tokens = _count(request, block_size)
-    longest = min(max_prompt_tokens, max_model_len - 1) if max_model_len else max_prompt_tokens
-    if tokens > longest and not request.length_is_estimated:
-        raise PromptTooLong(tokens, longest)
+    if not request.length_is_estimated:
+        if tokens > max_prompt_tokens:
+            raise PromptTooLong(tokens, max_prompt_tokens)
+        if max_model_len and tokens >= max_model_len:
+            raise PromptTooLong.for_model(tokens, max_model_len)
     if request.WhichOneof("prompt") == "token_ids":
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
         multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
@@ -86,6 +88,7 @@ def read_prompt(
     else:
         local = pack_local_hashes(request.local_hashes)
     if request.length_is_estimated:
+        longest = min(max_prompt_tokens, max_model_len - 1) if max_model_len else max_prompt_tokens
         tokens = max(1, min(tokens, longest, largest_cache * block_size or tokens))
         local = local[: tokens // block_size * HASH_BYTES]
     return Prompt(tokens, local, sequence_hashes(local), request.length_is_estimated)

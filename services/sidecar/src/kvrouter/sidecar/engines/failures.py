@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import grpc
@@ -14,6 +15,8 @@ _MOST_CHARACTERS = 512
 _BUSY = 429
 _NOT_THE_CLIENTS = frozenset({401, 403, 405, 408})
 """Statuses below 500 for which the sidecar or the engine is at fault, not the request."""
+_TOO_LONG = re.compile(r"(maximum|model's) context length")
+"""Words with which vLLM and SGLang refuse a prompt that exceeds the model's context, alone or with its output."""
 
 
 class _Error(msgspec.Struct):
@@ -69,7 +72,10 @@ def refusal_of_code(code: int, message: str) -> RequestRefused:
     if code in _NOT_THE_CLIENTS:
         return _misconfigured(f"the engine refuses the sidecar (status {code}): {message}")
     if 400 <= code < 500:
-        return RequestRefused(f"the engine refuses the request: {message}"[:_MOST_CHARACTERS])
+        reason = ErrorReason.ERROR_REASON_BAD_REQUEST
+        if _TOO_LONG.search(message):
+            reason = ErrorReason.ERROR_REASON_PROMPT_TOO_LONG
+        return RequestRefused(f"the engine refuses the request: {message}"[:_MOST_CHARACTERS], reason=reason)
     return EngineFailed(f"the engine reports a failure (status {code})", message)
 
 

@@ -32,12 +32,12 @@ from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net import trace_context
 from kvrouter.net.calls import NotSent
-from kvrouter.net.engine_fields import HARMLESS_HEADERS, shown_failure
+from kvrouter.net.engine_fields import HARMLESS_HEADERS, quotes_internal, shown_failure
 from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.net.loop_budget import loop_budget
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import AllBusy, DependencyAway
+from kvrouter.runtime.errors import AllBusy, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -59,7 +59,10 @@ _NOT_FORWARDED = frozenset(
 _NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "trailer", "date", "server"})
 _ENCODING = frozenset({"accept-encoding"})
 _LENGTH = frozenset({"content-length"})
+_KEPT_OF_ERRORS = ("Content-Type", "Content-Encoding", "Retry-After")
+"""Headers that an engine's error keeps, if no engine serves the request."""
 _STREAM_TYPE = "text/event-stream"
+_JSON_TYPE = "application/json"
 _BUSY_STATUS = 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
 _MAX_WHOLE_BYTES = 1 << 20
@@ -156,6 +159,8 @@ class ForwardedRequest:
         self._why_it_stays = why_it_stays(request.path, body)
         self._tokens = None if self._why_it_stays else TokenStream(routed.max_output_tokens)
         self._routing: dict[str, Any] = {}
+        self._engine_error: web.Response | None = None
+        """The error of the engine that was called last; None if it gave none that the client may see."""
         self._metrics = workers.metrics
         self._engine_keys = engine_keys
         self._is_authenticated = is_authenticated
@@ -187,6 +192,13 @@ class ForwardedRequest:
     def output(self, encoded: bytes, output: Output) -> None:
         """Does nothing: the bytes are written as they arrive."""
 
+    def engine_error(self, error: KvRouterError) -> web.Response | None:
+        """Returns the response of the engine that caused the error of this request; None if none did."""
+        if self._engine_error is None or not isinstance(error, AllBusy | WorkerLost):
+            return None
+        self._engine_error.headers.update(self._added)
+        return self._engine_error
+
     async def end_early(self, error: bytes) -> None:
         """Ends a response that has begun: a stream of events with an error, which is JSON, as its last event.
 
@@ -214,6 +226,7 @@ class ForwardedRequest:
         stays_a_probe: bool = False,
     ) -> WorkerAttempt:
         """Starts an attempt at a worker, as ``WorkerClient.start``. The body has the prompt; more is output so far."""
+        self._engine_error = None
         is_prefill = request.stage == Stage.STAGE_PREFILL
         shows_progress = is_prefill or self._is_stream
         attempt = WorkerAttempt(
@@ -329,8 +342,12 @@ class ForwardedRequest:
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway:
         """Returns the error for a response with which an engine says that another one may serve the request."""
-        text = self._shown((await answer.content.read(_MAX_FAILURE_BYTES)).decode(errors="replace"))
-        message = f"its OpenAI API answers {answer.status}: {text[:256]}"
+        body = await _failure(answer)
+        message = f"its OpenAI API answers {answer.status}: {self._shown(body.decode(errors='replace'))[:256]}"
+        is_whole = answer.content_type == _JSON_TYPE and answer.content.at_eof()
+        if is_whole and not (self._is_authenticated and quotes_internal(body)):
+            headers = {name: answer.headers[name] for name in _KEPT_OF_ERRORS if name in answer.headers}
+            self._engine_error = web.Response(status=answer.status, body=body, headers=headers)
         return AllBusy(RETRY_AFTER_MS, message) if answer.status == _BUSY_STATUS else DependencyAway(message)
 
     async def _read_prefill(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
@@ -379,7 +396,7 @@ class ForwardedRequest:
         tokens = self._tokens
         if tokens is None or answer.content_type != _STREAM_TYPE:
             if self.response is not None:
-                why = self._shown((await answer.content.read(_MAX_FAILURE_BYTES)).decode(errors="replace"))
+                why = self._shown((await _failure(answer)).decode(errors="replace"))
                 raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why[:256]}")
             await self._pass_on(answer, receiver)
             return
@@ -435,6 +452,14 @@ class ForwardedRequest:
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
         await response.prepare(self._request)
         return response
+
+
+async def _failure(answer: aiohttp.ClientResponse) -> bytes:
+    """Returns the body of an engine's error, of which a bounded part is read."""
+    body = bytearray()
+    while len(body) < _MAX_FAILURE_BYTES and (part := await answer.content.read(_MAX_FAILURE_BYTES - len(body))):
+        body += part
+    return bytes(body)
 
 
 def _piece(*, token_ids: Iterable[int] = (), usage: Usage | None = None, ends: bool = False) -> bytes:

@@ -15,7 +15,7 @@ from kvrouter.frontend.api.validation import (
     CONSTRAINT_FIELD,
     Limits,
     context_length,
-    longest_prompt,
+    prompt_limit,
     structured_workers,
 )
 from kvrouter.frontend.client_work.client_work import completed
@@ -55,11 +55,11 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
         pools = able or pools
     needed = request.needs_text()
     text = models.text_of(request.fields.model, needed) if needed else models.texts.find(model)
-    limit = longest_prompt(pools, limits)
-    if text is None:
-        prompts = [completed(prompt.slices(None, limit)) for prompt in request.prompts]
-    else:
-        prompts = await models.texts.tokens(text, request.prompts, limit, salt=request.fields.cache_salt or "")
+    with prompt_limit(pools, limits) as limit:
+        if text is None:
+            prompts = [completed(prompt.slices(None, limit)) for prompt in request.prompts]
+        else:
+            prompts = await models.texts.tokens(text, request.prompts, limit, salt=request.fields.cache_salt or "")
     for prompt, source in zip(prompts, request.prompts, strict=True):
         if not prompt:
             raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
@@ -94,9 +94,9 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
             frame.text,
             sink,
             stop=fields.stop_strings(),
-            include_stop=fields.include_stop_str_in_output,
-            skip_special_tokens=fields.skip_special_tokens,
-            min_tokens=fields.min_tokens,
+            include_stop=bool(fields.include_stop_str_in_output),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            min_tokens=fields.min_tokens or 0,
             tools=request.tools,
             reasoning=_reasoning_parser(frame, prompt),
         )
