@@ -12,9 +12,10 @@ from kvrouter.frontend.admission.body_room import BodyTooLarge
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES, decode_json
 from kvrouter.frontend.api.openai.prompt_list import parse_prompts
 from kvrouter.frontend.api.openai.text_request import TextRequest, TokenPrompt
-from kvrouter.frontend.api.request_fields import SharedFields, UInt32, check_top_logprobs, unsupported
+from kvrouter.frontend.api.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.api.token_list import Prompt
 from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -28,11 +29,12 @@ class CompletionFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw
 
     prompt: msgspec.Raw
     max_tokens: UInt32 | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     best_of: UInt32 | None = None
     logprobs: UInt32 | None = None
-    suffix: str | None = None
+    suffix: OnlyDefault = None
+    prompt_embeds: OnlyDefault = None
 
 
 # As lenient as pydantic, with which vLLM parses bodies: "5" is accepted where a number is expected.
@@ -93,15 +95,19 @@ class CompletionRequest:
         if prompt is None and _TEXTS.match(text):
             # Before the text is decoded, which may take four times its size.
             check_text(fields.model)
-            special = fields.add_special_tokens
+            special = fields.add_special_tokens is not False
             prompts = parse_prompts(text, add_special_tokens=special, limit=max_prompt_tokens)
             prompt = Prompt(b"", b"")
         else:
             prompt = prompt or Prompt.parse(text, limit=max_prompt_tokens)
             prompts = [TokenPrompt(prompt.token_ids)]
         fields.check(len(prompts))
-        if fields.suffix:
-            raise unsupported("suffix")
+        if fields.echo and fields.logprobs is not None:
+            raise BadRequest(
+                "logprobs: prompts have none, and echo is true",
+                field="logprobs",
+                advice="Leave logprobs or echo out: workers that receive tokens report those of the output only.",
+            )
         check_top_logprobs(fields.logprobs or 0, "logprobs")
         if fields.best_of not in (None, fields.n or 1):
             raise unsupported("best_of")

@@ -72,7 +72,7 @@ class CompletionStream:
         self._events = events
         self._frame = CompletionFrame(request)
         options = request.fields.stream_options
-        self._includes_usage = options is not None and options.include_usage
+        self._includes_usage = options is not None and bool(options.include_usage)
         self._prompt_is_due = self._frame.returns_prompt
         # The text of a chunk before its token ids, and after them by finish reason.
         self._before = b""

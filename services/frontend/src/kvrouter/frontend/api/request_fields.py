@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
+from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -48,13 +50,21 @@ _SAMPLING = (
 )
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _CONSTRAINTS = ("worker_id", "dp_rank")
+_EMPTY: tuple[object, ...] = ("", [], {})
 _UNSUPPORTED = "Leave it out: workers that receive tokens do not support it."
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+OnlyDefault = Annotated[Any, msgspec.Meta(description="accepted at its default only")]
+"""Type of a field that no worker that receives tokens could obey: its default, null and empty lists are accepted."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream carries besides tokens."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """OpenAI's padding of chunks, which their servers add by default. Streams here have none."""
+    continuous_usage_stats: bool | None = None
 
 
 class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,17 +81,17 @@ _F = TypeVar("_F", bound="SharedFields")
 
 
 class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of chats and completions. A field that no worker here could obey is accepted at its default only."""
+    """Fields of chats and completions: OpenAI's, vLLM's and our own. None stands for the default."""
 
     model: str
-    min_tokens: UInt32 = 0
-    stream: bool | None = False
+    min_tokens: UInt32 | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None
@@ -90,19 +100,19 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: UInt64 | None = None
-    n: UInt32 | None = 1
-    request_id: str = ""
+    n: UInt32 | None = None
+    request_id: str | None = None
     priority: Int32 | None = None
     cache_salt: str | None = None
-    conversation_id: str = ""
+    conversation_id: str | None = None
     return_token_ids: bool | None = None
     worker_id: UInt64 | None = None
     dp_rank: UInt32 | None = None
     migration_limit: UInt32 | None = None
-    router_config_override: RouterConfigOverride = RouterConfigOverride()
+    router_config_override: RouterConfigOverride | None = None
     # Of the client's business only.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str | None] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -111,8 +121,6 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
-    # Accepted where it asks for nothing.
-    logit_bias: dict[str, float] | None = None
     # Constraints of the output.
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
@@ -120,6 +128,35 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
+    # Of OpenAI and vLLM, with their defaults.
+    allowed_token_ids: OnlyDefault = None
+    bad_words: OnlyDefault = None
+    early_stopping: OnlyDefault = False
+    ec_transfer_params: OnlyDefault = None
+    guided_decoding_backend: OnlyDefault = None
+    guided_whitespace_pattern: OnlyDefault = None
+    kv_transfer_params: OnlyDefault = None
+    length_penalty: OnlyDefault = 1.0
+    logit_bias: OnlyDefault = None
+    logits_processors: OnlyDefault = None
+    logprob_token_ids: OnlyDefault = None
+    mm_payload: OnlyDefault = "tensors"
+    prompt_logprobs: OnlyDefault = None
+    repetition_detection: OnlyDefault = None
+    return_mm_kwargs: OnlyDefault = False
+    return_token_offsets: OnlyDefault = False
+    return_tokens_as_token_ids: OnlyDefault = False
+    return_weight_versions: OnlyDefault = False
+    routed_experts_prompt_start: OnlyDefault = 0
+    session_id: OnlyDefault = None
+    spaces_between_special_tokens: OnlyDefault = True
+    stream_interval: OnlyDefault = None
+    thinking_token_budget: OnlyDefault = None
+    truncate_prompt_tokens: OnlyDefault = None
+    truncation_side: OnlyDefault = None
+    use_beam_search: OnlyDefault = False
+    vllm_xargs: OnlyDefault = None
+    watermarking: OnlyDefault = False
 
     def stop_strings(self) -> tuple[str, ...]:
         """Returns the stop strings.
@@ -144,10 +181,9 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """
         check_uint64(self.seed, "seed")
         check_uint64(self.worker_id, "worker_id")
-        check_uint64(
-            self.router_config_override.active_prefill_tokens_threshold,
-            "router_config_override.active_prefill_tokens_threshold",
-        )
+        if (override := self.router_config_override) is not None:
+            threshold = "active_prefill_tokens_threshold"
+            check_uint64(override.active_prefill_tokens_threshold, f"router_config_override.{threshold}")
         sequences = 1 if self.n is None else self.n
         if not 1 <= sequences * prompts <= MAX_SEQUENCES or sequences < 1:
             raise BadRequest(
@@ -157,8 +193,14 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 advice="Send fewer prompts, or a smaller n.",
             )
         self.stop_strings()
-        if self.logit_bias:
-            raise unsupported("logit_bias")
+        _check_defaults(self)
+        if (options := self.stream_options) is not None:
+            if not self.stream:
+                raise BadRequest(
+                    "stream_options: stream is not true", field="stream_options", advice="Set stream, or leave it out."
+                )
+            if options.continuous_usage_stats:
+                raise unsupported("stream_options.continuous_usage_stats")
         self.structured_output()
 
     def structured_output(self) -> tuple[str, StructuredOutput] | None:
@@ -185,11 +227,11 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def generate_request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
         """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""
         # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
-        request = FrontendServiceGenerateRequest(request_id=self.request_id, model=self.model)
+        request = FrontendServiceGenerateRequest(request_id=self.request_id or "", model=self.model)
         stop = request.stop_conditions
         stop.max_tokens = max_tokens
-        stop.min_tokens = self.min_tokens
-        stop.ignore_eos = self.ignore_eos
+        stop.min_tokens = self.min_tokens or 0
+        stop.ignore_eos = bool(self.ignore_eos)
         if self.stop_token_ids:
             stop.stop_token_ids.extend(self.stop_token_ids)
         _set(request.sampling_options, self, _SAMPLING)
@@ -198,14 +240,15 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         constraint = self.structured_output()
         if constraint is not None:
             request.sampling_options.structured_output.CopyFrom(constraint[1])
-        _set(request.overrides, self.router_config_override, RouterConfigOverride.__struct_fields__)
+        if self.router_config_override is not None:
+            _set(request.overrides, self.router_config_override, RouterConfigOverride.__struct_fields__)
         _set(request.constraints, self, _CONSTRAINTS)
         if self.cache_salt:
             request.scope.cache_salt = self.cache_salt
         if self.migration_limit is not None:
             request.migration_limit = self.migration_limit
         request.priority = self.priority or 0
-        request.conversation_id = self.conversation_id
+        request.conversation_id = self.conversation_id or ""
         return request
 
 
@@ -280,6 +323,28 @@ def check_top_logprobs(number: int, field: str) -> None:
         raise BadRequest(
             f"{field}: expected at most {MAX_TOP_LOGPROBS}, received {number}", field=field, advice="Request fewer."
         )
+
+
+def _check_defaults(fields: SharedFields) -> None:
+    """Checks the fields that are accepted at their default only.
+
+    Raises:
+        BadRequest: one has another value.
+    """
+    defaults, values_of = _defaults(type(fields))
+    values = values_of(fields)
+    if values == tuple(defaults.values()):
+        return
+    for (name, default), value in zip(defaults.items(), values, strict=True):
+        if value is not None and value != default and value not in _EMPTY:
+            raise unsupported(name)
+
+
+@cache
+def _defaults(kind: type[SharedFields]) -> tuple[dict[str, object], attrgetter[tuple[object, ...]]]:
+    """Returns the fields that are accepted at their default only with their defaults, and what reads all of them."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(kind) if field.type == OnlyDefault}
+    return defaults, attrgetter(*defaults)
 
 
 def unsupported(name: str) -> BadRequest:

@@ -97,7 +97,7 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _invalid(path, "expected a function with a name")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    if arguments is None or isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):

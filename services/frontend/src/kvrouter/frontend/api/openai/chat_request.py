@@ -9,7 +9,7 @@ from kvrouter.frontend.api.json_body import decode_json
 from kvrouter.frontend.api.openai.chat_prompt import ChatPrompt
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.openai.tool_choice import forced_schema, read_tool_use
-from kvrouter.frontend.api.request_fields import SharedFields, UInt32, check_top_logprobs
+from kvrouter.frontend.api.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs
 from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput
@@ -26,16 +26,28 @@ class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=
     max_completion_tokens: UInt32 | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    include_reasoning: bool = True
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    # Of OpenAI and vLLM, with their defaults.
+    add_special_tokens: OnlyDefault = False
+    audio: OnlyDefault = None
+    chat_template: OnlyDefault = None
+    echo: OnlyDefault = False
+    function_call: OnlyDefault = "none"
+    functions: OnlyDefault = None
+    media_io_kwargs: OnlyDefault = None
+    mm_processor_kwargs: OnlyDefault = None
+    return_prompt_text: OnlyDefault = False
+    verbosity: OnlyDefault = "medium"
+    web_search_options: OnlyDefault = None
 
     def tool_use(self) -> ToolUse | None:
         """Returns which tool calls the output may have; None if none is looked for.
@@ -88,7 +100,7 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         tool_choice=fields.tool_choice,
         documents=fields.documents,
         add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=fields.continue_final_message,
+        continue_final_message=bool(fields.continue_final_message),
         options=fields.chat_template_kwargs,
         reasoning_effort=fields.reasoning_effort,
         characters=len(body),
@@ -101,6 +113,6 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         logprobs=bool(fields.logprobs),
         top_logprobs=fields.top_logprobs or 0,
         tools=fields.tool_use(),
-        continues_message=fields.continue_final_message,
-        includes_reasoning=fields.include_reasoning,
+        continues_message=bool(fields.continue_final_message),
+        includes_reasoning=fields.include_reasoning is not False,
     )

@@ -44,7 +44,7 @@ _Raw = msgspec.Raw
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    model: str = ""
+    model: str | None = None
     stream: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -134,20 +134,20 @@ class RoutedBody:
             raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
         output = fields.max_completion_tokens or fields.max_tokens or 0
         parsed = cls(
-            model=fields.model,
+            model=fields.model or "",
             max_output_tokens=max(0, min(output, _MAX_TOKENS)),
             is_stream=bool(fields.stream),
             cache_salt=fields.cache_salt or "",
             priority=fields.priority or 0,
         )
-        prompt = bytes(fields.prompt)
+        prompt = _given(fields.prompt)
         if _TOKEN_LIST.match(prompt):
             token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
             return replace(parsed, token_ids=token_ids, is_tokenized=not fields.is_rendered_by_engine)
         source = None if fields.is_rendered_by_engine else _Text(fields) if prompt else _Chat(fields)
-        token_ids = _stand_in(prompt or bytes(fields.messages), max_prompt_tokens)
-        has_prompt = bool(prompt or bytes(fields.messages))
-        return replace(parsed, token_ids=token_ids, is_tokenized=False, has_prompt=has_prompt, source=source)
+        content = prompt or _given(fields.messages)
+        token_ids = _stand_in(content, max_prompt_tokens)
+        return replace(parsed, token_ids=token_ids, is_tokenized=False, has_prompt=bool(content), source=source)
 
     @classmethod
     def unread(cls, body: bytes | bytearray) -> RoutedBody:
@@ -247,9 +247,14 @@ class _Chat:
         return None  # Its messages have to be decoded and rendered first.
 
 
-def _objects(raw: _Raw) -> list[dict[str, Any]]:
+def _given(raw: _Raw) -> bytes:
     encoded = bytes(raw)
-    if encoded in (b"", b"null"):
+    return b"" if encoded == b"null" else encoded
+
+
+def _objects(raw: _Raw) -> list[dict[str, Any]]:
+    encoded = _given(raw)
+    if not encoded:
         return []
     if sum(encoded.count(mark) for mark in (b"{", b"[", b",")) > MAX_STRUCTURE:
         raise BadRequest(f"more than {MAX_STRUCTURE} brackets and commas")

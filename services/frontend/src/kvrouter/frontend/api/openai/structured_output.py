@@ -36,7 +36,7 @@ def read_structured_output(
     found = [(name, _constraint(name, _GUIDED[name], value)) for name, value in guided.items() if value is not None]
     if structured_outputs is not None:
         found.append(("structured_outputs", _of_vllm(structured_outputs)))
-    if response_format is not None and (kind := response_format.get("type", "text")) != "text":
+    if response_format is not None and (kind := response_format.get("type") or "text") != "text":
         found.append(("response_format", _of_openai(kind, response_format)))
     if len(found) > 1:
         raise _invalid(found[1][0], f"expected one constraint, received {found[0][0]} too")
@@ -56,8 +56,11 @@ def _of_openai(kind: object, response_format: Mapping[str, Any]) -> StructuredOu
 
 
 def _of_vllm(options: object) -> StructuredOutput:
-    given = {name: value for name, value in options.items() if value is not None} if isinstance(options, dict) else {}
+    options = options if isinstance(options, dict) else {}
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
     kinds = [name for name in given if name in (*_GUIDED.values(), "json_object")]
+    if unknown := next((name for name in given if name not in kinds), None):
+        raise _invalid(f"structured_outputs.{unknown[:64]}", "not supported by the workers of this model")
     if len(kinds) != 1:
         raise _invalid("structured_outputs", "expected one of json, json_object, regex, choice and grammar")
     if kinds[0] == "json_object":

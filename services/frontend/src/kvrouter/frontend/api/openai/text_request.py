@@ -82,7 +82,7 @@ class TextRequest:
     def includes_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         options = self.fields.stream_options
-        return options is not None and options.include_usage
+        return options is not None and bool(options.include_usage)
 
     def needs_text(self) -> str:
         """Returns the field that needs a tokenizer; empty if none does."""
