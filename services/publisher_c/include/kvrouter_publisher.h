@@ -360,7 +360,7 @@ typedef struct kvr_message {
     uint32_t top_k;
     bool has_seed;
     uint64_t seed;
-    /* A higher value is served earlier. */
+    /* A smaller value is served earlier. */
     int32_t priority;
     /* LoRA adapter, cache salt and tenant of its blocks; empty for none. */
     const char *lora_name;

@@ -37,10 +37,10 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_a_created_key_is_valid_until_it_is_revoked(keys: Command) -> None:
-    limits = ("--requests-per-second", "5", "--concurrency", "2", "--max-priority", "1")
+    limits = ("--requests-per-second", "5", "--concurrency", "2", "--min-priority", "1")
     key = keys("create", "a", "--tenant", "t", "--role", "admin", "--model", "x", "--model", "y-*", *limits)
     caller = ApiKeys(read_key_file(keys.path)).authenticate(key)
-    assert (caller.tenant, caller.role, caller.models, caller.max_priority) == ("t", Role.ADMIN, ("x", "y-*"), 1)
+    assert (caller.tenant, caller.role, caller.models, caller.min_priority) == ("t", Role.ADMIN, ("x", "y-*"), 1)
     assert (caller.limits.requests_per_second, caller.limits.concurrency) == (5.0, 2)
     keys("revoke", "a")
     with pytest.raises(CredentialRefused, match="revoked"):

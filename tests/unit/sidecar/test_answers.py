@@ -281,18 +281,19 @@ def test_a_request_to_vllm() -> None:
     assert (made.path, made.headers) == ("/v1/completions", {"X-data-parallel-rank": "1"})
     assert body["prompt"] == [1, 2]
     assert body["guided_json"] == {}
-    assert (body["model"], body["cache_salt"], body["priority"], body["top_k"]) == ("a", "s", -2, -1)
+    assert (body["model"], body["cache_salt"], body["priority"], body["top_k"]) == ("a", "s", 2, -1)
     assert (body["max_tokens"], body["stream"], body["return_token_ids"]) == (8, True, True)
     assert "temperature" not in body
 
 
 def test_a_request_to_sglang() -> None:
     sent = request(priority=2, dp_rank=1, scope=BlockScope(lora_name="a", tenant="t"))
-    made = sglang_call(sent, engine(ranks={0: 1, 1: 1}))
+    made = sglang_call(sent, engine(ranks={0: 1, 1: 1}, smaller_priority_first=False))
+    assert json.loads(sglang_call(sent, engine()).body)["priority"] == 2
     body = json.loads(made.body)
     assert made.path == "/generate"
     assert body["input_ids"] == [1, 2]
-    assert (body["lora_path"], body["cache_salt"], body["priority"]) == ("a", "tenant:t:", 2)
+    assert (body["lora_path"], body["cache_salt"], body["priority"]) == ("a", "tenant:t:", -2)
     assert (body["routed_dp_rank"], body["sampling_params"]["max_new_tokens"]) == (1, 8)
     assert body["rid"] == made.engine_id
 

@@ -137,6 +137,10 @@ def test_what_sglang_says_of_itself() -> None:
     assert described.ranks == {0: 62, 1: 62}
     assert described.events[1] == Endpoints("tcp://e:5558", "tcp://e:6558", "t")
     assert (described.role, described.bootstrap_endpoint) == ("prefill", "e:8998")
+    assert not described.smaller_priority_first
+    info.schedule_low_priority_values_first = True
+    take(engine, info, "e")
+    assert describe(URL, "e", engine, Overrides()).smaller_priority_first
 
 
 def test_an_sglang_server_that_publishes_nothing() -> None:

@@ -43,7 +43,7 @@ def create(
     model: Annotated[
         list[str] | None, typer.Option(help="Model or adapter that the key may use; * stands for any characters.")
     ] = None,
-    max_priority: Annotated[int | None, typer.Option(help="Highest priority of the key's requests.")] = None,
+    min_priority: Annotated[int | None, typer.Option(help="Smallest priority of the key's requests.")] = None,
     requests_per_second: Annotated[float | None, typer.Option(help="Most requests per second.")] = None,
     tokens_per_minute: Annotated[float | None, typer.Option(help="Most prompt and output tokens per minute.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Most requests at a time.")] = None,
@@ -64,7 +64,7 @@ def create(
                 "tenant": tenant,
                 "role": role,
                 "models": model or None,
-                "max_priority": max_priority,
+                "min_priority": min_priority,
                 "requests_per_second": requests_per_second,
                 "tokens_per_minute": tokens_per_minute,
                 "concurrency": concurrency,

@@ -75,7 +75,7 @@ class RequestOptions(TypedDict, total=False):
     conversation_id: str
     """Conversation, which is routed to the same rank if possible."""
     priority: int
-    """Priority in queues: a higher value is served earlier."""
+    """Priority in queues: a smaller value is served earlier."""
     lora_name: str
     """LoRA adapter."""
     cache_salt: str

@@ -78,10 +78,10 @@ def test_each_algorithm_is_accepted_only_if_it_is_listed(algorithm: str) -> None
 
 
 def test_claims_name_tenant_models_and_role() -> None:
-    tenants = {"t": TenantEntry(name="t", isolated=True, max_priority=3, concurrency=2)}
+    tenants = {"t": TenantEntry(name="t", isolated=True, min_priority=3, concurrency=2)}
     caller = tokens().authenticate(token(tenant="t", models="a b", role="admin"), tenants)
     assert (caller.tenant, caller.models, caller.role) == ("t", ("a", "b"), Role.ADMIN)
-    assert (caller.isolated, caller.max_priority, caller.tenant_limits.concurrency) == (True, 3, 2)
+    assert (caller.isolated, caller.min_priority, caller.tenant_limits.concurrency) == (True, 3, 2)
     plain = tokens().authenticate(token(models=["x"]), tenants)
     assert (plain.tenant, plain.models, plain.role) == ("", ("x",), Role.CLIENT)
 

@@ -94,10 +94,10 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_key_names_its_caller() -> None:
-    key, made = entry("a", tenant="t", models=["m"], max_priority=2)
+    key, made = entry("a", tenant="t", models=["m"], min_priority=2)
     keys = ApiKeys(KeyFile([made, entry("b")[1]], [TenantEntry(name="t", isolated=True, weight=2.0, concurrency=9)]))
     caller = keys.authenticate(key)
-    assert (caller.name, caller.tenant, caller.models, caller.max_priority) == ("a", "t", ("m",), 2)
+    assert (caller.name, caller.tenant, caller.models, caller.min_priority) == ("a", "t", ("m",), 2)
     assert (caller.isolated, caller.weight, caller.tenant_limits.concurrency) == (True, 2.0, 9)
 
 

@@ -38,10 +38,10 @@ def test_models_and_adapters_must_be_listed() -> None:
     assert why(Caller("none", models=()), Generate(model="base")) is RefusalReason.MODEL
 
 
-def test_a_priority_above_the_highest_is_refused() -> None:
-    caller = Caller("a", max_priority=1)
+def test_a_priority_below_the_smallest_is_refused() -> None:
+    caller = Caller("a", min_priority=1)
     assert why(caller, Generate(priority=1)) is None
-    assert why(caller, Generate(priority=2)) is RefusalReason.PRIORITY
+    assert why(caller, Generate(priority=0)) is RefusalReason.PRIORITY
 
 
 def test_an_isolated_caller_gets_its_own_tenant_and_no_other() -> None:

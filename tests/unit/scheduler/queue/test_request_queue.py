@@ -90,11 +90,11 @@ def test_one_that_never_starts_keeps_the_next_for_a_while_only() -> None:
     assert names(queue, PATIENCE_S + STALL_S, works) == ["b"]
 
 
-def test_a_higher_priority_goes_first() -> None:
+def test_a_smaller_priority_goes_first() -> None:
     queue: RequestQueue[str] = RequestQueue()
     queue.add("short", hold(1), 0.0)
-    queue.add("urgent", hold(1000), 0.0, priority=1)
-    queue.add("idle", hold(0), 0.0, priority=-1)
+    queue.add("urgent", hold(1000), 0.0, priority=-1)
+    queue.add("idle", hold(0), 0.0, priority=1)
     assert names(queue, 1.0) == ["urgent", "short", "idle"]
 
 

@@ -89,7 +89,7 @@ def test_requests_that_did_not_wait_count_for_their_tenant() -> None:
 def test_priority_goes_before_turns() -> None:
     queue = Queue()
     add(queue, QUIET, range(10))
-    add(queue, FLOOD, range(10), priority=1)
+    add(queue, FLOOD, range(10), priority=-1)
     assert released(queue, 1.0, 10) == ["flood"] * 10
 
 

@@ -58,8 +58,8 @@ def limits_of(entry: KeyEntry | TenantEntry) -> RateLimits:
     return RateLimits(entry.requests_per_second, entry.tokens_per_minute, entry.concurrency)
 
 
-def _max_priority(entry: KeyEntry, tenant: TenantEntry | None) -> int | None:
-    return entry.max_priority if entry.max_priority is not None or tenant is None else tenant.max_priority
+def _min_priority(entry: KeyEntry, tenant: TenantEntry | None) -> int | None:
+    return entry.min_priority if entry.min_priority is not None or tenant is None else tenant.min_priority
 
 
 def _caller(entry: KeyEntry, tenant: TenantEntry | None) -> Caller:
@@ -68,7 +68,7 @@ def _caller(entry: KeyEntry, tenant: TenantEntry | None) -> Caller:
         tenant=entry.tenant,
         role=entry.role,
         models=None if entry.models is None else tuple(entry.models),
-        max_priority=_max_priority(entry, tenant),
+        min_priority=_min_priority(entry, tenant),
         isolated=tenant is not None and tenant.isolated,
         limits=limits_of(entry),
         tenant_limits=RateLimits() if tenant is None else limits_of(tenant),

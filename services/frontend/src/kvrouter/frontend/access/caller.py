@@ -46,8 +46,8 @@ class Caller:
     role: Role = Role.CLIENT
     models: tuple[str, ...] | None = None
     """Names of the models and adapters that it may use; ``*`` stands for any characters. None for all."""
-    max_priority: int | None = None
-    """Highest priority of its requests; None for any."""
+    min_priority: int | None = None
+    """Smallest priority of its requests, and so their first place in queues; None for any."""
     isolated: bool = False
     """Whether its tenant's cache blocks are shared with nobody else."""
     limits: RateLimits = RateLimits()

@@ -187,7 +187,7 @@ class JsonWebTokens:
             tenant=tenant_name,
             role=Role(role),
             models=self._models(claims.get(rules.models_claim)),
-            max_priority=None if tenant is None else tenant.max_priority,
+            min_priority=None if tenant is None else tenant.min_priority,
             isolated=tenant is not None and tenant.isolated,
             tenant_limits=RateLimits() if tenant is None else limits_of(tenant),
             weight=1.0 if tenant is None else tenant.weight,

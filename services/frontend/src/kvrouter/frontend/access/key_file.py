@@ -62,7 +62,7 @@ class KeyEntry(_Limits, frozen=True, kw_only=True):
     tenant: str = ""
     role: Role = Role.CLIENT
     models: list[str] | None = None
-    max_priority: _Priority | None = None
+    min_priority: _Priority | None = None
     created: int = 0
     """Unix seconds."""
     expires: int | None = None
@@ -75,8 +75,8 @@ class TenantEntry(_Limits, frozen=True, kw_only=True):
     """What holds for all callers of a tenant together."""
 
     name: str
-    max_priority: _Priority | None = None
-    """Highest priority of requests whose caller has none of its own."""
+    min_priority: _Priority | None = None
+    """Smallest priority of requests whose caller has none of its own."""
     isolated: bool = False
     """Whether the tenant's cache blocks are shared with nobody else."""
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0

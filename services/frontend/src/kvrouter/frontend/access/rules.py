@@ -119,10 +119,10 @@ def visible(caller: Caller, models: Iterable[Model]) -> list[Model]:
 
 
 def _check_priority(caller: Caller, priority: int) -> None:
-    if caller.max_priority is not None and priority > caller.max_priority:
+    if caller.min_priority is not None and priority < caller.min_priority:
         raise RuleBroken(
             RefusalReason.PRIORITY,
-            f"expected a priority of at most {caller.max_priority}, received {priority}",
+            f"expected a priority of at least {caller.min_priority}, received {priority}",
             field="priority",
         )
 

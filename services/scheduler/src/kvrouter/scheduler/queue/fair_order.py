@@ -28,7 +28,7 @@ LOOKAHEAD = 64
 T = TypeVar("T", bound=Hashable)
 
 Place: TypeAlias = tuple[int, float]
-"""Sort key of a request: its negative priority, then what its policy prefers."""
+"""Sort key of a request: its priority, then what its policy prefers."""
 
 
 class Entry(NamedTuple, Generic[T]):

@@ -13,8 +13,9 @@ request that fits passes one that does not, and its rank is chosen when it leave
     queue.ended(request)                              # it has ended
     queue.remove(request)                             # its caller has gone
 
-Order: priority, then the fewest tokens of KV cache that the request takes; waiting time counts at AGING. The tenant
-that uses least is next (``fair_order``), and tenants share the capacity of the queue (``kvrouter.runtime.fair_bound``).
+Order: the smallest priority, then the fewest tokens of KV cache that the request takes; waiting time counts at AGING.
+The tenant that uses least is next (``fair_order``), and tenants share the capacity of the queue
+(``kvrouter.runtime.fair_bound``).
 
 No request starves. Once a request has waited PATIENCE_S, the oldest one goes to its cheapest rank even without KV
 cache for it: one at a time, the next when it has started, or after STALL_S. A request behind k older ones therefore
@@ -103,7 +104,7 @@ class _Queued(Generic[T]):
     @property
     def place(self) -> Place:
         """Sort key. Independent of the current time, because all requests age alike."""
-        return -self.priority, self.room_tokens + AGING * self.since
+        return self.priority, self.room_tokens + AGING * self.since
 
     @property
     def entry(self) -> Entry[T]:

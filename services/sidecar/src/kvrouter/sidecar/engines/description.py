@@ -53,6 +53,7 @@ class Discovered:
     role: RoleOption | None = None
     tokenizer: str | None = None
     bootstrap_port: int | None = None
+    smaller_priority_first: bool = True
     lora_names: tuple[str, ...] = ()
     problems: dict[str, str] = field(default_factory=dict)
     """Why something is not known, by the name of its attribute."""
@@ -99,6 +100,8 @@ class EngineDescription:
     """Sockets on which the engine publishes its load, by rank; empty if it has to be asked."""
     is_identified: bool = False
     """Whether the engine has shown that it is of this kind, and not only an option says so."""
+    smaller_priority_first: bool = True
+    """Whether it serves requests with a smaller priority earlier, as vLLM does; SGLang does on request."""
     lora_names: tuple[str, ...] = field(default=(), compare=False)
     """Adapters come and go while an engine runs, which must not cost it its registration."""
 
@@ -110,7 +113,7 @@ class EngineDescription:
 
 _COMPARED = (
     *("kind", "model", "block_size", "ranks", "events", "max_model_len", "role", "tokenizer", "bootstrap_endpoint"),
-    *("load_sockets", "is_identified", "max_sequences"),
+    *("load_sockets", "is_identified", "max_sequences", "smaller_priority_first"),
 )
 
 
@@ -160,6 +163,7 @@ def describe(url: str, host: str, found: Discovered, given: Overrides) -> Engine
         bootstrap_endpoint=bootstrap,
         load_sockets=found.load_sockets if set(found.load_sockets) == set(ranks) else {},
         is_identified=found.is_identified,
+        smaller_priority_first=found.smaller_priority_first,
         lora_names=found.lora_names,
     )
 

@@ -51,6 +51,7 @@ class ServerInfo(msgspec.Struct):
     disaggregation_mode: str | None = None
     disaggregation_bootstrap_port: int | None = None
     kv_events: KvEvents | None = None
+    schedule_low_priority_values_first: bool = False
 
 
 async def read_server_info(http: EngineHttp) -> ServerInfo:
@@ -102,6 +103,7 @@ def take(found: Discovered, info: ServerInfo, host: str) -> None:
     limits = [each.effective_max_running_requests_per_dp for each in info.internal_states]
     said = [limit for limit in limits if limit]
     found.max_sequences = min(said) if said else (info.max_running_requests or 0) // ranks
+    found.smaller_priority_first = info.schedule_low_priority_values_first
     found.role = _ROLES.get(info.disaggregation_mode or "", "both")
     if found.role == "prefill":
         found.bootstrap_port = info.disaggregation_bootstrap_port

@@ -94,7 +94,7 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
     if len(engine.ranks) > 1:
         body["routed_dp_rank"] = request.dp_rank
     if request.priority:
-        body["priority"] = request.priority
+        body["priority"] = request.priority if engine.smaller_priority_first else -request.priority
     if request.scope.lora_name:
         body["lora_path"] = request.scope.lora_name
     if salt := engine_salt(request.scope):

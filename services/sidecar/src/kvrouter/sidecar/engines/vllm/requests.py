@@ -99,7 +99,7 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
     if not is_prefill:
         body["stream_options"] = {"include_usage": True}
     if request.priority:
-        body["priority"] = -request.priority  # vLLM serves a lower value earlier
+        body["priority"] = request.priority
     if salt := engine_salt(request.scope):
         body["cache_salt"] = salt
     transfer = _transfer(request, is_prefill=is_prefill)
