@@ -32,8 +32,10 @@ def test_an_error_has_all_details() -> None:
     code, message, info = to_parts(service_errors.AllBusy(1500))
     error = error_of(CODES[code], message, info)
     assert isinstance(error, AllBusy)
-    assert (str(error), error.code, error.retry_after) == (message, grpc.StatusCode.RESOURCE_EXHAUSTED, 1.5)
+    assert (error.message, error.code, error.retry_after) == (message, grpc.StatusCode.RESOURCE_EXHAUSTED, 1.5)
     assert error.advice == "Retry after the given time."
+    assert str(error) == f"{message}. {error.advice}"
+    assert vars(error_of(CODES[code], str(error), info)) == vars(error), "a message that has the advice already"
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - its own
     assert (type(copy), vars(copy)) == (AllBusy, vars(error))
 

@@ -13,8 +13,10 @@ _STATUS_KEY = "grpc-status-details-bin"
 
 
 class KvRouterError(Exception):
-    """A failed call. The message says what was expected and what was received."""
+    """A failed call. Its text says what is wrong and what to do."""
 
+    message: str
+    """What is wrong, without the advice."""
     code: grpc.StatusCode
     """gRPC status code."""
     reason: str
@@ -33,8 +35,10 @@ class KvRouterError(Exception):
     default_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
 
     def __init__(self, message: str, *, code: grpc.StatusCode | None = None, info: ErrorInfo | None = None) -> None:
-        super().__init__(message)
         info = ErrorInfo() if info is None else info
+        advice = f". {info.advice}" if info.advice else ""
+        self.message = message.removesuffix(advice)
+        super().__init__(self.message + advice)
         self.code = self.default_code if code is None else code
         # A newer server may send a reason that this contract does not name.
         known = info.reason in ErrorReason.values()

@@ -144,6 +144,19 @@ class RoutingCalls(ABC):
             )
         return best_worker_of(await self._bookings(calls).book(request_id, request, timeout))
 
+    async def best_worker_id(
+        self,
+        token_ids: Prompt,
+        router_config_override: RouterConfigOverride | None = None,
+        request_id: str | None = None,
+        *,
+        model: str = "",
+        **options: Unpack[RequestOptions],
+    ) -> tuple[int, int]:
+        """Returns worker id and overlap blocks of ``best_worker``, as Dynamo's call of this name."""
+        best = await self.best_worker(token_ids, router_config_override, request_id, model=model, **options)
+        return best.worker_id, best.overlap_blocks
+
     async def get_potential_loads(
         self, token_ids: Prompt, *, model: str = "", **options: Unpack[RoutingOptions]
     ) -> list[PotentialLoad]:

@@ -144,6 +144,20 @@ class SyncClient:
             lambda: self._client.best_worker(token_ids, router_config_override, request_id, model=model, **options)
         )
 
+    def best_worker_id(
+        self,
+        token_ids: Prompt,
+        router_config_override: RouterConfigOverride | None = None,
+        request_id: str | None = None,
+        *,
+        model: str = "",
+        **options: Unpack[RequestOptions],
+    ) -> tuple[int, int]:
+        """Returns worker id and overlap blocks of ``best_worker``; see ``Client.best_worker_id``."""
+        return self._run(
+            lambda: self._client.best_worker_id(token_ids, router_config_override, request_id, model=model, **options)
+        )
+
     def get_potential_loads(
         self, token_ids: Prompt, *, model: str = "", **options: Unpack[RoutingOptions]
     ) -> list[PotentialLoad]:
