@@ -36,6 +36,18 @@ _SAMPLE = (
     "def f(x):\n\treturn x  +  1\r\n\n   # a comment, don't ask WHY\nHTTPServer camelCase snake_case a b c I'm we'll "
 )
 """Text on which the cuts of a tokenizer are checked."""
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+"""A byte in a vocabulary of characters."""
+
+
+def _byte_characters() -> dict[str, int]:
+    """Returns the bytes by the characters with which byte-level vocabularies write them."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 
 class InvalidTokenizer(ValueError):
@@ -70,6 +82,7 @@ class ModelTokenizer:
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
         self._cutter = self._checked_cutter(parsed)
         self._uncut = UncutText(self._tokenizer, parsed, self._cutter)
+        self._is_byte_level = "ByteLevel" in types_of(parsed.get("decoder"), "decoders")
         self._isolated: OrderedDict[str, ModelTokenizer] = OrderedDict()
         self._isolating = threading.Lock()
         self._uncached: Tokenizer | None = None
@@ -119,6 +132,16 @@ class ModelTokenizer:
         """Returns the id of a token; None if there is no such token."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
+
+    def bytes_of(self, token: int) -> bytes:
+        """Returns the bytes of a token, which may be a part of a character."""
+        written = self._tokenizer.id_to_token(token) or ""
+        if self._is_byte_level and all(character in _BYTES for character in written):
+            return bytes(map(_BYTES.__getitem__, written))
+        if byte := _FALLBACK.fullmatch(written):
+            return bytes.fromhex(byte[1])
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text.encode()
 
     def encode(self, text: str, *, special_tokens: bool, limit: int, field: str = "prompt") -> Slices[bytes]:
         """Tokenizes a text in slices, and returns its tokens as a packed buffer.

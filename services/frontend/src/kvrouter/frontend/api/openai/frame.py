@@ -14,6 +14,9 @@ from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
 
+_STAND_IN = "\ufffd"
+"""What stands in a text for bytes that are no whole character."""
+
 
 class WithLogprobs(Protocol):
     """Tokens with their log probabilities, if there are any."""
@@ -101,21 +104,24 @@ class TextFrame:
         values = output.logprobs
         if not self.request.logprobs or len(values) != len(output.token_ids):
             return None
-        tokens = [self._text_of(token) for token in output.token_ids]
         top = [self._alternatives(each) for each in output.top_logprobs] if self.request.top_logprobs else []
         if self.request.is_chat:
-            top += [[]] * (len(tokens) - len(top))
+            top += [[]] * (len(values) - len(top))
             content = [
-                _entry(token, value) | {"top_logprobs": [_entry(*each) for each in alternatives]}
-                for token, value, alternatives in zip(tokens, values, top, strict=False)
+                self._entry(token, value) | {"top_logprobs": [self._entry(*each) for each in alternatives]}
+                for token, value, alternatives in zip(output.token_ids, values, top, strict=False)
             ]
             return {"content": content, "refusal": None}
+        tokens = [self._text_of(token) for token in output.token_ids]
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
         # The token itself is among them, as at vLLM, even if it is not one of the most likely.
-        shown = [dict([*each, own]) for each, own in zip(top, zip(tokens, values, strict=True), strict=False)]
+        shown = [
+            {**{self._text_of(token): value for token, value in each}, own: logprob}
+            for each, own, logprob in zip(top, tokens, values, strict=False)
+        ]
         return {
             "tokens": tokens,
             "token_logprobs": list(values),
@@ -126,11 +132,13 @@ class TextFrame:
     def _text_of(self, token: int) -> str:
         return f"token_id:{token}" if self.text is None else self.text.text_of([token])
 
-    def _alternatives(self, top: TopLogprobs) -> list[tuple[str, float]]:
+    def _alternatives(self, top: TopLogprobs) -> list[tuple[int, float]]:
         """Returns the most likely tokens of one place with their log probabilities, as many as requested."""
-        pairs = zip(top.token_ids, top.logprobs, strict=False)
-        return [(self._text_of(token), value) for token, value in pairs][: self.request.top_logprobs]
+        return list(zip(top.token_ids, top.logprobs, strict=False))[: self.request.top_logprobs]
 
-
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """Returns a token of a chat. The text of a part of a character is a stand-in, unlike its bytes."""
+        text = self._text_of(token)
+        is_part = _STAND_IN in text and self.text is not None
+        encoded = self.text.tokenizer.bytes_of(token) if is_part and self.text is not None else text.encode()
+        return {"token": text, "logprob": logprob, "bytes": list(encoded)}
