@@ -92,7 +92,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_outputs_of_a_step_reach_their_calls() -> None:
     engine, requests, (first, second) = started("a", "b")
-    requests.emit([RequestOutput("a", [1]), RequestOutput("b", [2, 3]), RequestOutput("unknown", [9])])
+    requests.emit(
+        [RequestOutput("a", [1], finish_reason=None), RequestOutput("b", [2, 3]), RequestOutput("unknown", [9])]
+    )
     requests.emit([RequestOutput("b", [4], LENGTH), RequestOutput("a", [5])])
     requests.emit([RequestOutput("b", [6])])
     assert (first.tokens, second.tokens) == ([1, 5], [2, 3, 4])

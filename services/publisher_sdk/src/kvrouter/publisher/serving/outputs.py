@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from kvrouter.net.varint import encode_varint
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
-_UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 _LENGTH_DELIMITED = 2
 _VARINT = 0
 
@@ -37,7 +36,7 @@ class RequestOutput:
     request_id: str
     token_ids: Sequence[int] = ()
     """Token ids generated since the previous output."""
-    finish_reason: FinishReason = _UNFINISHED
+    finish_reason: FinishReason | None = None
     """Why the request has ended; set in its last output."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache; set in the first output with tokens."""
@@ -60,7 +59,7 @@ class RequestOutput:
             body = b""
         if self.cached_tokens is not None:
             body += _CACHED_TOKENS + encode_varint(self.cached_tokens)
-        if finish_reason != _UNFINISHED:
+        if finish_reason:
             body += _FINISH_REASON + encode_varint(finish_reason)
         if self.details is not None:
             body += self.details.SerializeToString()

@@ -22,8 +22,6 @@ from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
 log = get_logger(__name__)
 
-_UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
-
 
 class OutputCall(Protocol):
     """A Generate call, over whichever transport."""
@@ -185,7 +183,7 @@ class RunningRequests:
             run.call.end(RequestOutput("", finish_reason=FinishReason.FINISH_REASON_ERROR).encode())
             self._abort_later([run.engine_id])
             return
-        if output.finish_reason == _UNFINISHED:
+        if not output.finish_reason:
             run.call.respond(encoded)
         else:
             self._forget(run)
