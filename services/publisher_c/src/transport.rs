@@ -15,7 +15,7 @@ use crate::contract::Transport as Kind;
 use crate::error::{Error, Status};
 use crate::log::Log;
 use crate::names::ComponentName;
-use crate::security::access::{NatsAccess, TlsOptions};
+use crate::security::access::{NatsAccess, TlsOptions, without_users};
 use crate::security::nats_login;
 
 const ACK: Duration = Duration::from_secs(2);
@@ -99,15 +99,6 @@ fn identified(access: &NatsAccess, tls: &TlsOptions) -> ConnectOptions {
         options = options.custom_inbox_prefix(&access.inbox_prefix);
     }
     options
-}
-
-/// Returns the URLs without users and passwords, for messages.
-fn without_users(urls: &[String]) -> String {
-    let bare = |url: &String| match url.rsplit_once('@') {
-        Some((head, host)) => format!("{}{host}", head.split_inclusive("://").next().unwrap_or_default()),
-        None => url.clone(),
-    };
-    urls.iter().map(bare).collect::<Vec<_>>().join(",")
 }
 
 /// Sends one encoded batch at a time.

@@ -56,6 +56,12 @@ int main(int, char **argv) {
     config.bind = "0.0.0.0:0";
     refused(kvr_open(&config, 1, &opened), KVR_INVALID_ARGUMENT, "wildcard");
     config.bind = nullptr;
+    config.nats = "nope";
+    refused(kvr_open(&config, 1, &opened), KVR_INVALID_ARGUMENT, "nats: expected URLs such as nats://127.0.0.1:4222");
+    config.nats = nullptr;
+    config.etcd = "nope";
+    refused(kvr_open(&config, 1, &opened), KVR_INVALID_ARGUMENT, "etcd: expected host:port");
+    config.etcd = nullptr;
     std::atomic<int> logged{0};
     config.log = count;
     config.log_context = &logged;

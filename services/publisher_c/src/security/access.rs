@@ -4,6 +4,7 @@ use super::certificates;
 use super::nats_login;
 use super::secret_files::read_secret_line;
 use crate::error::{Error, Status};
+use async_nats::ServerAddr;
 
 /// Files and rules of the worker's TLS. Empty strings are options that are not set.
 #[derive(Clone, Debug, Default)]
@@ -78,6 +79,9 @@ impl EtcdAccess {
         if self.endpoints.iter().any(|each| each.contains('@')) {
             return refuse("etcd: an endpoint contains a user: use etcd_user and etcd_password_file");
         }
+        if let Some(wrong) = self.endpoints.iter().find(|each| !is_endpoint(each)) {
+            return refuse(&format!("etcd: expected host:port, received {wrong:?}"));
+        }
         let https = self.endpoints.iter().filter(|each| each.starts_with("https://")).count();
         if https != 0 && https != self.endpoints.len() {
             return refuse("etcd: expected https:// before all endpoints or before none");
@@ -97,6 +101,10 @@ impl EtcdAccess {
 impl NatsAccess {
     /// Checks that the options fit together and that the files can be used.
     pub fn check(&self) -> Result<(), Error> {
+        if self.urls.is_empty() || !self.urls.iter().all(|url| is_nats_url(url)) {
+            let urls = without_users(&self.urls);
+            return refuse(&format!("nats: expected URLs such as nats://127.0.0.1:4222, received {urls:?}"));
+        }
         if self.user.is_empty() != self.password_file.is_empty() {
             return refuse("nats_user and nats_password_file belong together: set both or none");
         }
@@ -126,6 +134,54 @@ impl NatsAccess {
     }
 }
 
+/// Returns URLs as one text, without users and passwords.
+pub fn without_users(urls: &[String]) -> String {
+    let bare = |url: &String| match url.rsplit_once('@') {
+        Some((head, host)) => format!("{}{host}", head.split_inclusive("://").next().unwrap_or_default()),
+        None => url.clone(),
+    };
+    urls.iter().map(bare).collect::<Vec<_>>().join(",")
+}
+
+/// The library for NATS takes a text without a scheme for the name of a host.
+fn is_nats_url(url: &str) -> bool {
+    let scheme = url.split_once("://").map_or("", |(scheme, _)| scheme);
+    let has_host = |server: ServerAddr| !server.host().is_empty();
+    ["nats", "tls", "ws", "wss"].contains(&scheme) && url.parse().is_ok_and(has_host)
+}
+
+/// Returns whether a text is host:port, http://host:port or https://host:port.
+fn is_endpoint(text: &str) -> bool {
+    let address = text.strip_prefix("https://").or(text.strip_prefix("http://")).unwrap_or(text);
+    let (host, port) = address.trim_end_matches('/').rsplit_once(':').unwrap_or_default();
+    !host.is_empty() && !host.contains('/') && port.parse::<u16>().is_ok()
+}
+
 fn refuse(message: &str) -> Result<(), Error> {
     Err(Error::new(Status::InvalidArgument, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{is_endpoint, is_nats_url};
+
+    #[test]
+    fn an_address_of_nats_is_a_url() {
+        for url in ["nats://127.0.0.1:4222", "nats://host", "tls://host:4222", "nats://user:password@host:4222"] {
+            assert!(is_nats_url(url), "{url}");
+        }
+        for text in ["nope", "127.0.0.1:4222", "http://host:4222", "nats://", "://host", ""] {
+            assert!(!is_nats_url(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_endpoint_of_etcd_has_host_and_port() {
+        for text in ["127.0.0.1:2379", "http://host:2379", "https://host:2379/", "[::1]:2379"] {
+            assert!(is_endpoint(text), "{text}");
+        }
+        for text in ["nope", "host:", ":2379", "host:x", "ftp://host:1", "http://host"] {
+            assert!(!is_endpoint(text), "{text}");
+        }
+    }
 }
