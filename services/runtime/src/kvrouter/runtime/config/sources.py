@@ -291,10 +291,15 @@ def _add_flag(group: Any, flag: str, name: str, field: FieldInfo, *, shown: bool
 
 
 def _help(name: str, field: FieldInfo) -> str:
-    default = "generated" if field.default is PydanticUndefined else field.default
-    default = "none" if default in (None, "") else default
+    default = field.default
+    if field.is_required():
+        usage = "Required."
+    elif default is PydanticUndefined and field.default_factory is not dict:
+        usage = "Default: drawn at random."
+    else:
+        usage = f"Default: {'none' if default in (None, '', PydanticUndefined) else default}."
     others = [f"--{each}" for each in _names(name, field)[1:]]
-    text = f"{field.description or ''} Default: {default}. [{', '.join(_variables(name, field))}]"
+    text = f"{field.description or ''} {usage} [{', '.join(_variables(name, field))}]"
     if others:
         text += f" Also {', '.join(others)}."
     return text.replace("%", "%%")
