@@ -45,6 +45,7 @@ FOREIGN = frozenset(
             "--kv-events-config",
             "--model-path",
             "--page-size",
+            "--schedule-low-priority-values-first",
         ),
         *("--example", "--no-default-features", "--release"),
         *("--build-arg", "--cacert", "--cap-drop", "--read-only", "--security-opt", "--tmpfs"),
