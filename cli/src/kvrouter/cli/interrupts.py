@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -26,10 +25,14 @@ def run_interruptibly(command: Coroutine[Any, Any, T]) -> T:
     Raises:
         Interrupted: a signal ended it.
     """
+    import asyncio
+
     return asyncio.run(_cancelled_by_signals(command))
 
 
 async def _cancelled_by_signals(command: Coroutine[Any, Any, T]) -> T:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     received: list[signal.Signals] = []

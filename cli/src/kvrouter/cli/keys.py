@@ -10,7 +10,6 @@ from typing import Annotated
 import msgspec
 import typer
 from kvrouter.cli.errors import CommandFailed, WrongUsage
-from kvrouter.cli.terminal import PlainConsole
 from kvrouter.frontend.access.cache_salts import create_salt_key
 from kvrouter.frontend.access.caller import Role
 from kvrouter.frontend.access.key_file import (
@@ -23,7 +22,6 @@ from kvrouter.frontend.access.key_file import (
     read_key_file,
     write_key_file,
 )
-from rich.table import Table
 
 keys_app = typer.Typer(help="Create, list and revoke the API keys of Frontends.", no_args_is_help=True)
 
@@ -88,6 +86,9 @@ def list_keys(file: File = Path("keys.json")) -> None:
         content = read_key_file(file)
     except KeyFileError as error:
         raise CommandFailed(str(error)) from None
+    from kvrouter.cli.terminal import PlainConsole
+    from rich.table import Table
+
     table = Table("id", "tenant", "role", "models", "created", "state", box=None, pad_edge=False)
     for key in content.keys:
         models = "all" if key.models is None else ", ".join(key.models)
@@ -110,7 +111,7 @@ def revoke(key_id: KeyId, file: File = Path("keys.json")) -> None:
             write_key_file(file, msgspec.structs.replace(content, keys=keys))
     except KeyFileError as error:
         raise CommandFailed(str(error)) from None
-    PlainConsole().print(f"{key_id} revoked")
+    print(f"{key_id} revoked")  # noqa: T201
 
 
 @keys_app.command("create-salt-key")
@@ -122,7 +123,7 @@ def create_salt(
         create_salt_key(file)
     except OSError as error:
         raise CommandFailed(f"{file}: {error.strerror}") from None
-    PlainConsole().print(f"{file} written")
+    print(f"{file} written")  # noqa: T201
 
 
 def _state(key: KeyEntry) -> str:

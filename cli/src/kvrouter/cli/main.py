@@ -1,32 +1,28 @@
-"""The ``kvrouter`` command: subcommands and error handling."""
+"""The ``kvrouter`` command: subcommands and error handling.
+
+This module and those that it imports only declare commands, so that help is shown fast. What a command does is imported
+when it runs.
+"""
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from kvrouter.cli.addresses import parse_address
 from kvrouter.cli.component import component_app
-from kvrouter.cli.drain import drain, undrain
 from kvrouter.cli.errors import CommandFailed, WrongUsage, reason_of
-from kvrouter.cli.etcd import use_etcd_user
-from kvrouter.cli.explain import explain
 from kvrouter.cli.extras import add_development_commands
-from kvrouter.cli.index import index_app
+from kvrouter.cli.index.commands import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.keys import keys_app
 from kvrouter.cli.running import Run, chosen_system
-from kvrouter.cli.services import service_token, use_api_key
-from kvrouter.cli.terminal import visible
-from kvrouter.cli.tls import use_tls
-from kvrouter.cli.top.command import top, top_once
-from kvrouter.cli.top.sources import Where
-from kvrouter.net.authorization import showing
-from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
-from kvrouter.runtime.version import VERSION
 from kvrouter.v1.names import InvalidName, check_name
+
+if TYPE_CHECKING:
+    from kvrouter.cli.top.sources import Where
 
 app = typer.Typer(
     name="kvrouter",
@@ -93,12 +89,27 @@ def _start(
     ] = "",
 ) -> None:
     if version:
+        from kvrouter.runtime.version import VERSION
+
         print(f"kvrouter {VERSION}")  # noqa: T201
         raise typer.Exit
-    use_tls(tls_cert_file, tls_key_file, tls_ca_file, tls_peer_domain)
-    use_api_key(api_key_file)
-    context.with_resource(showing(service_token(service_token_file)))
-    use_etcd_user(etcd_user, etcd_password_file)
+    if tls_ca_file or tls_cert_file or tls_key_file or tls_peer_domain:
+        from kvrouter.cli.tls import use_tls
+
+        use_tls(tls_cert_file, tls_key_file, tls_ca_file, tls_peer_domain)
+    if api_key_file:
+        from kvrouter.cli.services import use_api_key
+
+        use_api_key(api_key_file)
+    if service_token_file:
+        from kvrouter.cli.services import service_token
+        from kvrouter.net.authorization import showing
+
+        context.with_resource(showing(service_token(service_token_file)))
+    if etcd_user or etcd_password_file:
+        from kvrouter.cli.etcd import use_etcd_user
+
+        use_etcd_user(etcd_user, etcd_password_file)
     if context.invoked_subcommand is None:
         print(context.get_help())  # noqa: T201
 
@@ -111,7 +122,7 @@ def serve_command(
     roles: Annotated[str, typer.Option(help="Services to run, separated by commas.")] = "frontend,scheduler,indexer",
 ) -> None:
     """Run several services in one process without sockets between them; takes the options of each."""
-    from kvrouter.cli.serve import ROLES, serve  # imported here, so that other commands start faster
+    from kvrouter.cli.serve import ROLES, serve
 
     chosen = [role.strip() for role in roles.split(",")]
     for role in chosen:
@@ -125,7 +136,7 @@ def serve_command(
 )
 def relay_command(context: typer.Context) -> None:
     """Publish the KV events of an engine that speaks vLLM's or SGLang's ZMQ format."""
-    from kvrouter.relay.__main__ import main as relay  # imported here, so that other commands start faster
+    from kvrouter.relay.__main__ import main as relay
 
     relay(context.args)
 
@@ -135,7 +146,7 @@ def relay_command(context: typer.Context) -> None:
 )
 def sidecar_command(context: typer.Context) -> None:
     """Serve an unchanged vLLM or SGLang server as a worker, with its KV events."""
-    from kvrouter.sidecar.__main__ import main as sidecar  # imported here, so that other commands start faster
+    from kvrouter.sidecar.__main__ import main as sidecar
 
     sidecar(context.args)
 
@@ -153,6 +164,8 @@ def explain_command(
     everything: Annotated[bool, typer.Option("--all", help="Show every candidate with all terms of its cost.")] = False,
 ) -> None:
     """Show why a request was sent to its rank, compared with the next three candidates."""
+    from kvrouter.cli.explain import explain
+
     run_interruptibly(explain(_where(run, etcd, namespace, scheduler), which, seconds, everything=everything))
 
 
@@ -177,6 +190,8 @@ def drain_command(
     ] = 600.0,
 ) -> None:
     """Stop new requests to a worker, and wait until its running ones have ended."""
+    from kvrouter.cli.drain import drain
+
     where = _where(run, etcd, namespace, scheduler)
     run_interruptibly(drain(where, component, worker, migrate_after_seconds=timeout, wait_seconds=wait))
 
@@ -191,6 +206,8 @@ def undrain_command(
     run: Run = None,
 ) -> None:
     """Let a drained worker get requests again."""
+    from kvrouter.cli.drain import undrain
+
     run_interruptibly(undrain(_where(run, etcd, namespace, scheduler), component, worker))
 
 
@@ -210,6 +227,8 @@ def top_command(
     once: Annotated[bool, typer.Option("--once", help="Print one frame with every rank and exit.")] = False,
 ) -> None:
     """Show load, cache hits, event lag and the last decisions of a running system until Ctrl-C."""
+    from kvrouter.cli.top.command import top, top_once
+
     where = _where(run, etcd, namespace, scheduler, indexer, frontend)
     if once:
         run_interruptibly(top_once(where))
@@ -222,7 +241,11 @@ def main() -> None:
     """Runs the command. Wrong usage ends it with one line on stderr and status 2, a failure with one and status 1."""
     status = 0
     try:
-        status = app(standalone_mode=False) or 0
+        help_page = _help_page(sys.argv[1:])
+        if help_page is None:
+            status = app(standalone_mode=False) or 0
+        else:
+            print(help_page)  # noqa: T201
     except typer.TyperException as error:
         status = _fail(error.format_message(), error.exit_code)
     except Interrupted as error:
@@ -234,7 +257,26 @@ def main() -> None:
     sys.exit(status)
 
 
+def _help_page(arguments: list[str]) -> str | None:
+    """Returns the help if it is all that is asked for; None otherwise.
+
+    Typer would first convert the options before the subcommand, for which it imports pydantic.
+    """
+    *names, last = arguments or [""]
+    command: Any = typer.main.get_command(app)
+    context = command.context_class(command, info_name="kvrouter")
+    for name in names:
+        command = getattr(command, "commands", {}).get(name)
+        if command is None:
+            return None
+        context = command.context_class(command, info_name=name, parent=context)
+    is_asked = last == "--help" and command.add_help_option
+    return str(command.get_help(context)) if is_asked else None
+
+
 def _fail(words: str, status: int) -> int:
+    from kvrouter.cli.terminal import visible
+
     print(f"kvrouter: {visible(words)}", file=sys.stderr)  # noqa: T201
     return status
 
@@ -247,6 +289,9 @@ def _where(
     indexers: list[str] | None = None,
     frontends: list[str] | None = None,
 ) -> Where:
+    from kvrouter.cli.top.sources import Where
+    from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
+
     if (indexers or frontends) and not schedulers:
         raise WrongUsage("--indexer and --frontend also need --scheduler; without all three, etcd is used")
     named = [[parse_address(each) for each in addresses or ()] for addresses in (schedulers, indexers, frontends)]

@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.cli.etcd import use_etcd_user, uses_etcd_user
 from kvrouter.cli.run_files import RunningSystem, running_system
-from kvrouter.cli.tls import use_tls, uses_tls
 
 Run = Annotated[
     str | None,
@@ -34,6 +32,9 @@ def chosen_system(run: str | None, *, addresses: Mapping[str, object]) -> Runnin
         if run is not None:
             raise WrongUsage(f"--run excludes {given}: give one of them")
         return None
+    from kvrouter.cli.etcd import use_etcd_user, uses_etcd_user
+    from kvrouter.cli.tls import use_tls, uses_tls
+
     system = running_system(run)
     if system is not None and system.tls_ca_file and not uses_tls():
         use_tls(system.tls_cert_file, system.tls_key_file, system.tls_ca_file, system.tls_peer_domain)

@@ -7,17 +7,13 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, cast
+from typing import cast
 
-import typer
-from kvrouter.cli.addresses import is_url, parse_address
-from kvrouter.cli.development.options import Load, OfModel, Requests, check_modes, parse_time_scale, read_requests
-from kvrouter.cli.errors import CommandFailed, WrongUsage
-from kvrouter.cli.interrupts import run_interruptibly
-from kvrouter.cli.running import Run, chosen_system
+from kvrouter.cli.addresses import is_url
+from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.services import command_api_key, open_service
 from kvrouter.cli.tls import command_tls
-from kvrouter.devtools.replay.charts import DrawnRun, draw
+from kvrouter.devtools.replay.charts import draw
 from kvrouter.devtools.replay.frontend_target import FrontendTarget, ReplayOptions
 from kvrouter.devtools.replay.open_loop import ReplayResult, replay
 from kvrouter.devtools.replay.openai_target import OpenAiOptions, TargetFailed, openai_target, served_models
@@ -26,8 +22,8 @@ from kvrouter.devtools.replay.probes import event_counts, faulty_events
 from kvrouter.devtools.replay.progress import replay_progress
 from kvrouter.devtools.replay.report import print_report, write_json
 from kvrouter.devtools.replay.statistics import RunStatistics, SystemCounts, statistics_of_run
-from kvrouter.devtools.system.stack import DEFAULT_GRPC_PORT
 from kvrouter.devtools.traces.reader import TraceRequest
+from kvrouter.devtools.traces.reuse import possible_hit_rate
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -62,6 +58,8 @@ class ReplayCommand:
     """Whether outputs have the trace's length, at OpenAI servers."""
     results: Path | None
     """Folder for a picture and the statistics; None writes neither."""
+    verbose: bool = False
+    """Whether to print every statistic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +79,18 @@ async def replay_running(command: ReplayCommand, console: Console) -> list[RunSt
     Raises:
         CommandFailed: a target does not answer, or does not serve the model.
     """
-    drawn = [await _run(target, command, console) for target in command.targets]
-    runs = [run.statistics for run in drawn]
-    print_report(console, runs)
+    runs = [await _run(target, command, console) for target in command.targets]
+    print_report(console, runs, verbose=command.verbose)
     if command.results is not None:
         command.results.mkdir(parents=True, exist_ok=True)
         write_json(command.results / "statistics.json", runs, command.trace_name)
-        draw(command.results / "picture.png", drawn)
+        draw(command.results / "picture.png", runs)
         for name in ("picture.png", "statistics.json"):
             console.print(f"{command.results / name}", highlight=False, soft_wrap=True)
     return runs
 
 
-async def _run(address: str, command: ReplayCommand, console: Console) -> DrawnRun:
+async def _run(address: str, command: ReplayCommand, console: Console) -> RunStatistics:
     run_id = f"replay-{time.time_ns():x}"
     salt = run_id if command.separate_caches else ""
     before = (
@@ -109,15 +106,15 @@ async def _run(address: str, command: ReplayCommand, console: Console) -> DrawnR
     counts = SystemCounts()
     if before is not None and after is not None:
         counts = SystemCounts(after.applied - before.applied, faulty_events(after) - faulty_events(before))
-    run_statistics = statistics_of_run(
+    return statistics_of_run(
         result,
         mode=served.name,
         workers=served.workers or len({record.worker for record in result.records if record.worker}) or 1,
         block_size=served.block_size,
         time_scale=command.time_scale,
         counts=counts,
+        possible_hit_rate=possible_hit_rate(command.requests, served.block_size),
     )
-    return DrawnRun(run_statistics, result.records)
 
 
 async def _replay_frontend(
@@ -174,69 +171,3 @@ def _chosen(address: str, served: Collection[str], model: str | None) -> str:
     if len(wanted) > 1:
         raise CommandFailed(f"{address} serves several models, choose one with --model: {named}")
     return wanted[0]
-
-
-def replay_command(
-    trace: Annotated[
-        Path | None, typer.Argument(help="Mooncake trace or recording; the shipped trace by default.")
-    ] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="gRPC address of a Frontend, host:port, or URL of an OpenAI server. May be repeated: the runs follow "
-            "each other and are compared. By default the system that up or serve runs on this machine, else "
-            f"127.0.0.1:{DEFAULT_GRPC_PORT}."
-        ),
-    ] = None,
-    indexer: Annotated[
-        str | None, typer.Option(help="gRPC address of an Indexer whose events are counted, host:port.")
-    ] = None,
-    run: Run = None,
-    model: Annotated[str | None, typer.Option(help="Model to request; needed only if several are served.")] = None,
-    of_model: OfModel = None,
-    requests: Requests = None,
-    load: Load = 1.0,
-    clock: Annotated[
-        float, typer.Option(help="Engine seconds that pass in one second of wall time at the running engines.")
-    ] = 1.0,
-    mode: Annotated[
-        str | None, typer.Option(help="Routing mode, at a Frontend's gRPC address; the Scheduler's own by default.")
-    ] = None,
-    separate_caches: Annotated[
-        bool,
-        typer.Option(
-            "--separate-caches", help="Give each run a cache salt of its own, so that it finds no blocks of others."
-        ),
-    ] = False,
-    vocabulary: Annotated[
-        int, typer.Option(min=2, max=1 << 32, help="Number of token ids of the model, at an OpenAI server.")
-    ] = 1 << 16,
-    ignore_eos: Annotated[
-        bool, typer.Option(help="Whether outputs at an OpenAI server have the trace's length, by an extension.")
-    ] = True,
-    results: Annotated[Path | None, typer.Option(help="Directory for a picture and the results as JSON.")] = None,
-) -> None:
-    """Replay a trace against running systems, and compare them."""
-    system = chosen_system(run, addresses={"--target": target})
-    targets = target or [system.frontend if system and system.frontend else f"127.0.0.1:{DEFAULT_GRPC_PORT}"]
-    indexer = indexer or (system.indexer if system else "") or None
-    if mode is not None:
-        check_modes([mode])
-        if any(is_url(each) for each in targets):
-            raise WrongUsage("--mode: an OpenAI server has its own mode; name the Frontend's gRPC address instead")
-    command = ReplayCommand(
-        requests=read_requests(trace, requests, of_model),
-        trace_name=str(trace) if trace is not None else "conversation_trace.jsonl.gz (shipped)",
-        targets=[each if is_url(each) else parse_address(each) for each in targets],
-        indexer=parse_address(indexer) if indexer is not None else None,
-        model=model,
-        time_scale=parse_time_scale(load, clock),
-        mode=mode,
-        separate_caches=separate_caches,
-        vocabulary=vocabulary,
-        ignore_eos=ignore_eos,
-        results=results,
-    )
-    runs = run_interruptibly(replay_running(command, Console()))
-    if any(run.errors or not run.valid for run in runs):
-        raise typer.Exit(1)

@@ -42,18 +42,33 @@ def _count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-_ROWS: tuple[tuple[_Row, ...], ...] = (
+def _of_possible(run: RunStatistics) -> str:
+    possible = "" if math.isnan(run.possible_hit_rate) else f" of {_percent(run.possible_hit_rate)}"
+    return "-" if math.isnan(run.hit_rate) else f"{_percent(run.hit_rate)}{possible}"
+
+
+_HIT_RATE = "cached tokens, of possible"
+_TTFT_P50 = _Row("time to first token, p50", lambda run: run.ttft_ms.p50, _milliseconds, lower_is_better=True)
+_TTFT_P99 = _Row("time to first token, p99", lambda run: run.ttft_ms.p99, _milliseconds, lower_is_better=True)
+_ITL_P50 = _Row("time between tokens, p50", lambda run: run.itl_ms.p50, _milliseconds, lower_is_better=True)
+_ITL_P99 = _Row("time between tokens, p99", lambda run: run.itl_ms.p99, _milliseconds, lower_is_better=True)
+_OUTPUT = _Row("output tokens per second", lambda run: run.output_tokens_per_engine_s, _count, lower_is_better=False)
+_PEAK = _Row("prefill load, busiest / mean", lambda run: run.balance.peak, _plain, lower_is_better=True)
+_COMPLETED = _Row("requests completed", lambda run: run.completed, _count)
+
+_SUMMARY = ((_TTFT_P50, _TTFT_P99, _ITL_P50, _ITL_P99, _OUTPUT, _PEAK, _COMPLETED),)
+"""Rows after the hit rate."""
+_ALL: tuple[tuple[_Row, ...], ...] = (
     (
-        _Row("prompt tokens found in a cache", lambda run: run.hit_rate, _percent, lower_is_better=False),
-        _Row("time to first token, p50", lambda run: run.ttft_ms.p50, _milliseconds, lower_is_better=True),
+        _TTFT_P50,
         _Row("time to first token, p90", lambda run: run.ttft_ms.p90, _milliseconds, lower_is_better=True),
-        _Row("time to first token, p99", lambda run: run.ttft_ms.p99, _milliseconds, lower_is_better=True),
+        _TTFT_P99,
         _Row("time to first token, mean", lambda run: run.ttft_ms.mean, _milliseconds, lower_is_better=True),
-        _Row("time between tokens, p50", lambda run: run.itl_ms.p50, _milliseconds, lower_is_better=True),
-        _Row("time between tokens, p99", lambda run: run.itl_ms.p99, _milliseconds, lower_is_better=True),
+        _ITL_P50,
+        _ITL_P99,
         _Row("requests per second", lambda run: run.requests_per_engine_s, _plain, lower_is_better=False),
-        _Row("output tokens per second", lambda run: run.output_tokens_per_engine_s, _count, lower_is_better=False),
-        _Row("prefill load, busiest rank / mean", lambda run: run.balance.peak, _plain, lower_is_better=True),
+        _OUTPUT,
+        _PEAK,
         _Row("prefill load, deviation / mean", lambda run: run.balance.variation, _plain, lower_is_better=True),
     ),
     (
@@ -65,7 +80,7 @@ _ROWS: tuple[tuple[_Row, ...], ...] = (
         _Row("faulty cache events", lambda run: run.counts.events_faulty, _count),
     ),
     (
-        _Row("requests completed", lambda run: run.completed, _count),
+        _COMPLETED,
         _Row("errors", lambda run: sum(run.errors.values()), _count),
         _Row("retried on another worker", lambda run: run.retried, _count),
         _Row("requests sent late by, p99 (engine)", lambda run: run.late_engine_ms.p99, _milliseconds),
@@ -95,8 +110,13 @@ def settings_line(run: RunStatistics) -> str:
     )
 
 
-def report(runs: Sequence[RunStatistics]) -> RenderableType:
-    """Returns the table: a column for each run, and for two runs a column that compares the second with the first."""
+def report(runs: Sequence[RunStatistics], *, verbose: bool = False) -> RenderableType:
+    """Returns the table: a column for each run, and for two runs a column that compares the second with the first.
+
+    Args:
+        runs: The runs, at least one.
+        verbose: Whether to show every statistic instead of the eight that matter most.
+    """
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     table.add_column("")
     for run in runs:
@@ -104,7 +124,10 @@ def report(runs: Sequence[RunStatistics]) -> RenderableType:
     if len(runs) == 2:
         # The heading has two lines, so that the table fits into 80 columns.
         table.add_column(f"{runs[1].mode} against\n{runs[0].mode}", justify="left")
-    for group in _ROWS:
+    achieved = [run.hit_rate for run in runs]
+    versus = [_better(achieved[0], achieved[1], lower_is_better=False)] if len(runs) == 2 else []
+    table.add_row(_HIT_RATE, *(_of_possible(run) for run in runs), *versus)
+    for group in _ALL if verbose else _SUMMARY:
         for row in group:
             if row.same_at_clock_1 and all(run.clock == 1 for run in runs):
                 continue
@@ -129,10 +152,10 @@ def write_json(path: Path, runs: Sequence[RunStatistics], trace: str) -> None:
     path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def print_report(console: Console, runs: Sequence[RunStatistics]) -> None:
-    """Prints the table."""
+def print_report(console: Console, runs: Sequence[RunStatistics], *, verbose: bool = False) -> None:
+    """Prints the table, as ``report`` returns it."""
     console.print()
-    console.print(report(runs))
+    console.print(report(runs, verbose=verbose))
 
 
 def _cell(row: _Row, value: float | None) -> str:
@@ -140,12 +163,18 @@ def _cell(row: _Row, value: float | None) -> str:
 
 
 def _comparison(row: _Row, first: float | None, second: float | None) -> Text:
-    if row.lower_is_better is None or first is None or second is None or not first > 0 or math.isnan(second):
+    if row.lower_is_better is None or first is None or second is None:
+        return Text("")
+    return _better(first, second, lower_is_better=row.lower_is_better)
+
+
+def _better(first: float, second: float, *, lower_is_better: bool) -> Text:
+    if not first > 0 or math.isnan(second):
         return Text("")
     ratio = second / first
     if abs(ratio - 1) < 0.02:
         return Text("same")
-    better = (ratio < 1) == row.lower_is_better
+    better = (ratio < 1) == lower_is_better
     change = f"{ratio - 1:.0%} more" if ratio > 1 else f"{1 - ratio:.0%} less"
     words = f"{ratio:.1f} times" if ratio >= 2 else change
     return Text(words, style="green" if better else "yellow")

@@ -74,6 +74,8 @@ class RunStatistics:
     """Message of the first failure by status code."""
     hit_rate: float
     """Cached prompt tokens divided by prompt tokens, as the workers count them."""
+    possible_hit_rate: float
+    """The same for one unlimited cache: see ``kvrouter.devtools.traces.reuse``. NaN if it is unknown."""
     prediction_exact: float
     """Share of requests whose predicted overlap equals what the worker found in its cache; NaN in modes that do not
     predict. Below 1 under load, since caches change between decision and prefill."""
@@ -157,7 +159,14 @@ def balance(records: Sequence[RequestRecord], workers: int) -> Balance:
 
 
 def statistics_of_run(
-    result: ReplayResult, *, mode: str, workers: int, block_size: int, time_scale: TimeScale, counts: SystemCounts
+    result: ReplayResult,
+    *,
+    mode: str,
+    workers: int,
+    block_size: int,
+    time_scale: TimeScale,
+    counts: SystemCounts,
+    possible_hit_rate: float = math.nan,
 ) -> RunStatistics:
     """Computes all statistics of a run."""
     records = result.records
@@ -175,6 +184,7 @@ def statistics_of_run(
         errors=dict(Counter(record.error for record in records if record.error is not None)),
         error_examples={record.error: record.error_message for record in reversed(records) if record.error is not None},
         hit_rate=hit_rate(completed),
+        possible_hit_rate=possible_hit_rate,
         prediction_exact=_prediction_exact(completed, block_size) if mode in _PREDICTING_MODES else math.nan,
         ttft_ms=quantiles(record.ttft_ms for record in completed if record.ttft_ms is not None),
         itl_ms=quantiles(gap for record in completed for gap in record.itl_ms),

@@ -12,6 +12,10 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+DEFAULT_HTTP_PORT = 8000
+DEFAULT_GRPC_PORT = 8001
+"""Ports of a Frontend that ``kvrouter up`` takes where they are free."""
+
 _LOWEST = 12_288
 _BLOCK = 256
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

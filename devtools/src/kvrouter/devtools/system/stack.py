@@ -29,8 +29,6 @@ from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
 
-DEFAULT_HTTP_PORT = 8000
-DEFAULT_GRPC_PORT = 8001
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0

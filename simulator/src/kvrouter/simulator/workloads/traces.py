@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvrouter.devtools.traces.reader import PIECE_TOKENS, read_trace
+from kvrouter.devtools.traces.reader import PIECE_TOKENS, TraceRequest, read_trace
 from kvrouter.simulator.workloads.workload import Request, Workload
 
 
@@ -20,6 +20,22 @@ def read(path: Path, limit: int | None = None, model: str | None = None) -> Work
     traced = read_trace(path, limit, model)
     requests = [Request(r.arrival_ms / 1e3, r.input_length, r.output_length, r.pieces) for r in traced]
     return Workload(path.name, requests, traced[0].piece_tokens)
+
+
+def replayable(workload: Workload) -> list[TraceRequest]:
+    """Returns the requests as a replay sends them, the first one at 0 ms."""
+    first_s = workload.requests[0].arrives_s
+    return [
+        TraceRequest(
+            index,
+            (r.arrives_s - first_s) * 1e3,
+            r.prompt_tokens,
+            r.output_tokens,
+            tuple(r.pieces),
+            workload.piece_tokens,
+        )
+        for index, r in enumerate(workload.requests)
+    ]
 
 
 def lines(workload: Workload) -> Iterable[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.devtools.replay.pacing import TimeScale
-from kvrouter.devtools.traces.reader import TraceRequest, read_shipped_trace, read_trace
-from kvrouter.simulator.plan import NAMES
+
+if TYPE_CHECKING:
+    from kvrouter.devtools.replay.pacing import TimeScale
+    from kvrouter.devtools.traces.reader import TraceRequest
 
 Load = Annotated[float, typer.Option(help="Arrival rate relative to the trace.")]
 Requests = Annotated[
@@ -33,16 +34,25 @@ SloTtftMs = Annotated[float, typer.Option(min=0, help="Objective for the time to
 SloItlMs = Annotated[
     float, typer.Option(min=0, help="Objective for a request's mean time between tokens, in milliseconds.")
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print every statistic instead of the eight main ones.")]
 OfModel = Annotated[str | None, typer.Option(help="Model whose requests are taken from a recording of several models.")]
 
 
-def read_requests(trace: Path | None, limit: int | None, of_model: str | None = None) -> list[TraceRequest]:
-    """Reads a trace, the shipped one if ``trace`` is None.
+def read_requests(trace: str | None, limit: int | None, of_model: str | None = None) -> list[TraceRequest]:
+    """Reads a trace or generates a workload by its name; the shipped trace if ``trace`` is None.
 
     Raises:
+        WrongUsage: a generated workload is to be selected from.
         TraceError: the file is unreadable or not a trace.
     """
-    return read_shipped_trace(limit) if trace is None else read_trace(trace, limit, of_model)
+    from kvrouter.cli.development.simulate import generated
+    from kvrouter.devtools.traces.reader import read_shipped_trace, read_trace
+    from kvrouter.simulator.workloads.traces import replayable
+
+    if trace is None:
+        return read_shipped_trace(limit)
+    workload = generated(trace, limit, of_model=of_model)
+    return read_trace(Path(trace), limit, of_model) if workload is None else replayable(workload)
 
 
 def parse_time_scale(load: float, clock: float) -> TimeScale:
@@ -51,6 +61,8 @@ def parse_time_scale(load: float, clock: float) -> TimeScale:
     Raises:
         WrongUsage: a factor is not above 0 and finite.
     """
+    from kvrouter.devtools.replay.pacing import TimeScale
+
     try:
         return TimeScale(load, clock)
     except ValueError as error:
@@ -63,6 +75,8 @@ def check_modes(modes: list[str]) -> list[str]:
     Raises:
         WrongUsage: a mode is unknown or given twice.
     """
+    from kvrouter.simulator.plan import NAMES
+
     for mode in modes:
         if mode not in NAMES:
             raise WrongUsage(f"mode {mode!r} is unknown: use {', '.join(NAMES)}")

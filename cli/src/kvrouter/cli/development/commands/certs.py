@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from kvrouter.cli.errors import CommandFailed, WrongUsage
-from kvrouter.devtools.system.accounts import Namespace
-from kvrouter.devtools.system.certificates import LOOPBACK
-from kvrouter.devtools.system.credentials import Credentials
 from kvrouter.v1.names import ComponentName, InvalidName, check_name
-from rich.console import Console
+
+if TYPE_CHECKING:
+    from kvrouter.devtools.system.credentials import Credentials
 
 
 def certs_command(
@@ -30,6 +29,10 @@ def certs_command(
     days: Annotated[float, typer.Option(min=0.001, help="Validity of the certificates, in days.")] = 365,
 ) -> None:
     """Create a development CA, certificates, and accounts of NATS and etcd; keys that exist are kept."""
+    from kvrouter.devtools.system.accounts import Namespace
+    from kvrouter.devtools.system.certificates import LOOPBACK
+    from kvrouter.devtools.system.credentials import Credentials
+
     workers = [_worker(text) for text in worker or ()]
     components = tuple(dict.fromkeys([*(component or ["workers"]), *(name for name, _ in workers)]))
     try:
@@ -56,6 +59,8 @@ def _worker(text: str) -> tuple[str, int]:
 
 
 def _describe(credentials: Credentials) -> None:
+    from rich.console import Console
+
     console = Console(highlight=False)
     names = ", ".join(credentials.identities)
     for line in (

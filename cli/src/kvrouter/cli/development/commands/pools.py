@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.runtime.kv_transfer import KvTransfer
-from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
 
-_LINK, _REMOTE = KvTransfer(), RemotePrefillOptions()
+if TYPE_CHECKING:
+    from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
+
+_LINK = KvTransfer()
 
 Prefill = Annotated[
     int | None, typer.Option(min=1, help="Number of prefill engines, of a disaggregated fleet; with --decode.")
@@ -22,7 +24,7 @@ MinTokens = Annotated[
     typer.Option(
         "--remote-prefill-min-tokens",
         min=0,
-        help=f"Least uncached tokens of a prompt that a prefill engine computes; {_REMOTE.min_tokens} by default.",
+        help="Least uncached tokens of a prompt that a prefill engine computes; 512 by default.",
     ),
 ]
 PrefillTime = Annotated[
@@ -68,6 +70,8 @@ def remote_prefill_options(
     Raises:
         WrongUsage: the bandwidth is not above 0.
     """
+    from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
+
     if gigabytes_per_second is not None and not 0 < gigabytes_per_second < float("inf"):
         raise WrongUsage(f"--kv-transfer-gb-per-second is {gigabytes_per_second:g}, must be finite and above 0")
     link = KvTransfer(
@@ -76,7 +80,7 @@ def remote_prefill_options(
         _LINK.latency_ms if latency_ms is None else latency_ms,
     )
     return RemotePrefillOptions(
-        _REMOTE.min_tokens if min_tokens is None else min_tokens,
+        RemotePrefillOptions().min_tokens if min_tokens is None else min_tokens,
         prefill_us_per_token,
         link,
     )

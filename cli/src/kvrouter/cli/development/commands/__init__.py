@@ -1,4 +1,7 @@
-"""Registers the commands of the development stack."""
+"""Declares the commands of the development stack.
+
+These modules import little, so that help is shown fast; each function imports the implementation when it runs.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from kvrouter.cli.development.certs import certs_command
-from kvrouter.cli.development.demo import demo_command
-from kvrouter.cli.development.replay import replay_command
-from kvrouter.cli.development.simulate import simulate_command
-from kvrouter.cli.development.tune import tune_command
-from kvrouter.cli.development.up import up_command
+from kvrouter.cli.development.commands.certs import certs_command
+from kvrouter.cli.development.commands.demo import demo_command
+from kvrouter.cli.development.commands.replay import replay_command
+from kvrouter.cli.development.commands.simulate import simulate_command
+from kvrouter.cli.development.commands.tune import tune_command
+from kvrouter.cli.development.commands.up import up_command
 from kvrouter.cli.errors import CommandFailed, WrongUsage
-from kvrouter.devtools.system.processes import ProcessDied
-from kvrouter.devtools.system.servers import BinaryMissing, StartFailed
-from kvrouter.devtools.system.stack import StackFailed
-from kvrouter.devtools.traces.reader import TraceError
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -34,6 +33,11 @@ def add_commands(app: typer.Typer) -> None:
 @contextmanager
 def _errors_reported() -> Iterator[None]:
     """Converts errors of the development stack to errors of the command line."""
+    from kvrouter.devtools.system.processes import ProcessDied
+    from kvrouter.devtools.system.servers import BinaryMissing, StartFailed
+    from kvrouter.devtools.system.stack import StackFailed
+    from kvrouter.devtools.traces.reader import TraceError
+
     try:
         yield
     except TraceError as error:

@@ -1,0 +1,1 @@
+"""``kvrouter index …``: inspects and corrects the index of an Indexer."""

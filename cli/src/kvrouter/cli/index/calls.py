@@ -1,0 +1,197 @@
+"""The calls of ``kvrouter index …`` to an Indexer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import cast
+
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
+from kvrouter.cli.component_names import named_component
+from kvrouter.cli.errors import CommandFailed, WrongUsage
+from kvrouter.cli.index.status import show_component
+from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.cli.services import open_service
+from kvrouter.cli.terminal import PlainConsole
+from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.rpc import remote
+from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.common_pb2 import Component, Rank, Tier
+from kvrouter.v1.indexer_pb2 import (
+    DumpRequest,
+    GetStatsRequest,
+    LoadRequest,
+    RankState,
+    ResetStatesRequest,
+    ResyncRequest,
+    TakeSnapshotRequest,
+    VerifyRequest,
+    VerifyResponse,
+)
+from rich.table import Table
+
+_SHOWN_DIFFERENCES = 32  # of each rank
+
+
+class IndexerCalls:
+    """Calls to an Indexer about one component. Each prints its result, and returns False to end with status 1."""
+
+    def __init__(self, service: Indexer, component: str, deadline: Deadline) -> None:
+        """Asks about a component, namespace/name; empty for the only one."""
+        self._service = service
+        self._component = component
+        self._deadline = deadline
+
+    async def status(self) -> bool:
+        """Prints each component and its ranks."""
+        request = GetStatsRequest(component=named_component(self._component)) if self._component else GetStatsRequest()
+        answer = await self._service.get_stats(request, deadline=self._deadline)
+        console = _console()
+        bound = f" of at most {answer.max_index_bytes / 1e6:,.0f} MB" if answer.max_index_bytes else ""
+        console.print(f"replica {answer.replica_id}, indexes of {answer.index_bytes / 1e6:,.0f} MB{bound}")
+        for stats in answer.components:
+            show_component(console, stats)
+        return True
+
+    async def dump(self, output: Path | None, ranks: Sequence[str] | None) -> bool:
+        """Writes the index as JSON lines to a file, or to standard output."""
+        named = await self._named()
+        request = DumpRequest(component=named, ranks=_ranks(ranks))
+        with output.open("w") if output is not None else sys.stdout as file:
+            async with aclosing(self._service.dump(request, deadline=self._deadline)) as parts:
+                async for part in parts:
+                    file.write(MessageToJson(part.state, indent=None) + "\n")
+        return True
+
+    async def load(self, dumped: Path) -> bool:
+        """Loads a dump."""
+        named = await self._named()
+
+        async def parts() -> AsyncIterator[LoadRequest]:
+            with dumped.open() as lines:
+                for number, line in enumerate(lines, start=1):
+                    try:
+                        state = Parse(line, RankState())
+                    except ParseError as error:
+                        raise CommandFailed(f"{dumped}, line {number}: {error}") from None
+                    yield LoadRequest(component=named, state=state)
+
+        answer = await self._service.load(parts(), deadline=self._deadline)
+        _console().print(f"{answer.ranks} ranks, {answer.blocks} blocks loaded")
+        return True
+
+    async def verify(self, ranks: Sequence[str] | None) -> bool:
+        """Compares the index with the workers' states, prints the result, and returns whether all are the same."""
+        named = await self._named()
+        table = Table("rank", "result", "in both", "missing", "surplus", "index at", "worker at")
+        different = Table("rank", "block", "tier", "copies in the index", "on the worker")
+        same, left_out = True, 0
+        request = VerifyRequest(component=named, ranks=_ranks(ranks))
+        async with aclosing(self._service.verify(request, deadline=self._deadline)) as answers:
+            async for answer in answers:
+                verdict, good = _verdict(answer)
+                same = same and good
+                who = f"{answer.rank.worker_id}:{answer.rank.dp_rank}"
+                table.add_row(
+                    who,
+                    verdict,
+                    *(str(n) for n in (answer.common_blocks, answer.missing_blocks, answer.surplus_blocks)),
+                    str(answer.index_cursor.next_event_id),
+                    str(answer.worker_cursor.next_event_id),
+                )
+                shown = answer.differences[:_SHOWN_DIFFERENCES]
+                left_out += len(answer.differences) - len(shown)
+                for each in shown:
+                    tier = Tier.Name(each.tier).removeprefix("TIER_").lower()
+                    counts = (str(each.index_copies), str(each.worker_copies))
+                    different.add_row(who, f"{each.engine_hash:016x}", tier, *counts)
+        _console().print(table)
+        if different.row_count:
+            _console().print(different)
+        if left_out:
+            _console().print(f"and {left_out} more")
+        return same
+
+    async def resync(self, ranks: Sequence[str] | None) -> bool:
+        """Replaces ranks by their workers' states, and returns whether every worker answered."""
+        named = await self._named()
+        answer = await self._service.resync(
+            ResyncRequest(component=named, ranks=_ranks(ranks)), deadline=self._deadline
+        )
+        _console().print(f"ranks replaced: {answer.ranks}, out of reach: {answer.unreachable}")
+        return not answer.unreachable
+
+    async def snapshot(self) -> bool:
+        """Takes a snapshot."""
+        named = await self._named()
+        answer = await self._service.take_snapshot(TakeSnapshotRequest(component=named), deadline=self._deadline)
+        _console().print(f"{answer.object_name}: {answer.blocks} blocks, up to message {answer.stream_sequence}")
+        return True
+
+    async def reset(self, *, even_if_others_live: bool) -> bool:
+        """Deletes the stream's messages and all snapshots."""
+        named = await self._named()
+        request = ResetStatesRequest(component=named, even_if_others_live=even_if_others_live)
+        answer = await self._service.reset_states(request, deadline=self._deadline)
+        _console().print(f"dropped: messages {answer.messages}, snapshots {answer.snapshots}")
+        return True
+
+    async def _named(self) -> Component:
+        """Returns the named component, or the only one."""
+        if self._component:
+            return named_component(self._component)
+        answer = await self._service.get_stats(GetStatsRequest(), deadline=self._deadline)
+        known = [stats.component for stats in answer.components]
+        if len(known) != 1:
+            names = ", ".join(f"{each.namespace}/{each.name}" for each in known) or "none"
+            raise WrongUsage(f"expected a component to be named: the Indexer has {names}")
+        return known[0]
+
+
+def ask_indexer(
+    address: str, component: str, seconds: float, question: Callable[[IndexerCalls], Awaitable[bool]]
+) -> bool:
+    """Asks the Indexer at an address (host:port), within a number of seconds.
+
+    Raises:
+        WrongUsage: the component is not named although there are several, or a name is malformed.
+        CommandFailed: the Indexer does not answer, or refuses.
+    """
+
+    async def ask() -> bool:
+        async with open_service(address, "indexer") as channel:
+            service = cast(Indexer, remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], channel))
+            return await question(IndexerCalls(service, component, Deadline.after(seconds)))
+
+    try:
+        return run_interruptibly(ask())
+    except KvRouterError as error:
+        raise CommandFailed(error.shown_message) from None
+
+
+def _console() -> PlainConsole:
+    """Returns the console for results. In a pipe or a file, no line is wrapped at a terminal's width."""
+    return PlainConsole(None if sys.stdout.isatty() else 200)
+
+
+def _ranks(texts: Sequence[str] | None) -> list[Rank]:
+    ranks = []
+    for text in texts or []:
+        worker, _, dp_rank = text.partition(":")
+        try:
+            ranks.append(Rank(worker_id=int(worker), dp_rank=int(dp_rank or 0)))
+        except ValueError:
+            raise WrongUsage(f"expected WORKER_ID or WORKER_ID:DP_RANK, received {text!r}") from None
+    return ranks
+
+
+def _verdict(answer: VerifyResponse) -> tuple[str, bool]:
+    if not answer.compared:
+        return "no answer", False
+    if answer.missing_blocks or answer.surplus_blocks:
+        return "differs", False
+    return "same", True
