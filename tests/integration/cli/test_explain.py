@@ -49,6 +49,9 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
             assert "as good; ties are broken at random" in out
             assert "rank 3:0 left out: " in out
             assert max(len(line) for line in out.splitlines()) <= 80
+        long_id = await stack.select(selecting("0123456789-a-long-id-of-a-client-9876543210~1", without))
+        status, out, errors = await run("0123…876543210", "--scheduler", at)
+        assert (status, f"decision {long_id.decision_id}" in out) == (0, True), errors
         _, out, _ = await run("talk", "--all", "--scheduler", at)
         assert "12.0 = 1.0 * 6.0 + 6.0 (cached_blocks: 0)" in out
         assert "left out" in out

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 
 import pytest
-from kvrouter.cli.explain import lookups
+from kvrouter.cli.explain import lookups, matching_ids
 from kvrouter.cli.explanation import comparison_table, remainder
 from kvrouter.cli.terminal import PlainConsole
+from kvrouter.cli.top.decisions_table import request_name
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 
@@ -35,6 +36,15 @@ def test_an_id_is_tried_as_it_is_and_without_what_apis_add(which: str, requests:
 
 def test_a_number_may_name_a_decision_or_a_request() -> None:
     assert [each.WhichOneof("which") for each in lookups("17")] == ["request_id", "decision_id"]
+
+
+def test_an_id_is_found_as_top_shortens_it() -> None:
+    ids = ["9451b3e637a999dd992183166eb59003", "9451b3e637a999dd000000000eb59003", "short", "gateway~1"]
+    booked = [f"{ids[0]}~a1", f"{ids[0]}~b2", f"{ids[1]}~c3", "short", "gateway~1"]
+    for wide in (True, False):
+        assert matching_ids(request_name(booked[0], wide=wide), booked[:2] + booked[3:]) == [ids[0]]
+    assert matching_ids("9451…eb59003", booked) == ids[:2], "all that it may stand for"
+    assert matching_ids("short…short", booked) == [], "head and tail do not overlap"
 
 
 def test_the_chosen_and_the_next_three_are_compared_in_80_columns() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from typing import cast
 
-from kvrouter.cli.errors import CommandFailed
+from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.explanation import candidates_table, comparison_table, remainder, summary
 from kvrouter.cli.services import open_service
 from kvrouter.cli.terminal import PlainConsole
@@ -16,12 +17,16 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, NotFound
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
-from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest
+from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _RESPONSE_PREFIXES = ("chatcmpl-", "cmpl-")
 """What the OpenAI API puts before the request's id in the id of a response."""
 _INDEXED = re.compile(r"(.+)-\d+")
+_SHORTENED = "…"
+"""What stands for the middle of an id that ``kvrouter top`` shortens."""
+_LATEST = 100
+"""Decisions among which a shortened id is looked up, the most that a Scheduler lists."""
 _WIDTH, _TABLE_WIDTH = 80, 240
 """Columns in a pipe: of the summary, and of the whole table."""
 
@@ -31,11 +36,13 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
 
     Args:
         where: Schedulers to query; the first that knows the decision answers.
-        which: Id of the request, of a response, or of the decision; see ``lookups``.
+        which: Id of the request, of a response, or of the decision; see ``lookups``. Of a request also as
+            ``kvrouter top`` shortens it.
         seconds: Deadline of the whole command.
         everything: Whether to show every candidate with all terms instead of the best ones.
 
     Raises:
+        WrongUsage: several requests have the shortened id.
         CommandFailed: no Scheduler knows the decision, or one that may know it does not answer.
     """
     async with open_sources(where) as sources:
@@ -47,7 +54,12 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
     for address in addresses:
         async with open_service(address, "scheduler") as channel:
             scheduler = cast(Scheduler, remote(_SCHEDULER, channel))
-            for query in lookups(which):
+            try:
+                queries = lookups(which) if _SHORTENED not in which else await _matching(scheduler, which, deadline)
+            except KvRouterError as error:
+                failures.append(f"the Scheduler at {address}: {error}")
+                continue
+            for query in queries:
                 try:
                     answer = await scheduler.explain(query, deadline=deadline)
                 except NotFound:
@@ -63,6 +75,33 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
         f"no decision about {which} found at {', '.join(addresses)}: a Scheduler keeps its last --decisions-kept "
         "decisions. Ask the Scheduler that decided, soon after the request"
     )
+
+
+async def _matching(scheduler: Scheduler, shortened: str, deadline: Deadline) -> list[ExplainRequest]:
+    """Returns the query for the one request among the latest decisions whose id is shortened so; none without one.
+
+    Raises:
+        WrongUsage: several requests have such an id.
+        KvRouterError: the Scheduler does not answer.
+    """
+    status = await scheduler.get_status(GetStatusRequest(decisions=_LATEST), deadline=deadline)
+    ids = matching_ids(shortened, [each.request_id for each in status.decisions])
+    if len(ids) > 1:
+        raise WrongUsage(f"{shortened} stands for several requests: {', '.join(ids)}")
+    return [ExplainRequest(request_id=each) for each in ids]
+
+
+def matching_ids(shortened: str, booked: Iterable[str]) -> list[str]:
+    """Returns the different ids of requests that an id shortened by ``kvrouter top`` stands for.
+
+    Args:
+        shortened: Beginning, ``…`` and end of an id.
+        booked: Ids under which requests are booked: a Frontend appends ``~`` and a random suffix to them.
+    """
+    head, _, tail = shortened.partition(_SHORTENED)
+    names = dict.fromkeys(each.rpartition("~")[0] or each for each in booked)
+    length = len(head) + len(tail)
+    return [name for name in names if len(name) > length and name.startswith(head) and name.endswith(tail)]
 
 
 def lookups(which: str) -> list[ExplainRequest]:
