@@ -23,6 +23,7 @@ from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import problems
 from kvrouter.frontend.web.routes import page_routes
+from kvrouter.frontend.web.traffic import TrafficFigures
 from kvrouter.runtime.errors import Unauthenticated
 from kvrouter.runtime.overview.hit_rates import HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
@@ -43,6 +44,8 @@ from .browser import BINARY, Browser, browser
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed")
 
 HOSTILE = '<img src=x onerror="document.title=1"> a-model-name-that-is-much-longer-than-anybody-would-expect-it'
+
+TRAFFIC = TrafficFigures(60, 12.5, 1600, (0.12, 0.48, 2.5), (0.004, None, 0.031), {"UNAVAILABLE": (2, 7)})
 
 
 class MadeUp:
@@ -88,6 +91,8 @@ class MadeUp:
             for rank in pool.ranks:
                 rank.cache_hits.prompt_tokens += 1000
                 rank.cache_hits.cached_tokens += rng.randrange(300, 900)
+                rank.cache_hits.predicted_prompt_tokens += 1000
+                rank.cache_hits.reachable_cached_tokens += 900
             at = datetime.now(UTC) - timedelta(seconds=10 * (120 - number))
             frozen = GetStatusResponse()
             frozen.CopyFrom(status)
@@ -113,7 +118,7 @@ class MadeUp:
         system = replace(self._system, at=datetime.now(UTC))
         rates.take(system, 0.0)
         prefixes = [(PopularPrefix(number, HOSTILE, b"", 4096 >> number, 900.0), 7) for number in range(5)]
-        return overview(system, rates, history=self._history.points, prefixes=prefixes,
+        return overview(system, rates, history=self._history.points, prefixes=prefixes, traffic=TRAFFIC,
                         found=problems(system, rates), roles={})  # fmt: skip
 
     async def decision(self, scheduler: str, decision_id: int) -> dict[str, Any]:
@@ -163,7 +168,12 @@ async def test_it_shows_the_fleet(workers: int, dark: bool, tmp_path: Path) -> N
         assert await page.evaluate("document.querySelectorAll('.tile').length") == workers
         assert await page.evaluate("document.querySelectorAll('#decisions details').length") == 40
         assert await page.evaluate("document.querySelectorAll('#prefixes tbody tr').length") == 5
-        assert await page.evaluate("document.querySelectorAll('svg .line').length") == 3
+        assert await page.evaluate("document.querySelectorAll('svg .line').length") == 4
+        traffic = await page.evaluate("document.getElementById('traffic').innerText")
+        for words in ("12.5/s", "1,600/s", "120 ms", "480 ms", "2.50 s", "4.0 ms", "31 ms"):
+            assert words in traffic
+        errors = await page.evaluate("document.querySelector('#errors tbody').innerText")
+        assert errors.split() == ["UNAVAILABLE", "2", "7"]
         assert await page.evaluate("document.title") == "kvrouter", "names are text, not markup"
         assert await page.evaluate("document.images.length") == 0
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
@@ -207,6 +217,21 @@ async def test_it_works_by_keyboard(tmp_path: Path) -> None:
         await page.until(f"document.getElementById('freshness').textContent !== {drawn!r}")
         assert await page.evaluate("document.activeElement.tagName") == "SUMMARY"
         await shot(page, "decision")
+
+
+async def test_ids_are_copied(tmp_path: Path) -> None:
+    async with served(MadeUp(3)) as url, browser(tmp_path) as page:
+        await page.open(url)
+        await page.until(SHOWN)
+        await page.evaluate(
+            "document.execCommand = () => { window.taken = document.activeElement.value; return true; }"
+        )
+        await page.evaluate("navigator.clipboard.writeText = async (text) => { window.taken = text; }")
+        await page.evaluate("document.querySelector('#decisions .id').click()")
+        await page.until("document.getElementById('copied').textContent === 'copied request-0'")
+        assert await page.evaluate("window.taken") == "request-0"
+        assert await page.evaluate("document.querySelector('#decisions .id').title.startsWith('request-0 ')")
+        assert await page.evaluate("document.querySelectorAll('#decisions details[open]').length") == 0
 
 
 async def test_it_asks_for_a_key(tmp_path: Path) -> None:

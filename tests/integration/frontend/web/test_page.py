@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from ..access.keys import Keys
 from ..gateway import MODEL, System, running_system
@@ -53,6 +54,11 @@ async def test_the_page_and_its_data(nats_url: str, etcd_endpoint: str, namespac
         assert component["model"] == MODEL
         assert [rank["rank"] for rank in component["ranks"]] == ["1:0"]
         assert {"Scheduler", "Frontend"} <= {each["kind"] for each in data["services"]}
+        traffic = data["traffic"]
+        assert traffic["requests_per_second"] * traffic["seconds"] == pytest.approx(5)
+        assert traffic["output_tokens_per_second"] * traffic["seconds"] == pytest.approx(10)
+        assert 0 < traffic["ttft_seconds"]["p50"] <= traffic["ttft_seconds"]["p99"]
+        assert traffic["errors"] == []
         latest = max(data["decisions"], key=lambda each: each["at"])
         assert latest["rank"] == "1:0"
         (prefix,) = data["prefixes"]

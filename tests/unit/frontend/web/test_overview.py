@@ -55,8 +55,12 @@ def test_a_healthy_system_has_no_problems() -> None:
 def test_history_has_what_happened_between_samples() -> None:
     history = History()
     history.take(system(status(rank(prompt=1000, cached=100))))
-    history.take(system(status(rank(prompt=1500, cached=400, active_blocks=25, active_requests=3))))
+    later = status(rank(prompt=1500, cached=400, active_blocks=25, active_requests=3))
+    later.components[0].ranks[0].cache_hits.predicted_prompt_tokens = 400
+    later.components[0].ranks[0].cache_hits.reachable_cached_tokens = 350
+    history.take(system(later))
     (point,) = history.points
+    assert (point.predicted_prompt_tokens, point.reachable_tokens) == (400, 350)
     assert (point.requests, point.prompt_tokens, point.cached_tokens) == (5, 500, 300)
     assert (point.active_requests, point.active_share) == (3, 0.25)
 
@@ -135,7 +139,7 @@ def test_the_overview_is_json() -> None:
     seen = system(status(rank(2, active_blocks=50, draining=True)))
     rates = HitWindow(60)
     rates.take(seen, 0.0)
-    shown = overview(seen, rates, history=[], prefixes=[], found=[], roles={NAME: "decode"})
+    shown = overview(seen, rates, history=[], traffic=None, prefixes=[], found=[], roles={NAME: "decode"})
     (component,) = json.loads(json.dumps(shown, allow_nan=False))["components"]
     assert (component["name"], component["role"]) == ("n/pool", "decode")
     (row,) = component["ranks"]

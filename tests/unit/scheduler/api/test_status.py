@@ -8,7 +8,7 @@ import pytest
 from kvrouter.runtime.errors import UnknownComponent
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
-from kvrouter.v1.common_pb2 import BookingKey, Component
+from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints
 from kvrouter.v1.scheduler_pb2 import FreeRequest, GetStatusRequest, GetStatusResponse, RankStatus
 
 from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, worker
@@ -82,6 +82,17 @@ async def test_hits_are_summed_as_predicted_and_as_reported() -> None:
     assert (hits.requests, hits.prompt_tokens, hits.cached_tokens) == (2, 8 * BLOCK, 3 * BLOCK)
     # The block of the last token is computed even where it is cached.
     assert (hits.predicted_prompt_tokens, hits.predicted_cached_tokens) == (8 * BLOCK, 6 * BLOCK)
+
+
+async def test_what_any_rank_held_is_summed_beside_what_the_chosen_one_held() -> None:
+    parts = Parts(view(worker(1), worker(2)), indexer=ResidentBlocks({(1, 0): 4}))
+    elsewhere = RoutingConstraints(excluded_worker_ids=[1])
+    for request_id, constraints in (("a", None), ("b", elsewhere)):
+        await parts.select(selecting(request_id, routing(constraints=constraints)))
+        parts.bookings.free(FreeRequest(booking=BookingKey(request_id=request_id), cached_tokens=0))
+    hits = [each.cache_hits for each in ranks(parts)]
+    assert [each.predicted_cached_tokens for each in hits] == [3 * BLOCK, 0]
+    assert [each.reachable_cached_tokens for each in hits] == [3 * BLOCK, 3 * BLOCK]
 
 
 async def test_hits_are_shown_without_predictions() -> None:

@@ -275,7 +275,11 @@ async def serving_http(
     own_health = partial(service.get_worker_health, GetWorkerHealthRequest(), deadline=Deadline.never())
     guarded = service.access is not None
     async with open_page(
-        runtime, service.indexers, service.runner.popular_prefixes, own_health if guarded else None
+        runtime,
+        service.indexers,
+        service.runner.metrics,
+        service.runner.popular_prefixes,
+        own_health if guarded else None,
     ) as page:
         api = HttpApi(
             service,

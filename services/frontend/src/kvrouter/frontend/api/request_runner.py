@@ -88,7 +88,7 @@ class RequestRunner:
         """Chooses among several components of a model."""
         self._models = models
         self._links = links
-        self._metrics = metrics
+        self.metrics = metrics
         self._recorder = recorder
         self._access = access
         self._disaggregation = disaggregation
@@ -153,7 +153,7 @@ class RequestRunner:
                 view,
                 self._links,
                 through or self.workers,
-                self._metrics,
+                self.metrics,
                 self._budget(request, through),
                 deaths,
                 self._prefill_stage(request, view, through, deaths),
@@ -176,7 +176,7 @@ class RequestRunner:
                     sent=generation is not None and generation.sent,
                     prompt_tokens=through.counted_prompt_tokens if through is not None and is_estimated else None,
                 )
-            self._metrics.ended(known_model, code).inc()
+            self.metrics.ended(known_model, code).inc()
             if generation is not None:
                 self._note(generation)
 

@@ -12,8 +12,8 @@ _SAMPLES = 360
 
 _Key = tuple[str, int, str, int, int]
 """(Scheduler, its start, component, worker, rank)."""
-_Counts = tuple[int, int, int]
-"""(requests, prompt tokens, cached tokens)."""
+_Counts = tuple[int, int, int, int, int]
+"""(requests, prompt tokens, cached tokens, prompt tokens with a prediction, tokens that some rank held)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,10 @@ class Point:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in a cache, and so did not have to be computed."""
+    predicted_prompt_tokens: int
+    """Prompt tokens of the requests whose cached tokens were predicted."""
+    reachable_tokens: int
+    """Tokens of these that were in the cache of the rank that held most of the prompt."""
     active_requests: int
     """Booked requests at its end."""
     active_share: float | None
@@ -49,7 +53,7 @@ class History:
         """Adds a point for the time since the previous sample. The first sample only sets the counts."""
         counts = _counts(system)
         if self._before is not None:
-            requests, prompt, cached = _since(self._before, counts)
+            requests, prompt, cached, predicted_prompt, reachable = _since(self._before, counts)
             ranks = [rank for _, status in system.components().values() for rank in status.ranks]
             blocks = sum(rank.total_blocks for rank in ranks)
             point = Point(
@@ -57,6 +61,8 @@ class History:
                 requests=requests,
                 prompt_tokens=prompt,
                 cached_tokens=cached,
+                predicted_prompt_tokens=predicted_prompt,
+                reachable_tokens=reachable,
                 active_requests=sum(rank.active_requests for rank in ranks),
                 active_share=sum(rank.active_blocks for rank in ranks) / blocks if blocks else None,
             )
@@ -74,7 +80,13 @@ def _counts(system: System) -> dict[_Key, _Counts]:
             str(each.component.name),
             rank.rank.worker_id,
             rank.rank.dp_rank,
-        ): (rank.cache_hits.requests, rank.cache_hits.prompt_tokens, rank.cache_hits.cached_tokens)
+        ): (
+            rank.cache_hits.requests,
+            rank.cache_hits.prompt_tokens,
+            rank.cache_hits.cached_tokens,
+            rank.cache_hits.predicted_prompt_tokens,
+            rank.cache_hits.reachable_cached_tokens,
+        )
         for status in system.statuses
         for each in status.components
         for rank in each.ranks
@@ -82,10 +94,12 @@ def _counts(system: System) -> dict[_Key, _Counts]:
 
 
 def _since(before: dict[_Key, _Counts], now: dict[_Key, _Counts]) -> _Counts:
-    total = (0, 0, 0)
+    nothing: _Counts = (0, 0, 0, 0, 0)
+    total = nothing
     for key, counts in now.items():
-        old = before.get(key, (0, 0, 0))
+        old = before.get(key, nothing)
         # The counts of a rank that had left start from 0 again.
-        start = old if all(o <= c for o, c in zip(old, counts, strict=True)) else (0, 0, 0)
-        total = (total[0] + counts[0] - start[0], total[1] + counts[1] - start[1], total[2] + counts[2] - start[2])
+        start = old if all(o <= c for o, c in zip(old, counts, strict=True)) else nothing
+        a, b, c, d, e = (sum_ + new - first for sum_, new, first in zip(total, counts, start, strict=True))
+        total = (a, b, c, d, e)
     return total

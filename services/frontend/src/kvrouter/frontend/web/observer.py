@@ -13,6 +13,7 @@ from kvrouter.frontend.web.history import INTERVAL_SECONDS, History
 from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.popular_prefixes import PopularPrefix, PopularPrefixes
 from kvrouter.frontend.web.problems import problems
+from kvrouter.frontend.web.traffic import Traffic
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import KvRouterError
@@ -45,6 +46,7 @@ class Observer:
         queries: ServiceQueries,
         indexers: IndexerClient,
         prefixes: PopularPrefixes,
+        traffic: Traffic,
         own_health: OwnHealth | None,
     ) -> None:
         """Creates an observer.
@@ -54,6 +56,7 @@ class Observer:
             queries: Queries the services.
             indexers: The Indexers.
             prefixes: Counts prefixes.
+            traffic: Counts this Frontend's requests.
             own_health: Set if Frontends ask for a key, which this one has not: returns its own view of the workers.
         """
         self._own_health = own_health
@@ -61,6 +64,7 @@ class Observer:
         self._queries = queries
         self._indexers = indexers
         self._prefixes = prefixes
+        self._traffic = traffic
         self._history = History()
         self._hit_rates = HitWindow(_HIT_WINDOW_SECONDS)
         self._looking = asyncio.Lock()
@@ -72,6 +76,7 @@ class Observer:
         aged_at = time.monotonic()
         try:
             while True:
+                self._traffic.take(time.monotonic())
                 self._history.take(await self._queries.look(asks_frontends=False))
                 if time.monotonic() - aged_at >= _AGEING_SECONDS:
                     aged_at = time.monotonic()
@@ -90,6 +95,7 @@ class Observer:
                     system,
                     self._hit_rates,
                     history=self._history.points,
+                    traffic=self._traffic.figures(time.monotonic()),
                     prefixes=await self._held_prefixes(),
                     found=problems(system, self._hit_rates),
                     roles={

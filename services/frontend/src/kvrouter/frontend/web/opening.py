@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 from kvrouter.frontend.indexer_client import IndexerClient
+from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.web.observer import Observer, OwnHealth
 from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.web.routes import page_routes
+from kvrouter.frontend.web.traffic import Traffic
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.services import ServiceQueries, registered_addresses
 from kvrouter.runtime.process.context import Runtime
@@ -18,7 +20,11 @@ from kvrouter.runtime.process.context import Runtime
 
 @asynccontextmanager
 async def open_page(
-    runtime: Runtime, indexers: IndexerClient, prefixes: PopularPrefixes | None, own_health: OwnHealth | None
+    runtime: Runtime,
+    indexers: IndexerClient,
+    metrics: FrontendMetrics,
+    prefixes: PopularPrefixes | None,
+    own_health: OwnHealth | None,
 ) -> AsyncIterator[Sequence[web.RouteDef]]:
     """Yields the routes of the page, and observes the system meanwhile; no routes if ``prefixes`` is None.
 
@@ -31,7 +37,7 @@ async def open_page(
     queries = ServiceQueries(
         lambda kind: registered_addresses(directory, kind), lambda: _note(directory), tls=lambda: runtime.tls
     )
-    observer = Observer(directory, queries, indexers, prefixes, own_health)
+    observer = Observer(directory, queries, indexers, prefixes, Traffic(metrics), own_health)
     observing = asyncio.create_task(observer.run(), name="web-page")
     try:
         yield page_routes(observer)

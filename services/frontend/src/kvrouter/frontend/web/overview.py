@@ -9,6 +9,7 @@ from typing import Any
 from kvrouter.frontend.web.history import Point
 from kvrouter.frontend.web.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
+from kvrouter.frontend.web.traffic import TrafficFigures
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.rank_notes import rank_notes
 from kvrouter.runtime.overview.system import FrontendView, System, rank_of
@@ -19,6 +20,7 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, ComponentStatus, Decision, RankStatus
 
 Json = dict[str, Any]
+_QUANTILES = ("p50", "p95", "p99")
 
 
 def overview(
@@ -26,6 +28,7 @@ def overview(
     hit_rates: HitWindow,
     *,
     history: Sequence[Point],
+    traffic: TrafficFigures | None,
     prefixes: Sequence[tuple[PopularPrefix, int | None]],
     found: Sequence[Problem],
     roles: Mapping[ComponentName, str],
@@ -36,6 +39,7 @@ def overview(
         system: The state.
         hit_rates: Hit rates, including this state.
         history: Points of the last hour.
+        traffic: This Frontend's requests in the last minute; None before the first sample.
         prefixes: The most popular prefixes, and how many ranks hold each; None if no Indexer said.
         found: Problems.
         roles: Roles of components: both, prefill or decode.
@@ -48,12 +52,15 @@ def overview(
             _component(name, status, system, hit_rates, roles.get(name, "both"))
             for name, (_, status) in system.components().items()
         ],
+        "traffic": None if traffic is None else _traffic(traffic),
         "history": [
             {
                 "at": each.unix_seconds,
                 "requests": each.requests,
                 "prompt_tokens": each.prompt_tokens,
                 "cached_tokens": each.cached_tokens,
+                "predicted_prompt_tokens": each.predicted_prompt_tokens,
+                "reachable_tokens": each.reachable_tokens,
                 "active_requests": each.active_requests,
                 "active_share": each.active_share,
             }
@@ -74,6 +81,19 @@ def overview(
             for view in system.schedulers
             if view.status is not None
             for each in view.status.decisions
+        ],
+    }
+
+
+def _traffic(figures: TrafficFigures) -> Json:
+    return {
+        "seconds": figures.seconds,
+        "requests_per_second": figures.requests_per_second,
+        "output_tokens_per_second": figures.output_tokens_per_second,
+        "ttft_seconds": dict(zip(_QUANTILES, figures.ttft, strict=True)),
+        "inter_token_seconds": dict(zip(_QUANTILES, figures.inter_token, strict=True)),
+        "errors": [
+            {"code": code, "recent": recent, "total": total} for code, (recent, total) in figures.errors.items()
         ],
     }
 
@@ -184,6 +204,7 @@ def _component(name: ComponentName, status: ComponentStatus, system: System, hit
         "block_size": status.block_size,
         "hits_predicted": total.predicted,
         "hits_found": total.found,
+        "hits_possible": total.possible,
         "queued": status.queued.requests,
         "queue_capacity": status.queued.capacity,
         "queue_oldest_seconds": status.queued.oldest_age_ms / 1e3,

@@ -11,8 +11,9 @@ from kvrouter.v1.scheduler_pb2 import HitCounts
 
 _Key = tuple[str, int, ComponentName, Rank]
 """(Scheduler, its start, component, rank). Totals of a restarted Scheduler start from 0."""
-_Sums = tuple[int, int, int, int]
-"""(prompt tokens, cached tokens, prompt tokens with a prediction, predicted tokens)."""
+_Sums = tuple[int, int, int, int, int]
+"""(prompt tokens, cached tokens, prompt tokens with a prediction, predicted tokens, tokens that some rank held)."""
+_NONE: _Sums = (0, 0, 0, 0, 0)
 
 _TOLERANCE = 0.1
 """The Scheduler's tolerance."""
@@ -24,6 +25,8 @@ class HitRate:
 
     predicted: float | None = None
     found: float | None = None
+    possible: float | None = None
+    """What the rank with most of each prompt held, by the prediction."""
 
     @property
     def differs(self) -> bool:
@@ -57,7 +60,7 @@ class HitWindow:
 
     def rate(self, component: ComponentName) -> HitRate:
         """Returns the rate of all ranks of a component together."""
-        total: _Sums = (0, 0, 0, 0)
+        total = _NONE
         for sums in self._added(component).values():
             total = _plus(total, sums)
         return _rate(total)
@@ -71,11 +74,11 @@ class HitWindow:
         for key, sums in newest.items():
             if key[2] != component:
                 continue
-            before = oldest.get(key, (0, 0, 0, 0))
+            before = oldest.get(key, _NONE)
             # The totals of a rank that had left start from 0 again.
             restarted = any(old > new for old, new in zip(before, sums, strict=True))
             since = sums if restarted else _plus(sums, before, -1)
-            added[key[3]] = _plus(added.get(key[3], (0, 0, 0, 0)), since)
+            added[key[3]] = _plus(added.get(key[3], _NONE), since)
         return added
 
 
@@ -94,16 +97,19 @@ def _of(hit_rates: HitCounts) -> _Sums:
         hit_rates.cached_tokens,
         hit_rates.predicted_prompt_tokens,
         hit_rates.predicted_cached_tokens,
+        hit_rates.reachable_cached_tokens,
     )
 
 
 def _plus(sums: _Sums, others: _Sums, sign: int = 1) -> _Sums:
-    a, b, c, d = (one + sign * other for one, other in zip(sums, others, strict=True))
-    return (a, b, c, d)
+    a, b, c, d, e = (one + sign * other for one, other in zip(sums, others, strict=True))
+    return (a, b, c, d, e)
 
 
 def _rate(sums: _Sums) -> HitRate:
-    prompt, cached, predicted_prompt, predicted = sums
+    prompt, cached, predicted_prompt, predicted, reachable = sums
     return HitRate(
-        predicted / predicted_prompt if predicted_prompt > 0 else None, cached / prompt if prompt > 0 else None
+        predicted / predicted_prompt if predicted_prompt > 0 else None,
+        cached / prompt if prompt > 0 else None,
+        reachable / predicted_prompt if predicted_prompt > 0 else None,
     )

@@ -71,6 +71,18 @@ class LoopHistogram(Collector):
             series = self._series[values] = Observations(self._bounds)
         return series
 
+    @property
+    def bounds(self) -> Sequence[float]:
+        """Upper bounds of the buckets, without that of the last one."""
+        return self._bounds
+
+    def counts(self) -> tuple[int, ...]:
+        """Returns the observations by bucket, of all series together; the last bucket has no upper bound."""
+        counts = [0] * (len(self._bounds) + 1)
+        for series in self._series.values():
+            counts = [total + count for total, count in zip(counts, series.counts, strict=True)]
+        return tuple(counts)
+
     def describe(self) -> Iterator[HistogramMetricFamily]:
         """Yields the histogram without series."""
         yield HistogramMetricFamily(self._name, self._documentation, labels=self._labels)

@@ -233,6 +233,7 @@ class Selector:
             placement,
             response,
             audited=queried_indexer and not decision.is_prefilled_remotely,
+            most_overlap_blocks=int(decision.snapshot.overlap_blocks.max()),
             session_id=context.booking.session_id,
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,

@@ -37,6 +37,8 @@ class Booking:
     """The response to the selection."""
     audited: bool = False
     """Whether an Indexer predicted its overlap, so that the prediction can be compared with the worker's count."""
+    most_overlap_blocks: int = 0
+    """Overlap of the rank that held most of the prompt, if ``audited``."""
     session_id: str = ""
     """Session at this Scheduler that owns it; empty for a lease."""
     lease_seconds: float = 0.0

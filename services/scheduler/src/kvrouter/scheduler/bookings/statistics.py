@@ -57,6 +57,7 @@ class BookingStatistics:
             prompt_tokens=prompt_tokens,
             cached_tokens=min(cached_tokens, prompt_tokens),
             predicted_tokens=predicted * block_size if booking.audited else None,
+            reachable_tokens=min(booking.most_overlap_blocks, reachable) * block_size,
         )
 
     def _check_predictions(self, booking: Booking, predicted_tokens: int, cached_tokens: int) -> None:

@@ -16,6 +16,7 @@ class _Counts:
     cached_tokens: int = 0
     predicted_prompt_tokens: int = 0
     predicted_cached_tokens: int = 0
+    reachable_cached_tokens: int = 0
 
 
 class CacheHits:
@@ -29,7 +30,15 @@ class CacheHits:
         kept = set(registered)
         self._counts = {rank: counts for rank, counts in self._counts.items() if rank in kept}
 
-    def add(self, rank: Rank, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int | None) -> None:
+    def add(
+        self,
+        rank: Rank,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        predicted_tokens: int | None,
+        reachable_tokens: int = 0,
+    ) -> None:
         """Adds a request that has ended.
 
         Args:
@@ -37,6 +46,7 @@ class CacheHits:
             prompt_tokens: Tokens of its prompt.
             cached_tokens: Tokens that the worker found cached.
             predicted_tokens: Tokens that the index predicted as cached; None without a prediction.
+            reachable_tokens: The same for the rank that held most of the prompt.
         """
         counts = self._counts.setdefault(rank, _Counts())
         counts.requests += 1
@@ -45,6 +55,7 @@ class CacheHits:
         if predicted_tokens is not None:
             counts.predicted_prompt_tokens += prompt_tokens
             counts.predicted_cached_tokens += predicted_tokens
+            counts.reachable_cached_tokens += reachable_tokens
 
     def of(self, rank: Rank) -> HitCounts:
         """Returns the sums of one rank."""
@@ -55,4 +66,5 @@ class CacheHits:
             cached_tokens=counts.cached_tokens,
             predicted_prompt_tokens=counts.predicted_prompt_tokens,
             predicted_cached_tokens=counts.predicted_cached_tokens,
+            reachable_cached_tokens=counts.reachable_cached_tokens,
         )

@@ -24,15 +24,18 @@ function label(className, text) {
  * Draws points {at, value}; a value of null leaves a gap.
  * @param {HTMLElement} place replaced content
  * @param {{at: number, value: ?number}[]} points oldest first, times in Unix seconds
- * @param {{most: ?number, format: function(number): string, title: string}} options most: value of the upper edge
+ * @param {{most: ?number, format: function(number): string, title: string, others: ?Array}} options most: value of the
+ *   upper edge; others: points of a second, dashed line
  */
-export function drawLine(place, points, { most, format, title }) {
+export function drawLine(place, points, { most, format, title, others = [] }) {
   const known = points.filter((point) => point.value !== null);
   const end = points.length ? points[points.length - 1].at : 0;
   const span = Math.max(LEAST_SECONDS, points.length ? end - points[0].at : 0);
   const upper = most ?? Math.max(1e-9, ...known.map((point) => point.value));
   const x = (at) => WIDTH * (1 - (end - at) / span);
   const y = (value) => BOTTOM - (BOTTOM - TOP) * Math.min(1, value / upper);
+
+  const linePath = (run) => run.map((point, i) => `${i ? "L" : "M"}${x(point.at).toFixed(1)} ${y(point.value).toFixed(1)}`).join(" ");
 
   const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
   const last = known.length ? format(known[known.length - 1].value) : "no data yet";
@@ -42,9 +45,13 @@ export function drawLine(place, points, { most, format, title }) {
     svg.append(shape("line", { class: "grid", x1: 0, x2: WIDTH, y1: height, y2: height }));
   }
   for (const run of runs(points)) {
-    const path = run.map((point, i) => `${i ? "L" : "M"}${x(point.at).toFixed(1)} ${y(point.value).toFixed(1)}`).join(" ");
+    const path = linePath(run);
     const close = `L${x(run[run.length - 1].at).toFixed(1)} ${BOTTOM} L${x(run[0].at).toFixed(1)} ${BOTTOM} Z`;
     svg.append(shape("path", { class: "area", d: `${path} ${close}` }), shape("path", { class: "line", d: path }));
+  }
+
+  for (const run of runs(others)) {
+    svg.append(shape("path", { class: "line other", d: linePath(run) }));
   }
 
   const chart = document.createElement("div");

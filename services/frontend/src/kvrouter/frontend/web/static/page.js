@@ -34,7 +34,47 @@ function duration(seconds) {
   return seconds < 3600 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
+/** Formats a rate: three digits, per second. */
+const rate = (value) => (value === null ? "–" : `${value < 100 ? Number(value.toPrecision(3)) : short(value)}/s`);
+
+/** Formats a latency in milliseconds, or in seconds from one second on. */
+const latency = (seconds) => (seconds === null ? "–" : seconds < 0.01 ? `${(1000 * seconds).toFixed(1)} ms` : seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${seconds.toFixed(2)} s`);
+
+/** Units of the costs of a mode, where it has one. */
+const COST_UNITS = { forecast: " ms", kv: " blocks" };
+const cost = (value, mode) => (value === null ? "∞" : `${term(value)}${COST_UNITS[mode] ?? ""}`);
+
 const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
+
+// Ids
+
+/** Shows an id whose whole text is in its title, and which a click copies. */
+function copied(id) {
+  const made = element("button", { text: id, type: "button", className: "id", title: `${id} – click to copy` });
+  made.dataset.focus = `id ${id}`;
+  made.addEventListener("click", async (event) => {
+    event.preventDefault();
+    event.stopPropagation();
+    byId("copied").textContent = (await copy(id)) ? `copied ${id}` : `not copied: select ${id}`;
+  });
+  return made;
+}
+
+/** Returns whether the text is in the clipboard; browsers give no clipboard to pages without encryption elsewhere. */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = element("textarea", { "aria-hidden": "true", className: "skip" });
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    return done;
+  }
+}
 
 // Tables
 
@@ -95,7 +135,8 @@ function drawProblems(problems) {
 
 function drawFigures(data) {
   const ranks = data.components.flatMap((component) => component.ranks);
-  const hour = data.history.reduce((sum, point) => [sum[0] + point.prompt_tokens, sum[1] + point.cached_tokens], [0, 0]);
+  const fields = ["prompt_tokens", "cached_tokens", "predicted_prompt_tokens", "reachable_tokens"];
+  const hour = fields.map((field) => data.history.reduce((sum, point) => sum + point[field], 0));
   const blocks = ranks.reduce((sum, rank) => [sum[0] + rank.active_blocks, sum[1] + rank.total_blocks], [0, 0]);
   const figures = [
     [number(new Set(ranks.map((rank) => rank.endpoint)).size), "workers"],
@@ -104,19 +145,49 @@ function drawFigures(data) {
     [number(data.components.reduce((sum, component) => sum + component.queued, 0)), "requests queued"],
     [blocks[1] ? share(blocks[0] / blocks[1]) : "–", "KV blocks in use"],
     [hour[0] ? share(hour[1] / hour[0]) : "–", "hit rate, last hour"],
+    [hour[2] ? share(hour[3] / hour[2]) : "–", "hit rate possible, last hour"],
     [short(hour[1]), "prompt tokens saved, last hour"],
   ];
-  byId("figures").replaceChildren(
+  drawTiles("figures", figures);
+  byId("summary").textContent = `${figures[0][0]} workers, ${data.problems.length || "no"} problem${data.problems.length === 1 ? "" : "s"}`;
+}
+
+function drawTiles(id, figures) {
+  byId(id).replaceChildren(
     ...figures.map(([value, what]) => element("div", {}, element("b", { text: value }), element("span", { text: what }))),
   );
-  byId("summary").textContent = `${figures[0][0]} workers, ${data.problems.length || "no"} problem${data.problems.length === 1 ? "" : "s"}`;
+}
+
+function drawTraffic(traffic) {
+  const quantiles = ["p50", "p95", "p99"];
+  byId("traffic-span").textContent = traffic ? `last ${duration(traffic.seconds)}` : "";
+  drawTiles("traffic", [
+    [rate(traffic?.requests_per_second ?? null), "requests"],
+    [rate(traffic?.output_tokens_per_second ?? null), "output tokens"],
+    ...quantiles.map((each) => [latency(traffic?.ttft_seconds[each] ?? null), `time to first token, ${each}`]),
+    ...quantiles.map((each) => [latency(traffic?.inter_token_seconds[each] ?? null), `between tokens, ${each}`]),
+  ]);
+  const errors = traffic?.errors ?? [];
+  const columns = [
+    { name: "requests that did not succeed", isText: true, value: (e) => e.code },
+    { name: `last ${traffic ? duration(traffic.seconds) : "minute"}`, value: (e) => e.recent, text: (e) => number(e.recent) },
+    { name: "since the start", value: (e) => e.total, text: (e) => number(e.total) },
+  ];
+  byId("errors").replaceChildren(
+    errors.length ? table("errors", columns, errors, { caption: "Errors by gRPC code" }) : element("p", { text: "No errors since the start.", className: "quiet" }),
+  );
 }
 
 function drawCharts(history) {
   const seconds = history.length > 1 ? history[1].at - history[0].at : 10;
   const points = (value) => history.map((point) => ({ at: point.at, value: value(point) }));
-  drawLine(byId("chart-hits"), points((p) => (p.prompt_tokens ? p.cached_tokens / p.prompt_tokens : null)), { most: 1, format: share, title: "Cache hit rate" });
-  drawLine(byId("chart-saved"), points((p) => p.cached_tokens / seconds), { most: null, format: short, title: "Prefill tokens saved per second" });
+  drawLine(byId("chart-hits"), points((p) => (p.prompt_tokens ? p.cached_tokens / p.prompt_tokens : null)), {
+    most: 1,
+    format: share,
+    title: "Cache hit rate",
+    others: points((p) => (p.predicted_prompt_tokens ? p.reachable_tokens / p.predicted_prompt_tokens : null)),
+  });
+  drawLine(byId("chart-saved"), points((p) => p.cached_tokens / seconds), { most: null, format: (value) => `${short(value)}/s`, title: "Prefill tokens saved per second" });
   drawLine(byId("chart-active"), points((p) => p.active_share), { most: 1, format: share, title: "Share of KV blocks in use" });
 }
 
@@ -177,7 +248,7 @@ function drawFleet(components) {
     const rows = component.ranks.filter(wanted);
     const role = component.role === "both" ? "" : `, ${component.role}`;
     const queue = component.queued ? `, ${number(component.queued)} of at most ${number(component.queue_capacity)} queued, the oldest for ${duration(component.queue_oldest_seconds)}` : "";
-    const about = ` model ${component.model}${role}, mode ${component.mode}, hits predicted ${share(component.hits_predicted)}, found ${share(component.hits_found)}${queue}`;
+    const about = ` model ${component.model}${role}, mode ${component.mode}, hits predicted ${share(component.hits_predicted)}, found ${share(component.hits_found)}, possible ${share(component.hits_possible)}${queue}`;
     const shown = rows.length === component.ranks.length ? "" : element("p", { className: "quiet", text: `${rows.length} of ${component.ranks.length} ranks` });
     return element(
       "div",
@@ -203,15 +274,15 @@ function drawDecisions(decisions) {
     const name = `${decision.scheduler}/${decision.id}`;
     const cached = decision.candidates.length && decision.rank ? decision.candidates[0].overlap_blocks : null;
     const [best, next] = decision.rank ? decision.candidates : [];
-    const costs = best && best.cost !== null ? ` ${term(best.cost)}${next && next.cost !== null ? `; next ${next.rank} ${term(next.cost)}` : ""}` : "";
+    const costs = best && best.cost !== null ? ` ${cost(best.cost, decision.mode)}${next && next.cost !== null ? `; next ${next.rank} ${cost(next.cost, decision.mode)}` : ""}` : "";
     const why = `${decision.mode}: ${decision.reason}${costs}${decision.load_only ? "; on load alone" : ""}${decision.prefill ? `; ${decision.prefill}` : ""}${decision.queued_ms ? `; queued for ${duration(decision.queued_ms / 1000)}` : ""}`;
     const head = element(
       "summary",
       {},
       element("span", { text: clock(decision.at), className: "quiet" }),
-      element("span", { text: decision.request || "(not booked)", title: decision.request }),
+      decision.request ? copied(decision.request) : element("span", { text: "(not booked)" }),
       element("span", { text: (decision.rank ?? "none") + (severalComponents ? ` ${decision.component}` : ""), className: decision.rank ? "" : "error" }),
-      element("span", { text: `${number(cached)} / ${number(decision.prompt_blocks)} cached`, className: "quiet" }),
+      element("span", { text: `${number(cached)} / ${number(decision.prompt_blocks)} blocks cached`, className: "quiet" }),
       element("span", { text: why, title: why }),
     );
     head.dataset.focus = `decision ${name}`;
@@ -246,9 +317,9 @@ function candidates(decision) {
   const terms = [...new Set(decision.candidates.flatMap((each) => Object.keys(each.terms)))];
   const columns = [
     { name: "rank", isText: true, value: (c) => c.rank },
-    { name: "cost", value: (c) => c.cost, text: (c) => term(c.cost) },
+    { name: "cost", value: (c) => c.cost, text: (c) => cost(c.cost, decision.mode) },
     { name: "cached blocks", value: (c) => c.overlap_blocks, text: (c) => number(c.overlap_blocks) },
-    ...terms.map((name) => ({ name: name.replaceAll("_", " "), value: (c) => c.terms[name] ?? null, text: (c) => (name in c.terms ? term(c.terms[name]) : "–") })),
+    ...terms.map((name) => ({ name: name.replace(/_(ms|blocks|tokens)$/, ", $1").replaceAll("_", " "), value: (c) => c.terms[name] ?? null, text: (c) => (name in c.terms ? term(c.terms[name]) : "–") })),
     { name: "excluded", isText: true, value: (c) => c.excluded },
   ];
   return table(`decision ${decision.scheduler}/${decision.id}`, columns, decision.candidates, {
@@ -263,7 +334,7 @@ function drawPrefixes(prefixes) {
     return;
   }
   const columns = [
-    { name: "prefix", isText: true, value: (p) => p.id, cell: (p) => [element("code", { text: p.id })] },
+    { name: "prefix", isText: true, value: (p) => p.id, cell: (p) => [copied(p.id)] },
     { name: "model", isText: true, value: (p) => p.model },
     { name: "tokens", value: (p) => p.tokens, text: (p) => number(p.tokens) },
     { name: "recent requests, about", value: (p) => p.requests, text: (p) => number(p.requests) },
@@ -275,8 +346,8 @@ function drawPrefixes(prefixes) {
 function drawServices(services) {
   const columns = [
     { name: "service", isText: true, value: (s) => s.kind },
-    { name: "id", isText: true, value: (s) => s.name },
-    { name: "address", isText: true, value: (s) => s.address },
+    { name: "id", isText: true, value: (s) => s.name, cell: (s) => (s.name ? [copied(s.name)] : []) },
+    { name: "address", isText: true, value: (s) => s.address, cell: (s) => [copied(s.address)] },
     { name: "state", isText: true, value: (s) => s.state, cell: (s) => [element("span", { text: s.state, className: { ready: "good", away: "error" }[s.state] ?? "warning" })] },
     { name: "detail", isText: true, wide: true, value: (s) => s.detail },
   ];
@@ -291,6 +362,7 @@ function draw() {
   const scrolled = new Map([...document.querySelectorAll("[data-scroll]")].map((each) => [each.dataset.scroll, [each.scrollLeft, each.scrollTop]]));
   drawProblems(data.problems);
   drawFigures(data);
+  drawTraffic(data.traffic);
   drawCharts(data.history);
   drawFleet(data.components);
   drawDecisions(data.decisions);

@@ -1,0 +1,113 @@
+"""What clients of this Frontend saw in the last minute: latency, throughput and errors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.frontend.metrics import FrontendMetrics
+
+_WINDOW_SECONDS = 60.0
+_QUANTILES = (0.5, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a Frontend has counted since its start."""
+
+    requests: dict[str, int]
+    """Ended requests by outcome, a gRPC code."""
+    output_tokens: int
+    ttft: tuple[int, ...]
+    """Times to first token by bucket."""
+    inter_token: tuple[int, ...]
+    """Times between tokens by bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficFigures:
+    """Traffic in a time window. Quantiles are p50, p95 and p99, in seconds; None without samples."""
+
+    seconds: float
+    """Length of the window."""
+    requests_per_second: float
+    output_tokens_per_second: float
+    ttft: tuple[float | None, ...]
+    inter_token: tuple[float | None, ...]
+    errors: dict[str, tuple[int, int]]
+    """Requests that did not succeed, by gRPC code: in the window, and since the start."""
+
+
+class Traffic:
+    """Counts of the last minute."""
+
+    def __init__(self, metrics: FrontendMetrics) -> None:
+        self._metrics = metrics
+        self._samples: deque[tuple[float, Counts]] = deque()
+
+    def take(self, now: float) -> None:
+        """Adds a sample, with its time in seconds of a monotonic clock."""
+        self._samples.append((now, counts_of(self._metrics)))
+        # The window starts at the last sample before it.
+        while len(self._samples) > 1 and self._samples[1][0] <= now - _WINDOW_SECONDS:
+            self._samples.popleft()
+
+    def figures(self, now: float) -> TrafficFigures | None:
+        """Returns the traffic since the beginning of the window; None before the first sample."""
+        if not self._samples or now <= self._samples[0][0]:
+            return None
+        at, before = self._samples[0]
+        counts, seconds = counts_of(self._metrics), now - at
+        ended = {code: count - before.requests.get(code, 0) for code, count in counts.requests.items()}
+        models = self._metrics.models
+        return TrafficFigures(
+            seconds,
+            sum(ended.values()) / seconds,
+            (counts.output_tokens - before.output_tokens) / seconds,
+            _quantiles(models.ttft_seconds.bounds, before.ttft, counts.ttft),
+            _quantiles(models.token_latency.bounds, before.inter_token, counts.inter_token),
+            {code: (ended[code], total) for code, total in sorted(counts.requests.items()) if code != "OK" and total},
+        )
+
+
+def counts_of(metrics: FrontendMetrics) -> Counts:
+    """Returns the counts of all models together."""
+    requests: dict[str, int] = {}
+    for family in metrics.requests.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                code = sample.labels["code"]
+                requests[code] = requests.get(code, 0) + int(sample.value)
+    output = sum(
+        int(sample.value)
+        for family in metrics.models.output_tokens.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    )
+    models = metrics.models
+    return Counts(requests, output, models.ttft_seconds.counts(), models.token_latency.counts())
+
+
+def _quantiles(bounds: Sequence[float], before: Sequence[int], now: Sequence[int]) -> tuple[float | None, ...]:
+    counts = [after - count for after, count in zip(now, before, strict=True)]
+    return tuple(quantile(bounds, counts, share) for share in _QUANTILES)
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Returns a quantile of a histogram, interpolated within its bucket as Prometheus's ``histogram_quantile``.
+
+    Args:
+        bounds: Upper bounds of the buckets, ascending; the last bucket has none, and counts as its lower bound.
+        counts: Observations in each bucket, one more than bounds.
+        share: The quantile, 0 to 1.
+    """
+    wanted, lower = share * sum(counts), 0.0
+    if not wanted:
+        return None
+    for upper, count in zip(bounds, counts, strict=False):
+        if wanted <= count:
+            return lower + (upper - lower) * wanted / count
+        wanted -= count
+        lower = upper
+    return lower

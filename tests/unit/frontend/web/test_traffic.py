@@ -1,0 +1,55 @@
+"""What the page shows of a Frontend's requests."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.web.traffic import Traffic, quantile
+from prometheus_client import CollectorRegistry
+
+
+def serve(metrics: FrontendMetrics, *, ttft: float, tokens: int = 100) -> None:
+    model = metrics.models.of("m")
+    model.ttft_seconds.observe(ttft)
+    model.token_latency.observe(0.004 * tokens, tokens)
+    model.output_tokens.inc(tokens)
+    metrics.ended("m", "OK").inc()
+
+
+def test_figures_are_those_of_the_last_minute() -> None:
+    metrics = FrontendMetrics(CollectorRegistry())
+    traffic = Traffic(metrics)
+    assert traffic.figures(0.0) is None
+    metrics.ended("m", "UNAVAILABLE").inc()
+    for _ in range(100):
+        serve(metrics, ttft=40.0)
+    for second in range(0, 100, 10):
+        traffic.take(float(second))
+    for _ in range(30):
+        serve(metrics, ttft=0.15)
+    metrics.ended("other", "RESOURCE_EXHAUSTED").inc()
+
+    figures = traffic.figures(100.0)
+    assert figures is not None
+    assert figures.seconds == 70, "since the last sample that is a minute old"
+    assert figures.requests_per_second == pytest.approx(31 / 70)
+    assert figures.output_tokens_per_second == pytest.approx(3000 / 70)
+    assert all(each is not None and 0.1 < each <= 0.2 for each in figures.ttft)
+    assert all(each is not None and 0.002 < each <= 0.005 for each in figures.inter_token)
+    assert figures.errors == {"RESOURCE_EXHAUSTED": (1, 1), "UNAVAILABLE": (0, 1)}
+
+
+def test_a_quiet_minute_has_no_latency() -> None:
+    metrics = FrontendMetrics(CollectorRegistry())
+    traffic = Traffic(metrics)
+    traffic.take(0.0)
+    figures = traffic.figures(10.0)
+    assert figures is not None
+    assert (figures.requests_per_second, figures.ttft, figures.errors) == (0, (None, None, None), {})
+
+
+def test_quantiles_are_interpolated_within_buckets() -> None:
+    assert quantile((1.0, 2.0), (50, 50, 0), 0.5) == 1.0
+    assert quantile((1.0, 2.0), (50, 50, 0), 0.75) == 1.5
+    assert quantile((1.0, 2.0), (0, 0, 3), 0.5) == 2.0, "no more is known of the last bucket"
+    assert quantile((1.0, 2.0), (0, 0, 0), 0.5) is None
