@@ -145,8 +145,9 @@ protos-check: setup
 protos-release: setup ## the contract as it is becomes the one that changes are checked against
 	cd protos && ../$(BIN)/buf build -o released.binpb
 
-reference: setup ## pages of docs/reference that are generated from the code: options, metrics
+reference: setup ## pages that are generated from the code: options, metrics, help of commands
 	$(BIN)/python docs/reference/generate_options.py
+	$(BIN)/python docs/reference/generate_help.py
 	$(BIN)/python docs/reference/generate_metrics.py
 	$(BIN)/python deploy/grafana/generate.py
 

@@ -28,7 +28,7 @@ HEAVY = (
 )
 HEAVY += ("rich", "structlog")
 SERVICES = ("serve", "relay", "sidecar")
-"""Commands whose options are settings, which pydantic describes."""
+"""Commands whose options are settings: their help is stored."""
 SHOW = """
 import contextlib, io, json, sys
 from kvrouter.cli.main import main

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,6 +55,8 @@ Schedulers = Annotated[
     typer.Option("--scheduler", help="gRPC address of a Scheduler, host:port, instead of discovery through etcd."),
 ]
 DEFAULT_ETCD = "127.0.0.1:2379"
+HELP_PAGES = Path(__file__).parent / "help"
+"""Help of the commands whose options are settings, which take a second to import; `make reference` writes it."""
 
 
 @app.callback()
@@ -262,6 +265,12 @@ def _help_page(arguments: list[str]) -> str | None:
 
     Typer would first convert the options before the subcommand, for which it imports pydantic.
     """
+    if (
+        len(arguments) == 2
+        and arguments[1] in ("--help", "-h")
+        and (page := HELP_PAGES / f"{arguments[0]}.txt").exists()
+    ):
+        return page.read_text(encoding="utf-8").rstrip()
     *names, last = arguments or [""]
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="kvrouter")

@@ -100,6 +100,11 @@ def load_all(kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, p
         parser.error(str(error))
 
 
+def help_of(kinds: Sequence[type[Any]], prog: str) -> str:
+    """Returns the help of a program with the settings of these services."""
+    return _parser(kinds, prog).format_help()
+
+
 def refuse(prog: str, message: str) -> NoReturn:
     """Ends a process with an invalid configuration: one line on stderr and exit status 2."""
     sys.stderr.write(f"{prog}: {' '.join(message.split())}\n")
