@@ -264,9 +264,28 @@ def test_a_frame_fits_the_terminal(width: int, height: int) -> None:
     assert any(" of 100 " in each for each in found) == (height < 60 or len(found) < 100)
 
 
+def test_long_ids_of_workers_are_shortened_in_80_columns() -> None:
+    long = (1 << 64) - 1
+    ranks = [
+        rank(long, active_blocks=16_384, total_blocks=16_384, prefill_tokens=330_000, active_requests=200),
+        rank(2),
+    ]
+    chosen = Decision(component=component(), mode="forecast", chosen=Rank(worker_id=long), decided_unix_ns=NOW_NS)
+    view = system([scheduler(pool(*ranks), decisions=[chosen])])
+    narrow = lines(view, width=80)
+    assert sum("1844…1615:0" in each for each in narrow) == 2
+    assert "hits pred." in " ".join(narrow)
+    assert all(len(each) <= 80 for each in narrow)
+    assert sum(f"{long}:0" in each for each in lines(view, width=160)) == 2
+
+
 def hit_rates(prompt: int, cached: int) -> HitCounts:
     return HitCounts(
-        prompt_tokens=prompt, cached_tokens=cached, predicted_prompt_tokens=prompt, predicted_cached_tokens=cached
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        predicted_prompt_tokens=prompt,
+        predicted_cached_tokens=cached,
+        reachable_cached_tokens=cached,
     )
 
 
@@ -282,9 +301,9 @@ def counted(*schedulers: tuple[str, int, HitCounts]) -> System:
 def test_hit_rates_are_over_the_window_and_all_schedulers() -> None:
     window = HitWindow(60)
     window.take(counted(("a", 1, hit_rates(100, 100))), 0.0)
-    assert window.rate(POOL) == HitRate(1.0, 1.0)
+    assert window.rate(POOL) == HitRate(1.0, 1.0, 1.0)
     window.take(counted(("a", 1, hit_rates(200, 150)), ("b", 1, hit_rates(100, 0))), 10.0)
-    assert window.rates(POOL) == {(1, 0): HitRate(0.25, 0.25)}
+    assert window.rates(POOL) == {(1, 0): HitRate(0.25, 0.25, 0.25)}
     window.take(counted(("a", 1, hit_rates(200, 150)), ("b", 1, hit_rates(100, 0))), 71.0)
     assert window.rate(POOL) == HitRate(None, None)
 
@@ -309,14 +328,14 @@ def test_a_scheduler_that_restarts_counts_from_its_start() -> None:
     window.take(counted(("a", 1, hit_rates(1000, 1000))), 0.0)
     window.take(system([SchedulerView("a:1", failure="refused")]), 1.0)
     window.take(counted(("a", 2, hit_rates(10, 5))), 2.0)
-    assert window.rate(POOL) == HitRate(0.5, 0.5)
+    assert window.rate(POOL) == HitRate(0.5, 0.5, 0.5)
 
 
 def test_a_rank_that_was_forgotten_in_between_counts_from_then() -> None:
     window = HitWindow(60)
     window.take(counted(("a", 1, hit_rates(1000, 1000))), 0.0)
     window.take(counted(("a", 1, hit_rates(10, 5))), 1.0)
-    assert window.rate(POOL) == HitRate(0.5, 0.5)
+    assert window.rate(POOL) == HitRate(0.5, 0.5, 0.5)
 
 
 def test_numbers_as_text() -> None:

@@ -11,6 +11,7 @@ from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.explanation import candidates_table, comparison_table, remainder, summary
 from kvrouter.cli.services import open_service
 from kvrouter.cli.terminal import PlainConsole
+from kvrouter.cli.top.formatting import SHORTENED, may_stand_for
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -23,8 +24,6 @@ _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _RESPONSE_PREFIXES = ("chatcmpl-", "cmpl-")
 """What the OpenAI API puts before the request's id in the id of a response."""
 _INDEXED = re.compile(r"(.+)-\d+")
-_SHORTENED = "…"
-"""What stands for the middle of an id that ``kvrouter top`` shortens."""
 _LATEST = 100
 """Decisions among which a shortened id is looked up, the most that a Scheduler lists."""
 _WIDTH, _TABLE_WIDTH = 80, 240
@@ -55,7 +54,7 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
         async with open_service(address, "scheduler") as channel:
             scheduler = cast(Scheduler, remote(_SCHEDULER, channel))
             try:
-                queries = lookups(which) if _SHORTENED not in which else await _matching(scheduler, which, deadline)
+                queries = lookups(which) if SHORTENED not in which else await _matching(scheduler, which, deadline)
             except KvRouterError as error:
                 failures.append(f"the Scheduler at {address}: {error}")
                 continue
@@ -98,10 +97,8 @@ def matching_ids(shortened: str, booked: Iterable[str]) -> list[str]:
         shortened: Beginning, ``…`` and end of an id.
         booked: Ids under which requests are booked: a Frontend appends ``~`` and a random suffix to them.
     """
-    head, _, tail = shortened.partition(_SHORTENED)
     names = dict.fromkeys(each.rpartition("~")[0] or each for each in booked)
-    length = len(head) + len(tail)
-    return [name for name in names if len(name) > length and name.startswith(head) and name.endswith(tail)]
+    return [name for name in names if may_stand_for(shortened, name)]
 
 
 def lookups(which: str) -> list[ExplainRequest]:

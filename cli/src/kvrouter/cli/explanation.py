@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-from kvrouter.v1.common_pb2 import Rank
+from kvrouter.cli.top.formatting import rank_name
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 from rich.table import Table
 
@@ -100,11 +100,6 @@ def candidates_table(decision: Decision) -> Table:
     for each in excluded:
         table.add_row(rank_name(each.rank), "", "", *("" for _ in names), f"left out: {each.excluded}")
     return table
-
-
-def rank_name(rank: Rank) -> str:
-    """Returns a rank as ``worker:dp_rank``."""
-    return f"{rank.worker_id}:{rank.dp_rank}"
 
 
 def _is_chosen(decision: Decision, candidate: CandidateTerms) -> bool:

@@ -15,6 +15,7 @@ from kvrouter.cli.index.status import show_component
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.cli.services import open_service
 from kvrouter.cli.terminal import PlainConsole
+from kvrouter.cli.top.formatting import SHORTENED, may_stand_for
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
@@ -60,7 +61,7 @@ class IndexerCalls:
     async def dump(self, output: Path | None, ranks: Sequence[str] | None) -> bool:
         """Writes the index as JSON lines to a file, or to standard output."""
         named = await self._named()
-        request = DumpRequest(component=named, ranks=_ranks(ranks))
+        request = DumpRequest(component=named, ranks=await self._ranks(named, ranks))
         with output.open("w") if output is not None else sys.stdout as file:
             async with aclosing(self._service.dump(request, deadline=self._deadline)) as parts:
                 async for part in parts:
@@ -90,7 +91,7 @@ class IndexerCalls:
         table = Table("rank", "result", "in both", "missing", "surplus", "index at", "worker at")
         different = Table("rank", "block", "tier", "copies in the index", "on the worker")
         same, left_out = True, 0
-        request = VerifyRequest(component=named, ranks=_ranks(ranks))
+        request = VerifyRequest(component=named, ranks=await self._ranks(named, ranks))
         async with aclosing(self._service.verify(request, deadline=self._deadline)) as answers:
             async for answer in answers:
                 verdict, good = _verdict(answer)
@@ -120,7 +121,7 @@ class IndexerCalls:
         """Replaces ranks by their workers' states, and returns whether every worker answered."""
         named = await self._named()
         answer = await self._service.resync(
-            ResyncRequest(component=named, ranks=_ranks(ranks)), deadline=self._deadline
+            ResyncRequest(component=named, ranks=await self._ranks(named, ranks)), deadline=self._deadline
         )
         _console().print(f"ranks replaced: {answer.ranks}, out of reach: {answer.unreachable}")
         return not answer.unreachable
@@ -139,6 +140,20 @@ class IndexerCalls:
         answer = await self._service.reset_states(request, deadline=self._deadline)
         _console().print(f"dropped: messages {answer.messages}, snapshots {answer.snapshots}")
         return True
+
+    async def _ranks(self, component: Component, texts: Sequence[str] | None) -> list[Rank]:
+        """Returns the ranks that are named as WORKER_ID or WORKER_ID:DP_RANK, also as ``kvrouter top`` shortens them.
+
+        Raises:
+            WrongUsage: a name is malformed, or a shortened one stands for no rank or for several.
+        """
+        if not texts:
+            return []
+        known: list[Rank] = []
+        if any(SHORTENED in text for text in texts):
+            answer = await self._service.get_stats(GetStatsRequest(component=component), deadline=self._deadline)
+            known = [rank.rank for stats in answer.components for rank in stats.ranks]
+        return [_rank(text, known) for text in texts]
 
     async def _named(self) -> Component:
         """Returns the named component, or the only one."""
@@ -178,15 +193,17 @@ def _console() -> PlainConsole:
     return PlainConsole(None if sys.stdout.isatty() else 200)
 
 
-def _ranks(texts: Sequence[str] | None) -> list[Rank]:
-    ranks = []
-    for text in texts or []:
-        worker, _, dp_rank = text.partition(":")
-        try:
-            ranks.append(Rank(worker_id=int(worker), dp_rank=int(dp_rank or 0)))
-        except ValueError:
-            raise WrongUsage(f"expected WORKER_ID or WORKER_ID:DP_RANK, received {text!r}") from None
-    return ranks
+def _rank(text: str, known: Sequence[Rank]) -> Rank:
+    worker, _, dp_rank = text.partition(":")
+    if SHORTENED in worker:
+        found = {str(rank.worker_id) for rank in known if may_stand_for(worker, str(rank.worker_id))}
+        if len(found) != 1:
+            raise WrongUsage(f"{worker} stands for {', '.join(sorted(found)) or 'no worker of the index'}")
+        (worker,) = found
+    try:
+        return Rank(worker_id=int(worker), dp_rank=int(dp_rank or 0))
+    except ValueError:
+        raise WrongUsage(f"expected WORKER_ID or WORKER_ID:DP_RANK, received {text!r}") from None
 
 
 def _verdict(answer: VerifyResponse) -> tuple[str, bool]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from kvrouter.cli.top.formatting import rank_name, shortened
 from kvrouter.runtime.overview.durations import duration
-from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 from rich.table import Table
 from rich.text import Text
@@ -34,10 +34,10 @@ def decisions_table(decisions: Sequence[Decision], *, several_components: bool, 
             .strftime("%H:%M:%S.%f")[: 12 if wide else 8],
             request_name(each.request_id, wide=wide),
             *([each.component.name] if several_components else []),
-            Text("none", "red") if refused else _rank(each.chosen),
+            Text("none", "red") if refused else rank_name(each.chosen, wide=wide),
             _cached(each),
             # This column may shrink for the others; its text is cut off instead of wrapped.
-            Text(why(each), "red" if refused else "", no_wrap=True, overflow="ellipsis"),
+            Text(why(each, wide=wide), "red" if refused else "", no_wrap=True, overflow="ellipsis"),
         )
     return table
 
@@ -47,16 +47,18 @@ def request_name(request_id: str, *, wide: bool = True) -> str:
     name = request_id.rpartition("~")[0] or request_id or "(not booked)"
     # Ids of one client usually differ at the end.
     chars, head = (_ID_CHARS, _ID_HEAD) if wide else (_NARROW_ID_CHARS, _NARROW_ID_HEAD)
-    return name if len(name) <= chars else f"{name[:head]}…{name[head + 1 - chars :]}"
+    return shortened(name, chars=chars, head=head)
 
 
-def why(decision: Decision) -> str:
+def why(decision: Decision, *, wide: bool = True) -> str:
     """Returns the reason of a decision in one line, with its cost and that of the next candidate."""
     words = f"{decision.mode}: {decision.reason}"
     if decision.candidates and decision.HasField("chosen"):
         words += f" {_number(decision.candidates[0].cost)}"
         others = [each for each in decision.candidates[1:] if math.isfinite(each.cost)]
-        words += "".join(f"; next {_rank(each.rank)} {_number(each.cost)} ({_queued(each)})" for each in others)
+        words += "".join(
+            f"; next {rank_name(each.rank, wide=wide)} {_number(each.cost)} ({_queued(each)})" for each in others
+        )
     if decision.prefill.remote:
         words += "; a prefill worker computes the prompt"
     if decision.load_only:
@@ -74,10 +76,6 @@ def _cached(decision: Decision) -> str:
 
 def _queued(candidate: CandidateTerms) -> str:
     return f"{candidate.overlap_blocks:,} cached"
-
-
-def _rank(rank: Rank) -> str:
-    return f"{rank.worker_id}:{rank.dp_rank}"
 
 
 def _number(cost: float) -> str:

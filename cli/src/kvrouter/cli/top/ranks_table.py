@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvrouter.cli.top.formatting import amount, count, share
+from kvrouter.cli.top.formatting import amount, count, rank_name, share
 from kvrouter.runtime.overview.durations import duration
 from kvrouter.runtime.overview.hit_rates import HitRate
 from kvrouter.runtime.overview.rank_notes import rank_notes
@@ -71,7 +71,7 @@ def ranks_table(
         queued = f" +{each.queued_requests} queued" if each.queued_requests else ""
         known = cached[rank]
         table.add_row(
-            f"{each.rank.worker_id}:{each.rank.dp_rank}",
+            rank_name(each.rank, wide=wide),
             *([_bar(each.active_blocks, each.total_blocks)] if wide else []),
             _of_total(each.active_blocks, each.total_blocks, short=not wide),
             count(each.prefill_tokens, short=not wide),
