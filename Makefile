@@ -147,7 +147,6 @@ protos-release: setup ## the contract as it is becomes the one that changes are 
 
 reference: setup ## pages that are generated from the code: options, metrics, help of commands
 	$(BIN)/python docs/reference/generate_options.py
-	$(BIN)/python docs/reference/generate_help.py
 	$(BIN)/python docs/reference/generate_metrics.py
 	$(BIN)/python deploy/grafana/generate.py
 

@@ -1,7 +1,8 @@
-"""Writes options.md from the settings of the services and the parameters of the commands."""
+"""Writes options.md from the settings of the services and the parameters of the commands, and the help that is stored."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -9,13 +10,17 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import typer
 from annotated_types import Ge, Gt, Le, Lt
-from kvrouter.cli.main import app
+from kvrouter.cli.main import HELP_PAGES, app
+from kvrouter.cli.serve import ROLES
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.relay.__main__ import PROGRAM as RELAY
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.settings import RoutingSettings, ServiceSettings
+from kvrouter.runtime.config.sources import help_of
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.sidecar.__main__ import PROGRAM as SIDECAR
 from kvrouter.sidecar.settings import SidecarSettings
 from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
@@ -64,6 +69,16 @@ def page() -> str:
         sections.append(_section(heading, "", rows))
     sections.extend(_commands("kvrouter", typer.main.get_command(app)))
     return "\n".join(sections)
+
+
+def help_pages() -> dict[Path, str]:
+    """Returns the help, in 80 columns, of the commands whose options are settings, by the file that stores it."""
+    os.environ["COLUMNS"] = "80"
+    return {
+        HELP_PAGES / "serve.txt": help_of(list(ROLES.values()), f"kvrouter serve --roles {','.join(ROLES)}"),
+        HELP_PAGES / "relay.txt": help_of([RelaySettings], RELAY),
+        HELP_PAGES / "sidecar.txt": help_of([SidecarSettings], SIDECAR),
+    }
 
 
 def _section(heading: str, text: str, rows: Iterable[tuple[str, str, str, str]]) -> str:
@@ -154,3 +169,5 @@ def _parameter(parameter: Any) -> tuple[str, str, str, str]:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    for path, text in help_pages().items():
+        path.write_text(text, encoding="utf-8")
