@@ -1,4 +1,4 @@
-"""Writes options.md from the settings of the services and the parameters of the commands, and the help that is stored."""
+"""Writes options.md, and the stored help, from the settings of the services and the parameters of the commands."""
 
 from __future__ import annotations
 

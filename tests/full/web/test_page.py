@@ -23,7 +23,7 @@ from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import problems
 from kvrouter.frontend.web.routes import page_routes
-from kvrouter.frontend.web.traffic import TrafficFigures
+from kvrouter.frontend.web.traffic import TrafficRates
 from kvrouter.runtime.errors import Unauthenticated
 from kvrouter.runtime.overview.hit_rates import HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed
 
 HOSTILE = '<img src=x onerror="document.title=1"> a-model-name-that-is-much-longer-than-anybody-would-expect-it'
 
-TRAFFIC = TrafficFigures(60, 12.5, 1600, (0.12, 0.48, 2.5), (0.004, None, 0.031), {"UNAVAILABLE": (2, 7)})
+TRAFFIC = TrafficRates(60, 12.5, 1600, (0.12, 0.48, 2.5), (0.004, None, 0.031), {"UNAVAILABLE": (2, 7)})
 
 
 class MadeUp:

@@ -16,19 +16,9 @@ from kvrouter.simulator.routing.replicas import Sync
 from kvrouter.simulator.workloads.generators import GENERATORS
 
 HEAVY = (
-    "aiohttp",
-    "asyncio",
-    "cryptography",
-    "google.protobuf",
-    "grpc",
-    "nats",
-    "numpy",
-    "prometheus_client",
-    "pydantic",
+    *("aiohttp", "asyncio", "cryptography", "google.protobuf", "grpc", "nats", "numpy", "prometheus_client"),
+    *("pydantic", "rich", "structlog"),
 )
-HEAVY += ("rich", "structlog")
-SERVICES = ("serve", "relay", "sidecar")
-"""Commands whose options are settings: their help is stored."""
 SHOW = """
 import contextlib, io, json, sys
 from kvrouter.cli.main import main
@@ -60,14 +50,12 @@ def helps(*calls: tuple[str, ...]) -> tuple[list[tuple[int, str]], list[str]]:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    calls = [
-        names for names in commands(typer.main.get_command(app)) if names[:1] not in {(each,) for each in SERVICES}
-    ]
+    calls = commands(typer.main.get_command(app))
     assert len(calls) > 20
     shown, imported = helps(*calls)
     for names, (status, text) in zip(calls, shown, strict=True):
         assert status == 0
-        assert text.startswith(" ".join(("Usage: kvrouter", *names, "")))
+        assert text.lower().startswith(" ".join(("usage: kvrouter", *names, "")))
         assert "--help" in text
     assert imported == []
 

@@ -19,7 +19,7 @@ def serve(metrics: FrontendMetrics, *, ttft: float, tokens: int = 100) -> None:
 def test_figures_are_those_of_the_last_minute() -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     traffic = Traffic(metrics)
-    assert traffic.figures(0.0) is None
+    assert traffic.rates(0.0) is None
     metrics.ended("m", "UNAVAILABLE").inc()
     for _ in range(100):
         serve(metrics, ttft=40.0)
@@ -29,23 +29,23 @@ def test_figures_are_those_of_the_last_minute() -> None:
         serve(metrics, ttft=0.15)
     metrics.ended("other", "RESOURCE_EXHAUSTED").inc()
 
-    figures = traffic.figures(100.0)
-    assert figures is not None
-    assert figures.seconds == 70, "since the last sample that is a minute old"
-    assert figures.requests_per_second == pytest.approx(31 / 70)
-    assert figures.output_tokens_per_second == pytest.approx(3000 / 70)
-    assert all(each is not None and 0.1 < each <= 0.2 for each in figures.ttft)
-    assert all(each is not None and 0.002 < each <= 0.005 for each in figures.inter_token)
-    assert figures.errors == {"RESOURCE_EXHAUSTED": (1, 1), "UNAVAILABLE": (0, 1)}
+    rates = traffic.rates(100.0)
+    assert rates is not None
+    assert rates.seconds == 70, "since the last sample that is a minute old"
+    assert rates.requests_per_second == pytest.approx(31 / 70)
+    assert rates.output_tokens_per_second == pytest.approx(3000 / 70)
+    assert all(each is not None and 0.1 < each <= 0.2 for each in rates.ttft)
+    assert all(each is not None and 0.002 < each <= 0.005 for each in rates.inter_token)
+    assert rates.errors == {"RESOURCE_EXHAUSTED": (1, 1), "UNAVAILABLE": (0, 1)}
 
 
 def test_a_quiet_minute_has_no_latency() -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     traffic = Traffic(metrics)
     traffic.take(0.0)
-    figures = traffic.figures(10.0)
-    assert figures is not None
-    assert (figures.requests_per_second, figures.ttft, figures.errors) == (0, (None, None, None), {})
+    rates = traffic.rates(10.0)
+    assert rates is not None
+    assert (rates.requests_per_second, rates.ttft, rates.errors) == (0, (None, None, None), {})
 
 
 def test_quantiles_are_interpolated_within_buckets() -> None:

@@ -95,7 +95,7 @@ class Observer:
                     system,
                     self._hit_rates,
                     history=self._history.points,
-                    traffic=self._traffic.figures(time.monotonic()),
+                    traffic=self._traffic.rates(time.monotonic()),
                     prefixes=await self._held_prefixes(),
                     found=problems(system, self._hit_rates),
                     roles={

@@ -9,7 +9,7 @@ from typing import Any
 from kvrouter.frontend.web.history import Point
 from kvrouter.frontend.web.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
-from kvrouter.frontend.web.traffic import TrafficFigures
+from kvrouter.frontend.web.traffic import TrafficRates
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.rank_notes import rank_notes
 from kvrouter.runtime.overview.system import FrontendView, System, rank_of
@@ -28,7 +28,7 @@ def overview(
     hit_rates: HitWindow,
     *,
     history: Sequence[Point],
-    traffic: TrafficFigures | None,
+    traffic: TrafficRates | None,
     prefixes: Sequence[tuple[PopularPrefix, int | None]],
     found: Sequence[Problem],
     roles: Mapping[ComponentName, str],
@@ -85,16 +85,14 @@ def overview(
     }
 
 
-def _traffic(figures: TrafficFigures) -> Json:
+def _traffic(rates: TrafficRates) -> Json:
     return {
-        "seconds": figures.seconds,
-        "requests_per_second": figures.requests_per_second,
-        "output_tokens_per_second": figures.output_tokens_per_second,
-        "ttft_seconds": dict(zip(_QUANTILES, figures.ttft, strict=True)),
-        "inter_token_seconds": dict(zip(_QUANTILES, figures.inter_token, strict=True)),
-        "errors": [
-            {"code": code, "recent": recent, "total": total} for code, (recent, total) in figures.errors.items()
-        ],
+        "seconds": rates.seconds,
+        "requests_per_second": rates.requests_per_second,
+        "output_tokens_per_second": rates.output_tokens_per_second,
+        "ttft_seconds": dict(zip(_QUANTILES, rates.ttft, strict=True)),
+        "inter_token_seconds": dict(zip(_QUANTILES, rates.inter_token, strict=True)),
+        "errors": [{"code": code, "recent": recent, "total": total} for code, (recent, total) in rates.errors.items()],
     }
 
 

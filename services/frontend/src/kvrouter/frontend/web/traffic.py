@@ -26,7 +26,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficFigures:
+class TrafficRates:
     """Traffic in a time window. Quantiles are p50, p95 and p99, in seconds; None without samples."""
 
     seconds: float
@@ -53,7 +53,7 @@ class Traffic:
         while len(self._samples) > 1 and self._samples[1][0] <= now - _WINDOW_SECONDS:
             self._samples.popleft()
 
-    def figures(self, now: float) -> TrafficFigures | None:
+    def rates(self, now: float) -> TrafficRates | None:
         """Returns the traffic since the beginning of the window; None before the first sample."""
         if not self._samples or now <= self._samples[0][0]:
             return None
@@ -61,7 +61,7 @@ class Traffic:
         counts, seconds = counts_of(self._metrics), now - at
         ended = {code: count - before.requests.get(code, 0) for code, count in counts.requests.items()}
         models = self._metrics.models
-        return TrafficFigures(
+        return TrafficRates(
             seconds,
             sum(ended.values()) / seconds,
             (counts.output_tokens - before.output_tokens) / seconds,
