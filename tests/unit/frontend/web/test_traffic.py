@@ -16,7 +16,7 @@ def serve(metrics: FrontendMetrics, *, ttft: float, tokens: int = 100) -> None:
     metrics.ended("m", "OK").inc()
 
 
-def test_figures_are_those_of_the_last_minute() -> None:
+def test_rates_are_those_of_the_last_minute() -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     traffic = Traffic(metrics)
     assert traffic.rates(0.0) is None
