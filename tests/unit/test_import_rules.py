@@ -148,7 +148,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
             *("access", "admission", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
             *("client_work", "recording", "scheduler_client", "text", "web", "worker_client"),
         ),
-        "web": ("indexer_client", "recording"),
+        "web": ("indexer_client", "metrics", "recording"),
         "endpoint_picker": (
             *("access", "admission", "api", "lifecycle", "model_metrics", "packed_prompt"),
             *("scheduler_client", "text", "worker_client"),
