@@ -17,7 +17,7 @@ from kvrouter.router import Router
 from kvrouter.runtime.telemetry.metrics import new_registry
 
 MODEL = "mock-model"
-PROMPT = range(1, 257)
+PROMPT = range(1, 258)
 
 
 @pytest.fixture

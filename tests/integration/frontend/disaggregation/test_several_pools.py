@@ -144,7 +144,7 @@ async def test_best_worker_compares_the_pools_of_a_model(fleet: Fleet) -> None:
     for _ in range(4):
         answer = await fleet.system.client.best_worker(request, deadline=Deadline.after(10))
         assert answer.selection.rank.worker_id == 2
-        assert answer.selection.overlap_blocks == 20
+        assert answer.selection.overlap_blocks == 19, "the last block is computed again"
 
 
 async def _until_bookings(fleet: Fleet, bookings: int) -> None:

@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.integration.runtime.tracing.collector import collecting
 
+from ...sidecar.rig import write_engine_keys
 from ..gateway import MODEL, System, running_system, until
 from .gateway_stream import headers
 from .picking import Gateway
@@ -93,6 +94,23 @@ async def test_a_chat_without_a_tokenizer_is_routed_on_an_estimate_and_says_so(g
     await stream.routed({"model": MODEL, "messages": [{"role": "user", "content": "x"}]})
     await stream.send(response_headers=HttpHeaders(headers=headers()))
     assert stream.set_headers(await stream.receive())["x-kvrouter-routed-on"] == "estimate"
+
+
+async def test_engines_get_the_key_of_their_component_instead_of_the_clients(
+    tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    options = {"endpoint_picker_bind": address, "engine_keys_file": write_engine_keys(tmp_path / "keys", workers="key")}
+    async with running_system(nats_url, etcd_endpoint, namespace, **options) as system:
+        gateway = Gateway(system, address)
+        await gateway.add_engine(1)
+        stream = gateway.stream()
+        await stream.request(BODY, sent={"authorization": "Bearer client"})
+        assert stream.set_headers(await stream.receive())["authorization"] == "Bearer key"
+        without_body = gateway.stream()
+        await without_body.send(request_headers=HttpHeaders(headers=headers(), end_of_stream=True))
+        assert without_body.set_headers(await without_body.receive())["authorization"] == "Bearer key"
+        await gateway.channel.close()
 
 
 async def test_a_long_body_passes_in_pieces_that_envoy_accepts(gateway: Gateway) -> None:
