@@ -34,6 +34,16 @@ class FrontendMetrics:
             ["cause"],
             registry=registry,
         )
+        self.worker_deaths = Counter(
+            "kvrouter_frontend_worker_deaths",
+            "Deaths of workers with a request in flight that this process has seen, for each prompt.",
+            registry=registry,
+        )
+        self.poison_prompts = Counter(
+            "kvrouter_frontend_poison_prompts",
+            "Requests that were refused or ended because two workers died while they ran their prompt.",
+            registry=registry,
+        )
         self.output_overruns = Counter(
             "kvrouter_frontend_output_overruns",
             "Responses ended at max_tokens because the worker sent more.",

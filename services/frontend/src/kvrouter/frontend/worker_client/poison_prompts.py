@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.runtime.errors import PoisonPrompt
+
 MAX_ENTRIES = 10_000
 """Maximum number of prompts to remember; a further one replaces the one whose time ends first."""
 MAX_DEATHS = 2
@@ -39,13 +42,20 @@ class _Entry:
 class PoisonPrompts:
     """Prompts by key, each with the workers that died while they ran it."""
 
-    def __init__(self, refusal_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        refusal_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: FrontendMetrics | None = None,
+    ) -> None:
         """Knows no prompt yet.
 
         Args:
             refusal_seconds: Time for which a death is remembered and a prompt is refused, seconds; 0 refuses none.
             clock: Returns seconds.
+            metrics: Counts deaths and refusals; None to count none.
         """
+        self._metrics = metrics
         self.on_death: Callable[[bytes, str], None] = lambda _key, _worker: None
         """Called with key and worker of each death that this process has seen itself."""
         self.shared: Callable[[], Awaitable[None]] = _shared
@@ -61,6 +71,8 @@ class PoisonPrompts:
     def note(self, key: bytes, worker: str) -> None:
         """Records a death that this process has seen: ``worker`` died with the prompt in flight."""
         if self.learn(key, worker):
+            if self._metrics is not None:
+                self._metrics.worker_deaths.inc()
             self.on_death(key, worker)
 
     def learn(self, key: bytes, worker: str) -> bool:
@@ -81,6 +93,12 @@ class PoisonPrompts:
         if len(self._entries) > MAX_ENTRIES:
             self._entries.popitem(last=False)
         return True
+
+    def refusal(self, message: str) -> PoisonPrompt:
+        """Returns the error of a request that is refused or ended for deaths, and counts it."""
+        if self._metrics is not None:
+            self._metrics.poison_prompts.inc()
+        return PoisonPrompt(message)
 
     def refused_seconds(self, key: bytes) -> float:
         """Returns for how long a prompt is refused, seconds; 0 if it is not."""

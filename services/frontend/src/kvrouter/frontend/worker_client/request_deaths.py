@@ -7,7 +7,6 @@ from functools import partial
 import structlog
 from kvrouter.frontend.worker_client.failures import HANGS, WorkerFailure
 from kvrouter.frontend.worker_client.poison_prompts import MAX_DEATHS, PoisonPrompts, prompt_key
-from kvrouter.runtime.errors import PoisonPrompt
 
 log = structlog.get_logger(component="frontend")
 
@@ -78,10 +77,10 @@ class RequestDeaths:
         """
         if self.count >= MAX_DEATHS:
             log.warning("request.ended_by_deaths", tenant=self._tenant, workers=self.workers)
-            raise PoisonPrompt(f"{MAX_DEATHS} workers died while they ran the request")
+            raise self._prompts.refusal(f"{MAX_DEATHS} workers died while they ran the request")
         # Nearly always there is none, so the hash of the prompt is computed only if it matters.
         if len(self._prompts) and (seconds := self._prompts.refused_seconds(self._find_key())):
-            raise PoisonPrompt(
+            raise self._prompts.refusal(
                 f"{MAX_DEATHS} workers died while they ran this prompt: it is refused for {seconds:.0f} s more"
             )
 
