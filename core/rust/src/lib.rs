@@ -16,6 +16,7 @@ pub mod publisher;
 #[cfg(feature = "python")]
 mod python;
 mod storage;
+mod vocabulary;
 mod wire;
 
 #[cfg(feature = "python")]
@@ -27,7 +28,7 @@ mod _native {
     #[pymodule_export]
     use crate::python::{
         ActiveSequences, ApplySummary, EventBatch, EventLog, ForecastModel, MemoryBudget, PredictedIndex, PrefixIndex,
-        RankState, encode_event_batch, find_json_value, json_flaw, local_hashes, read_tokens, sequence_hashes,
-        tokens_from_json, tokens_to_json,
+        RankState, encode_event_batch, find_json_value, first_token_outside, json_flaw, local_hashes, read_tokens,
+        sequence_hashes, tokens_from_json, tokens_to_json,
     };
 }

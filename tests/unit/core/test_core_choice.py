@@ -18,6 +18,7 @@ NAMES = {
     "PredictedIndex",
     "ActiveSequences",
     "find_json_value",
+    "first_token_outside",
     "json_flaw",
     "read_tokens",
     "tokens_from_json",

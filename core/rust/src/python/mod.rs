@@ -14,6 +14,7 @@ mod prefix_index;
 mod rank_state;
 mod sequences;
 mod shared;
+mod vocabulary;
 
 pub use event_batch::EventBatch;
 pub use event_log::{EventLog, encode_event_batch};
@@ -25,6 +26,7 @@ pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};
 pub use rank_state::RankState;
 pub use sequences::ActiveSequences;
+pub use vocabulary::first_token_outside;
 
 use pyo3::prelude::*;
 

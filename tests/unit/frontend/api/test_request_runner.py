@@ -59,8 +59,9 @@ async def run(
     pools = {view.name: view for view in (pool("short"), pool("long", max_model_len=200))}
     directory: Any = SimpleNamespace(components=pools)
     unused: Any = SimpleNamespace(health=SimpleNamespace(avoided=lambda _: ()))
+    texts: Any = SimpleNamespace(vocabulary_size=lambda _: 0)
     runner = RequestRunner(
-        ServedModels(directory, unused, access),
+        ServedModels(directory, texts, access),
         schedulers,
         unused,
         FrontendMetrics(CollectorRegistry()),

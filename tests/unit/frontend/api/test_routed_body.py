@@ -32,6 +32,9 @@ class Texts:
     def find(self, model: str) -> ModelText | None:
         return self._text if model == "m" else None
 
+    def vocabulary_size(self, model: str) -> int:
+        return self._text.tokenizer.vocabulary_size if model == "m" else 0
+
     async def tokens(self, text: ModelText, prompts: Sequence[PromptSource], limit: int, *, salt: str) -> list[bytes]:
         return [completed(prompt.slices(text, limit)) for prompt in prompts]
 

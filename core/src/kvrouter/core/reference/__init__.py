@@ -11,6 +11,7 @@ from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.outputs import read_tokens
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
+from kvrouter.core.reference.vocabulary import first_token_outside
 
 __all__ = [
     "ActiveSequences",
@@ -19,6 +20,7 @@ __all__ = [
     "PredictedIndex",
     "PrefixIndex",
     "find_json_value",
+    "first_token_outside",
     "json_flaw",
     "local_hashes",
     "read_tokens",

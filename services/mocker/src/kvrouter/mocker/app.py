@@ -32,6 +32,9 @@ from kvrouter.runtime.tracing import tracer
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
 
+_VOCABULARY = 1 << 16
+"""Least number of token ids of a simulated model, which draws its output from fewer: replayed traces have as many."""
+
 
 def engine_config(settings: MockerSettings, worker_id: int, dp_rank: int) -> EngineConfig:
     """Returns the configuration of one rank's engine.
@@ -79,6 +82,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         publishes_events=settings.events,
         max_batched_tokens=settings.max_batched_tokens,
         max_sequences=settings.max_sequences,
+        vocabulary_size=max(_VOCABULARY, settings.vocabulary_size) if settings.tokenizer else 0,
         max_model_len=engine_config(settings, worker_id, 0).length_limit,
         heartbeat_seconds=settings.heartbeat_seconds,
         load_report_seconds=settings.load_report_seconds,

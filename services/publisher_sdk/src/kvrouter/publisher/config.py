@@ -26,7 +26,7 @@ HASH_SCHEME = "xxh3-1337"
 
 _INTEGERS = (
     *("block_size", "worker_id", "lease_ttl_seconds", "buffer_events", "buffer_bytes"),
-    *("max_batched_tokens", "max_sequences", "max_model_len"),
+    *("max_batched_tokens", "max_sequences", "max_model_len", "vocabulary_size"),
 )
 _SECONDS = ("heartbeat_seconds", "load_report_seconds", "drain_seconds", "flush_seconds")
 
@@ -121,6 +121,10 @@ class WorkerConfig:
     max_model_len: int = 0
     """Maximum number of prompt and output tokens together; 0 for no limit. Equal for all workers of the component."""
 
+    vocabulary_size: int = 0
+    """Number of token ids that the model has, those included that the tokenizer does not use; 0 if unknown: then as
+    many as the tokenizer has. Requests with others are refused."""
+
     heartbeat_seconds: float = 5.0
     """Interval of heartbeats while there are no events, seconds, above 0. A heartbeat has cursor and digest."""
 
@@ -169,6 +173,7 @@ class WorkerConfig:
             ("max_batched_tokens", 0, (1 << 32) - 1),
             ("max_sequences", 0, (1 << 32) - 1),
             ("max_model_len", 0, (1 << 32) - 1),
+            ("vocabulary_size", 0, (1 << 32) - 1),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -274,6 +279,7 @@ class WorkerConfig:
             max_batched_tokens=self.max_batched_tokens,
             max_sequences=self.max_sequences,
             max_model_len=self.max_model_len,
+            vocabulary_size=self.vocabulary_size,
             registered_unix_ns=registered_unix_ns,
             heartbeat_ms=max(1, round(self.heartbeat_seconds * 1000)),
             openai_endpoint=self.openai_endpoint,

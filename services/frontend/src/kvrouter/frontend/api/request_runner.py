@@ -11,7 +11,7 @@ from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.rules import check_generation
 from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.api.served_models import ServedModels
-from kvrouter.frontend.api.validation import Limits, check_request, fitting_pools
+from kvrouter.frontend.api.validation import Limits, check_request, check_vocabulary, fitting_pools
 from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
 from kvrouter.frontend.lifecycle.continuation import why_not
@@ -142,6 +142,9 @@ class RequestRunner:
                 view = pools.largest()
             if through is None:
                 check_request(request, tokens, view, self.options.limits)
+                vocabulary = self._models.texts.vocabulary_size(known_model)
+                check_vocabulary(prompt, vocabulary, "token_ids")
+                check_vocabulary(request.stop_conditions.stop_token_ids, vocabulary, "stop_conditions.stop_token_ids")
             deaths.check()
             admitted = self.admission.admit(views, tokens, request.stop_conditions.max_tokens, "Generate")
             if pools is not None:

@@ -37,27 +37,28 @@ class Prompt:
         return len(self.token_ids) // TOKEN_BYTES
 
     @classmethod
-    def parse(cls, text: bytes, *, limit: int) -> Prompt:
+    def parse(cls, text: bytes, *, limit: int, field: str = "prompt") -> Prompt:
         """Parses a JSON array of token ids.
 
         Args:
             text: JSON.
             limit: Maximum number of tokens; parsing stops beyond it.
+            field: Field of the request that has the array, for errors.
 
         Raises:
             BadRequest: it is not an array, or an element is not a token id; the error has the element's index.
             PromptTooLong: there are more tokens than the limit.
         """
         if not text.startswith(b"["):
-            raise BadRequest("prompt: expected a text or a list", field="prompt", advice=ADVICE)
+            raise BadRequest(f"{field}: expected a text or a list", field=field, advice=ADVICE)
         try:
             token_ids = tokens_from_json(text, limit)
         except NotATokenId as error:
-            path = f"prompt.{error.index}"
+            path = f"{field}.{error.index}"
             message = f"{path}: expected an integer from 0 to 2^32 - 1"
             raise BadRequest(message, field=path, advice=ADVICE) from None
         if len(token_ids) > limit * TOKEN_BYTES:
-            raise PromptTooLong(1 + text.count(b","), limit, field="prompt")
+            raise PromptTooLong(1 + text.count(b","), limit, field=field)
         # A line break would end an event of a stream; white space without end would be kept and sent.
         fit = len(text) <= 2 + _LONGEST * len(token_ids) // TOKEN_BYTES and b"\n" not in text and b"\r" not in text
         return cls(token_ids, text if fit else b"")

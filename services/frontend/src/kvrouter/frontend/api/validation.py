@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvrouter.core import TokenBuffer, first_token_outside
 from kvrouter.frontend.api.request_fields import MAX_REQUEST_ID_BYTES
 from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -197,6 +198,26 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
         check_overrides(request.overrides)
     if request.sampling_options.HasField("structured_output"):
         structured_workers(view)
+
+
+def check_vocabulary(token_ids: TokenBuffer, vocabulary: int, field: str) -> None:
+    """Checks that a model has the token ids of a request: an engine may not survive others.
+
+    Args:
+        token_ids: Packed token ids.
+        vocabulary: Number of token ids that the model has; 0 if it is not known.
+        field: Field of the request that has the token ids, for the error.
+
+    Raises:
+        BadRequest: it has not; the error has the position of the first one.
+    """
+    if vocabulary and (index := first_token_outside(token_ids, vocabulary)) is not None:
+        path = f"{field}.{index}"
+        raise BadRequest(
+            f"{path}: the model has no such token",
+            field=path,
+            advice=f"Send token ids from 0 to {vocabulary - 1}, those of the model's tokenizer.",
+        )
 
 
 def structured_workers(view: ComponentView, field: str = CONSTRAINT_FIELD) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter as Votes
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -88,6 +88,9 @@ class TextModels:
         self._loaded: dict[str, ModelText] = {}
         self._sources: dict[str, _Source] = {}
         self._failures: dict[str, str] = {}
+        self._counted: object = None
+        """The registrations from which the following was derived."""
+        self._registered: dict[str, int] = {}
         loaded = Gauge("kvrouter_frontend_tokenizers", "Models whose tokenizer is loaded.", registry=registry)
         loaded.set_function(lambda: len(self._loaded))
         self._failed = Counter(
@@ -108,6 +111,17 @@ class TextModels:
     def find(self, model: str) -> ModelText | None:
         """Returns the tokenizer and template of a model; None if there is none."""
         return self._loaded.get(model)
+
+    def vocabulary_size(self, model: str) -> int:
+        """Returns the number of token ids of a model: those of its tokenizer, or more if most workers say so.
+
+        It is 0 if neither is known.
+        """
+        components = self._directory.components
+        if components is not self._counted:
+            self._counted, self._registered = components, _registered_vocabularies(components.values())
+        text = self._loaded.get(model)
+        return max(0 if text is None else text.tokenizer.vocabulary_size, self._registered.get(model, 0))
 
     def get(self, model: str, field: str) -> ModelText:
         """Returns the tokenizer and template of a model, which a field of the request needs.
@@ -240,6 +254,15 @@ class TextModels:
             separates_reasoning=text.reasoning_format is not None,
         )
         return True
+
+
+def _registered_vocabularies(views: Iterable[ComponentView]) -> dict[str, int]:
+    """Returns the number of token ids by model that most of its workers register; of as many workers, the largest."""
+    votes: dict[str, Votes[int]] = {}
+    for view in views:
+        sizes = (worker.vocabulary_size for worker in view.workers.values())
+        votes.setdefault(view.descriptor.model, Votes()).update(sizes)
+    return {model: max(sizes, key=lambda size: (sizes[size], size)) for model, sizes in votes.items() if sizes}
 
 
 def _common_engine(views: Sequence[ComponentView], in_use: str) -> str:

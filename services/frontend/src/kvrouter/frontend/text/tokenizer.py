@@ -76,10 +76,11 @@ class ModelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._cache_bytes = cache_bytes
-        self.vocabulary_size = self._tokenizer.get_vocab_size()
-        """Number of tokens, those included that were added."""
+        tokens = self._tokenizer.get_vocab()
+        self.vocabulary_size = max(tokens.values(), default=-1) + 1
+        """Number of token ids, those included that were added, and any between that have no token."""
         self._before, self._after = self._template()
-        self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+        self._longest_token = max(map(len, tokens), default=1)
         self._cutter = self._checked_cutter(parsed)
         self._uncut = UncutText(self._tokenizer, parsed, self._cutter)
         self._is_byte_level = "ByteLevel" in types_of(parsed.get("decoder"), "decoders")

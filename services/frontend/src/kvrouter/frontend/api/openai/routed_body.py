@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from kvrouter.frontend.api.openai.chat_prompt import ChatPrompt
 from kvrouter.frontend.api.openai.chat_request import MAX_STRUCTURE
 from kvrouter.frontend.api.openai.prompt_list import parse_prompts
 from kvrouter.frontend.api.token_list import Prompt
+from kvrouter.frontend.api.validation import check_vocabulary
 from kvrouter.frontend.client_work.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
@@ -29,7 +31,10 @@ from kvrouter.runtime.errors import BadRequest, KvRouterError, Overloaded, RateL
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
-_TOKEN_LIST = re.compile(rb"\[\s*\d")
+_TOKEN_LIST = re.compile(rb'\[\s*[^"\[\]\s]')
+"""The beginning of a list that has no texts and no lists."""
+_TOKEN_LISTS = re.compile(rb'\[\s*[^"\]\s]')
+"""The beginning of a list of token ids, or of a list of these."""
 _MODEL_PART = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
 """The model in a form, as transcriptions of speech are requested."""
 _DATA_URL = re.compile(rb'"data:[^"]{512,}"')
@@ -64,6 +69,7 @@ class _Fields(msgspec.Struct, frozen=True):
     chat_template: Any = None
     prompt_embeds: Any = None
     truncate_prompt_tokens: Any = None
+    stop_token_ids: _Raw = _Raw()
 
     @property
     def is_rendered_by_engine(self) -> bool:
@@ -91,6 +97,8 @@ class RoutedBody:
     has_prompt: bool = True
     source: PromptSource | None = field(default=None, repr=False)
     """What can be tokenized; None for a list of token ids, and where only the engine knows the tokens."""
+    listed_ids: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Token ids that the client lists, by field, packed: those of all of its prompts."""
     max_output_tokens: int = 0
     is_stream: bool = False
     """Whether the response is to be a stream."""
@@ -143,7 +151,10 @@ class RoutedBody:
         prompt = _given(fields.prompt)
         if _TOKEN_LIST.match(prompt):
             token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
-            return replace(parsed, token_ids=token_ids, is_tokenized=not fields.is_rendered_by_engine)
+            listed = {"prompt": token_ids} | _listed(fields, "stop_token_ids")
+            is_tokenized = not fields.is_rendered_by_engine
+            return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
+        parsed = replace(parsed, listed_ids=_listed(fields, "prompt", "stop_token_ids"))
         source = None if fields.is_rendered_by_engine else _Text(fields) if prompt else _Chat(fields)
         content = prompt or _given(fields.messages)
         token_ids = _stand_in(content, max_prompt_tokens)
@@ -174,7 +185,7 @@ class RoutedBody:
         return await work.run(parse, Lane.BODIES, size=len(body))
 
     async def tokenized(self, texts: TextModels | None, model: str, *, max_prompt_tokens: int) -> RoutedBody:
-        """Returns the body with the tokens of its prompt, as far as they can be known here.
+        """Returns the body with the tokens of its prompt, as far as they can be known here. Checks those that it lists.
 
         Args:
             texts: Tokenizers of the served models.
@@ -182,8 +193,12 @@ class RoutedBody:
             max_prompt_tokens: Maximum number of tokens.
 
         Raises:
+            BadRequest: the model does not have a token that the body lists.
             RateLimited, Overloaded: too much text waits.
         """
+        vocabulary = 0 if texts is None else texts.vocabulary_size(model)
+        for name, token_ids in self.listed_ids.items():
+            check_vocabulary(token_ids, vocabulary, name)
         text = None if texts is None else texts.find(model)
         source = self.source
         if texts is None or text is None or source is None:
@@ -259,6 +274,21 @@ def _objects(raw: _Raw) -> list[dict[str, Any]]:
     if sum(encoded.count(mark) for mark in (b"{", b"[", b",")) > MAX_STRUCTURE:
         raise BadRequest(f"more than {MAX_STRUCTURE} brackets and commas")
     return decode_json(_OBJECTS, encoded)
+
+
+def _listed(fields: _Fields, *names: str) -> dict[str, bytes]:
+    """Returns the token ids in some fields, packed, of all lists of each.
+
+    Raises:
+        BadRequest: an element is no token id; the error has its position.
+    """
+    listed = {}
+    for name in names:
+        raw = bytes(getattr(fields, name))
+        if _TOKEN_LISTS.match(raw):
+            flat = b"[%b]" % raw.translate(None, b"[]")
+            listed[name] = Prompt.parse(flat, limit=len(flat), field=name).token_ids
+    return listed
 
 
 def _stand_in(prompt: bytes, limit: int) -> bytes:
