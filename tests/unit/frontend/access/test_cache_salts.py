@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from kvrouter.frontend.access import following
 from kvrouter.frontend.access.cache_salts import CacheSalts, create_salt_key
 from kvrouter.frontend.access.key_file import KeyFileError
+from structlog.testing import capture_logs
 
 SALTS = CacheSalts(b"k" * 32)
 
@@ -53,3 +56,29 @@ def test_what_is_no_key_is_refused(tmp_path: Path, content: str) -> None:
     path.chmod(0o600)
     with pytest.raises(KeyFileError, match="kvrouter keys create-salt-key"):
         CacheSalts.of_file(path)
+
+
+async def test_a_changed_key_is_followed_and_an_unusable_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_INTERVAL_SECONDS", 0.01)
+    path = tmp_path / "cache-salt.key"
+    create_salt_key(path)
+    salts = CacheSalts.of_file(path)
+    first = salts.of("t", "")
+    task = asyncio.create_task(following.follow_salt_key(salts, path))
+    await asyncio.sleep(0)
+
+    async def until_read(key: str) -> None:
+        with capture_logs() as logs:
+            path.write_text(key)
+            async with asyncio.timeout(30):
+                while not logs:
+                    await asyncio.sleep(0.01)
+
+    await until_read("no key")
+    assert salts.of("t", "") == first
+    await until_read("ab" * 32)
+    assert salts.of("t", "") == CacheSalts(bytes.fromhex("ab" * 32)).of("t", "") != first
+    task.cancel()
+    await asyncio.wait({task})

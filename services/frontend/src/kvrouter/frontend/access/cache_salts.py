@@ -33,11 +33,19 @@ def create_salt_key(path: Path) -> None:
 
 
 class CacheSalts:
-    """Computes keyed salts. Pure."""
+    """Computes keyed salts."""
 
     def __init__(self, key: bytes) -> None:
         """``key`` is the secret of the installation."""
         self._key = key
+
+    def read(self, path: Path) -> None:
+        """Takes the key of a file from now on. Nothing finds what was cached with the former one.
+
+        Raises:
+            KeyFileError: as for ``of_file``. The former key stays.
+        """
+        self._key = CacheSalts.of_file(path)._key
 
     @classmethod
     def of_file(cls, path: Path) -> CacheSalts:

@@ -1,4 +1,4 @@
-"""Follows the file of API keys: a change is in force within a second, and an unusable file changes nothing."""
+"""Follows the files of API keys and of the key of salts: a change counts within a second, an unusable one never."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 from kvrouter.frontend.access.api_keys import ApiKeys
+from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.key_file import KeyFile, KeyFileError, read_key_file
 from kvrouter.net.file_version import file_version
 from prometheus_client import CollectorRegistry, Gauge
@@ -14,6 +15,23 @@ from prometheus_client import CollectorRegistry, Gauge
 log = structlog.get_logger(component="frontend")
 
 _INTERVAL_SECONDS = 0.5
+
+
+async def follow_salt_key(salts: CacheSalts, path: Path) -> None:
+    """Follows the file with the key of the salts of caches, until cancelled."""
+    known = file_version(path)
+    while True:
+        await asyncio.sleep(_INTERVAL_SECONDS)
+        version = await asyncio.to_thread(file_version, path)
+        if version == known:
+            continue
+        known = version
+        try:
+            await asyncio.to_thread(salts.read, path)
+        except KeyFileError as error:
+            log.error("salt_key.rejected", cause=str(error))
+        else:
+            log.info("salt_key.loaded")
 
 
 class FollowedKeys:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.field_rules import FieldRules
-from kvrouter.frontend.access.following import FollowedKeys
+from kvrouter.frontend.access.following import FollowedKeys, follow_salt_key
 from kvrouter.frontend.access.key_file import KeyFileError
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.quotas import Quotas
@@ -31,11 +31,14 @@ class OpenedAccess:
     access: Access
     keys: FollowedKeys
     signing_keys: FollowedSigningKeys | None
+    salt_key: Path | None
 
     async def run(self) -> None:
         """Follows the files of keys until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.keys.run(), name="api-keys")
+            if self.salt_key is not None and self.access.salts is not None:
+                group.create_task(follow_salt_key(self.access.salts, self.salt_key), name="salt-key")
             if self.signing_keys is not None:
                 group.create_task(self.signing_keys.run(), name="signing-keys")
 
@@ -56,8 +59,8 @@ def open_access(
     if not settings.api_keys and not settings.jwt_keys:
         return None
     try:
-        path = settings.cache_salt_key_file
-        salts = CacheSalts.of_file(Path(path)) if path else None
+        salt_key = Path(settings.cache_salt_key_file) if settings.cache_salt_key_file else None
+        salts = None if salt_key is None else CacheSalts.of_file(salt_key)
     except KeyFileError as error:
         raise StartRefused(f"--cache-salt-key-file: {error}") from None
     try:
@@ -69,7 +72,7 @@ def open_access(
     fields = FieldRules(settings.permitted_engine_fields)
     refusals, quotas = Refusals(registry), Quotas(limits or LimitTable())
     access = Access(lambda: keys.keys, tokens, refusals, quotas, salts, fields)
-    return OpenedAccess(access, keys, signing_keys)
+    return OpenedAccess(access, keys, signing_keys, salt_key)
 
 
 def _open_tokens(settings: FrontendSettings, registry: CollectorRegistry) -> tuple[JsonWebTokens, FollowedSigningKeys]:
