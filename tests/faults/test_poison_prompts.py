@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, PoisonPrompt
 from kvrouter.v1.errors_pb2 import ErrorReason
@@ -28,12 +29,22 @@ EFFECTS = [
 ]
 
 
-async def started(processes: Processes, effect: str, *, frontend: Sequence[str] = ()) -> None:
+async def started(
+    processes: Processes, effect: str, *, frontend: Sequence[str] = (), has_sidecar: bool = False
+) -> None:
     await start_services(processes, schedulers=1, frontends=FRONTENDS, frontend=frontend)
     lease = ("--lease-seconds", "2") if effect == "hang" else ()
-    for number in range(WORKERS):
-        poisoned = ("--poison-token", str(POISON), "--poison-effect", effect)
-        await processes.start("mocker", f"mocker-{number}", "--worker-id", str(number + 1), *poisoned, *lease)
+    ports = free_ports(WORKERS)
+    for number, port in enumerate(ports):
+        options = ("--poison-token", str(POISON), "--poison-effect", effect)
+        if has_sidecar:
+            options += ("--openai", "--model", MODEL, "--bind", f"127.0.0.1:{port}")
+        else:
+            options += ("--worker-id", str(number + 1), *lease)
+        await processes.start("mocker", f"mocker-{number}", *options)
+    if has_sidecar:
+        engines = (each for port in ports for each in ("--engine", f"http://127.0.0.1:{port}"))
+        await processes.start("sidecar", "sidecar", *engines, "--worker-id", "1", *("--kv-events", "none") * WORKERS)
     await services_ready(processes, schedulers=1, frontends=FRONTENDS)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await processes.directory.wait_for(
@@ -86,6 +97,15 @@ async def test_a_client_that_retries_a_poison_prompt_costs_two_workers(processes
     assert not any(error.info.HasField("retry_after_ms") for error in errors), "nothing invites a retry"
     assert len(dead_or_hung(processes)) == 2
     assert await streamed(processes.frontend("frontend-0"), 1, 5) == 5, "other prompts are served"
+
+
+@pytest.mark.parametrize("effect", ["die", pytest.param("die-after-output", marks=pytest.mark.full)])
+async def test_engines_beside_a_sidecar_that_die_are_deaths(processes: Processes, effect: str) -> None:
+    """The sidecar, which is the worker, lives on."""
+    await started(processes, effect, has_sidecar=True)
+    errors = [await send(processes, number, migration_limit=16) for number in range(10)]
+    assert all(isinstance(error, PoisonPrompt) for error in errors), errors
+    assert len(dead_or_hung(processes)) == 2
 
 
 async def test_clients_that_follow_retry_info_cost_two_workers(processes: Processes) -> None:

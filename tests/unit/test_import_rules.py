@@ -54,6 +54,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "backoff": (),
         "bounds": (),
         "deadline": (),
+        "engine_health": (),
         "errors": (),
         "listening": (),
         "nats_connection": (),

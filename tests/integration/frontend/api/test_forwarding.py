@@ -105,6 +105,12 @@ async def start_engine(system: System, stack: AsyncExitStack, worker_id: int, **
     stack.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await register_engine(system, stack, worker_id, engine.url, **fields)
+    return engine
+
+
+async def register_engine(system: System, stack: AsyncExitStack, worker_id: int, url: str, **fields: Any) -> None:
+    """Registers a worker in this process for an engine."""
     config = WorkerConfig(
         component=ComponentName(system.where["namespace"], "workers"),
         model=MODEL,
@@ -113,7 +119,7 @@ async def start_engine(system: System, stack: AsyncExitStack, worker_id: int, **
         ranks={0: 512, 1: 512},
         etcd=system.where["etcd"],
         nats=system.where["nats"],
-        openai_endpoint=engine.url,
+        openai_endpoint=url,
         drain_seconds=0.1,
         **fields,
     )
@@ -121,7 +127,6 @@ async def start_engine(system: System, stack: AsyncExitStack, worker_id: int, **
     await worker.registered()
     await until(lambda: system.frontend.ready())
     await system.until_candidate(worker_id)
-    return engine
 
 
 def chat(**fields: Any) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import aiohttp
 import structlog
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_caller
@@ -141,7 +142,7 @@ async def running(
     bounded = OverloadLimits(settings.max_requests_in_flight, settings.max_prompt_bytes_in_flight, settings.max_work)
     admission = RequestAdmission(access, OverloadBounds(bounded, runtime.registry))
     models = ServedModels(runtime.directory, texts, access)
-    poison_prompts = PoisonPrompts(settings.poison_prompt_seconds)
+    poison_prompts = PoisonPrompts(settings.poison_prompt_seconds, metrics=metrics)
     bounds.add("poison_prompts", lambda: len(poison_prompts), MAX_ENTRIES, when_full="evicts")
     shared_deaths: SharedDeaths | None = None
     if not settings.static_workers:
@@ -179,7 +180,10 @@ async def running(
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
-            async with _serving_endpoint_picker(settings, runtime, links, health, texts, metrics, access, admission):
+            picking = _serving_endpoint_picker(
+                settings, runtime, links, health, texts, metrics, poison_prompts, access, admission
+            )
+            async with picking:
                 yield service
         finally:
             linking.cancel()
@@ -206,6 +210,7 @@ async def _serving_endpoint_picker(
     health: WorkerHealth,
     texts: TextModels,
     metrics: FrontendMetrics,
+    poison_prompts: PoisonPrompts,
     access: Access | None,
     admission: RequestAdmission,
 ) -> AsyncIterator[None]:
@@ -228,15 +233,28 @@ async def _serving_endpoint_picker(
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
     options = ExchangeOptions(settings.request_timeout_seconds, admission, access, settings.request_stream_usage)
-    async with serving_picker(
-        Picker(runtime.directory, links, health, limits, texts, metrics.models, settings.engine_keys, access),
-        PickerMetrics(runtime.registry),
-        settings.endpoint_picker_bind,
-        options,
-        drain_seconds=settings.drain_seconds,
-        tls=runtime.tls,
-    ):
-        yield
+    async with aiohttp.ClientSession() as session:
+        picker = Picker(
+            runtime.directory,
+            links,
+            health,
+            limits,
+            texts,
+            metrics.models,
+            settings.engine_keys,
+            poison_prompts,
+            session,
+            access,
+        )
+        async with serving_picker(
+            picker,
+            PickerMetrics(runtime.registry),
+            settings.endpoint_picker_bind,
+            options,
+            drain_seconds=settings.drain_seconds,
+            tls=runtime.tls,
+        ):
+            yield
 
 
 def request_limits(settings: FrontendSettings) -> MessageLimits:

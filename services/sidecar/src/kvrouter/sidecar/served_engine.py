@@ -85,6 +85,8 @@ class ServedEngine:
             result = "finished"
         except EngineFailed as failure:
             result = "failed"
+            if failure.was_sent and not await self._http.is_alive():
+                failure.died()
             log.warning(
                 "sidecar.request_failed", url=self._http.url, request_id=request.request_id, error=failure.summary
             )
@@ -157,7 +159,8 @@ def _rest(call: EngineCall, broken: Exception | None) -> Iterator[GenerateOutput
 
 
 def _disconnected(error: Exception) -> EngineFailed:
-    return EngineFailed(f"the connection to the engine failed: {error or type(error).__name__}")
+    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    return EngineFailed(f"the connection to the engine failed: {error or type(error).__name__}", was_sent=was_sent)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from kvrouter.frontend.endpoint_picker import responses
 from kvrouter.frontend.endpoint_picker.engine_response import EngineResponse
 from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions, GatewayRequest
 from kvrouter.frontend.endpoint_picker.header_map import header_values
-from kvrouter.frontend.endpoint_picker.metadata import served_endpoint
+from kvrouter.frontend.endpoint_picker.metadata import code_details, served_endpoint
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.net.loop_budget import loop_budget
@@ -54,6 +55,7 @@ class Exchange:
         self._options = options
         self._refused = False
         self._response = EngineResponse(is_stream=False, removes_usage=False)
+        self._has_begun_response = False
         self._full_duplex_response = False
         self._changes_response = False
         self._keeps_body = False
@@ -72,9 +74,13 @@ class Exchange:
         except _GatewayLeft:
             self._metrics.requests.labels(code="CANCELLED").inc()
         finally:
-            self._free()
-            if self._reading is not None:
-                self._reading.cancel()
+            try:
+                if self._has_begun_response and (pick := self._request.pick) is not None:
+                    await pick.engine.broke_off()
+            finally:
+                self._free()
+                if self._reading is not None:
+                    self._reading.cancel()
 
     async def _read(self) -> ProcessingRequest | None:
         if self._reading is None:
@@ -199,13 +205,14 @@ class Exchange:
     async def _begin_response(self, message: ProcessingRequest) -> None:
         headers = header_values(message.response_headers.headers)
         is_stream = headers.get("content-type", "").startswith(_STREAM_TYPE)
+        status = int(headers[":status"]) if headers.get(":status", "").isdigit() else int(HTTPStatus.OK)
+        self._has_begun_response = status < HTTPStatus.INTERNAL_SERVER_ERROR
         transfers: TransferFilter | None = None
         if self._request.is_authenticated:
             if headers.get("content-encoding", "identity") != "identity":
                 await self._refuse(DependencyAway("the engine compresses a response although nobody accepts that"))
                 return
-            status = headers.get(":status", "")
-            transfers = TransferFilter(is_stream=is_stream, status=int(status) if status.isdigit() else 200)
+            transfers = TransferFilter(is_stream=is_stream, status=status)
         self._response = EngineResponse(
             is_stream=is_stream, removes_usage=self._request.removes_usage, transfers=transfers
         )
@@ -215,6 +222,7 @@ class Exchange:
             if served and served != pick.endpoints[0]:
                 self._metrics.fallbacks.inc()
                 pick = await self._request.follow(pick, served)
+            await pick.engine.answered(status, code_details(message))
             rank = pick.booking.rank
             added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request.id}
             added["x-kvrouter-overlap-blocks"] = str(pick.overlap_blocks)

@@ -23,6 +23,7 @@ from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.frontend.lifecycle.span_attributes import describe_attempt, of_request
+from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
 from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing import request_span
@@ -68,6 +69,7 @@ class GatewayRequest:
         self._room: BodyRoom | None = None
         self._admitted: AdmittedRequest | None = None
         self._traceparent = ""
+        self._deaths: RequestDeaths | None = None
         self._has_foreign_state = False
         self._allowed: frozenset[str] | None = None
         self._routed = RoutedBody("")
@@ -149,6 +151,7 @@ class GatewayRequest:
             self._room.is_read(len(self.body))
         routed, self.body = await self._picker.read(self.body, self._path, is_json=is_json)
         self._routed = routed = replace(routed, dp_rank=self._dp_rank)
+        self._deaths = deaths = self._picker.deaths(routed, "" if self._caller is None else self._caller.tenant)
         self._admitted = self._options.admission.admit(
             self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
         )
@@ -161,6 +164,7 @@ class GatewayRequest:
         # Stored here, so that it ends with the request even if that is cancelled in this moment.
         self.pick = await self._picker.pick(
             routed,
+            deaths,
             request_id=self.id,
             allowed=self._allowed,
             deadline=Deadline.after(self._options.timeout_seconds),
@@ -195,7 +199,10 @@ class GatewayRequest:
     async def follow(self, pick: Pick, served: str) -> Pick:
         """Books the request at the endpoint that served it instead of the chosen one, and returns that booking."""
         deadline = Deadline.after(_FOLLOW_SECONDS)
-        self.pick = await self._picker.follow(pick, served, self._routed, request_id=self.id, deadline=deadline)
+        assert self._deaths is not None, "it was chosen for before"  # noqa: S101
+        self.pick = await self._picker.follow(
+            pick, served, self._routed, self._deaths, request_id=self.id, deadline=deadline
+        )
         return self.pick
 
     def added_headers(self) -> dict[str, str]:

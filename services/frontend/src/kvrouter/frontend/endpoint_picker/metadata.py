@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from envoy.config.core.v3.base_pb2 import Metadata
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.struct_pb2 import Struct, Value
 
 DESTINATION = "x-gateway-destination-endpoint"
 """Header and metadata key of the chosen endpoints: the first one serves, the others are fallbacks."""
 _LB_NAMESPACE = "envoy.lb"
 _SERVED = "x-gateway-destination-endpoint-served"
+_FILTER = "envoy.filters.http.ext_proc"
+_CODE_DETAILS = "response.code_details"
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _SUBSET = "x-gateway-destination-endpoint-subset"
 
@@ -29,6 +32,14 @@ def served_endpoint(metadata: Metadata) -> str:
     if namespace is None or _SERVED not in namespace.fields:
         return ""
     return str(namespace.fields[_SERVED].string_value)
+
+
+def code_details(message: ProcessingRequest) -> str:
+    """Returns who made a response, and why, as Envoy says it; empty if the gateway does not send that attribute."""
+    attributes = message.attributes.get(_FILTER)
+    if attributes is None or _CODE_DETAILS not in attributes.fields:
+        return ""
+    return str(attributes.fields[_CODE_DETAILS].string_value)
 
 
 def destination(endpoints: Sequence[str]) -> Struct:

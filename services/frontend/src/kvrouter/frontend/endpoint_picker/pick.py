@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvrouter.frontend.endpoint_picker.engine_watch import EngineWatch
 from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
@@ -21,6 +22,7 @@ class Pick:
         link: SchedulerLink,
         endpoints: Sequence[str],
         headers: Mapping[str, str],
+        engine: EngineWatch,
         *,
         metrics: ModelMetrics,
         overlap_blocks: int,
@@ -33,6 +35,8 @@ class Pick:
         """Headers for the engine, such as the rank that it shall use."""
         self.routed_on = routed_on
         """What the decision knew of the prompt."""
+        self.engine = engine
+        """The engine, which may die of the request."""
         self.overlap_blocks = overlap_blocks
         """Predicted overlap: leading blocks of the prompt that the rank has in device memory."""
         self.output_tokens = 0
@@ -47,6 +51,7 @@ class Pick:
             return
         if not self.output_tokens:
             self._link.prefill_complete(self.booking)
+            self.engine.responded()
         self.output_tokens += max(1, piece.count(_EVENT)) if is_stream else 1
         if is_stream:
             self._link.report_output(self.booking, self.output_tokens)
@@ -60,6 +65,7 @@ class Pick:
         if self._ended:
             return
         self._ended = True
+        self.engine.end()
         self._link.free(self.booking, cached_tokens)
         if cached_tokens is not None:
             self._metrics.cached_tokens.inc(cached_tokens)

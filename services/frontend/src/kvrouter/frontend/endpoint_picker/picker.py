@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import aiohttp
 import structlog
 from kvrouter.core import Scope, local_hashes
 from kvrouter.frontend.access.access import Access
@@ -17,6 +18,7 @@ from kvrouter.frontend.api.openai.tenant_body import check_salted, permitted
 from kvrouter.frontend.api.request_fields import RANK_HEADER
 from kvrouter.frontend.api.validation import Limits, describe_models, resolve_model
 from kvrouter.frontend.endpoint_picker.engine_addresses import EngineAddresses
+from kvrouter.frontend.endpoint_picker.engine_watch import EngineWatch
 from kvrouter.frontend.endpoint_picker.pick import Pick
 from kvrouter.frontend.model_metrics import MetricsByModel
 from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
@@ -24,6 +26,8 @@ from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.pool_choice import PoolChoice
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.frontend.worker_client.poison_prompts import PoisonPrompts
+from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
 from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
@@ -121,12 +125,30 @@ class Picker:
         texts: TextModels,
         metrics: MetricsByModel,
         engine_keys: EngineKeys,
+        poison_prompts: PoisonPrompts,
+        session: aiohttp.ClientSession,
         access: Access | None = None,
     ) -> None:
+        """Picks nobody yet.
+
+        Args:
+            directory: The registered components.
+            links: Links to the Schedulers.
+            health: Health of the workers.
+            limits: Limits of a request.
+            texts: Tokenizers of the served models.
+            metrics: Metrics by model.
+            engine_keys: Keys of the engines' APIs.
+            poison_prompts: The prompts that saw deaths of workers.
+            session: Connections to engines, which show whether one lives.
+            access: Authentication of the gateway's clients; None for none.
+        """
         self.addresses = EngineAddresses(directory)
         """Addresses of the engines."""
         self._access = access
         self._engine_keys = engine_keys
+        self._poison_prompts = poison_prompts
+        self._session = session
         self._metrics = metrics
         self._max_prompt_tokens = limits.max_prompt_tokens
         self._texts = texts
@@ -164,9 +186,21 @@ class Picker:
         model = views[0].descriptor.model
         return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
 
+    def deaths(self, body: RoutedBody, tenant: str) -> RequestDeaths:
+        """Returns what counts the deaths of a tenant's request.
+
+        Raises:
+            PoisonPrompt: workers died of its prompt.
+        """
+        model = self.views(body.model)[0].descriptor.model
+        deaths = RequestDeaths(self._poison_prompts, tenant, model, body.token_ids)
+        deaths.check()
+        return deaths
+
     async def pick(
         self,
         body: RoutedBody,
+        deaths: RequestDeaths,
         *,
         request_id: str,
         allowed: Collection[str] | None,
@@ -176,6 +210,7 @@ class Picker:
 
         Args:
             body: What routing needs of the request.
+            deaths: Counts the deaths of engines that run it.
             request_id: Id of the request, for logs.
             allowed: Endpoints that may serve it, host:port; None for all.
             deadline: Time by which the choice must be made.
@@ -196,9 +231,11 @@ class Picker:
             able = [offer for offer in able if offer.view.name == order[0].name]
         offer = able[0]
         offer.check(body)
-        return await self._book(offer, body, request_id, deadline)
+        return await self._book(offer, body, deaths, request_id, deadline)
 
-    async def _book(self, offer: _Offer, body: RoutedBody, request_id: str, deadline: Deadline) -> Pick:
+    async def _book(
+        self, offer: _Offer, body: RoutedBody, deaths: RequestDeaths, request_id: str, deadline: Deadline
+    ) -> Pick:
         view, endpoints, routing, hashes = offer.view, offer.endpoints, offer.routing, offer.hashes
         link = self._links.link(view.name, hashes)
         # A client may reuse its request id, but the key of a freed booking cannot be booked again.
@@ -217,6 +254,7 @@ class Picker:
             link,
             [endpoints[chosen], *fallbacks],
             headers,
+            EngineWatch(view.workers[chosen], self._health, deaths, self._session),
             metrics=self._metrics.of(view.descriptor.model),
             overlap_blocks=selection.overlap_blocks,
             routed_on=RoutedOn.ROUTED_ON_LOAD if selection.load_only else body.routed_on(view),
@@ -243,7 +281,9 @@ class Picker:
         same = [endpoint for endpoint, name in endpoints if name == component]
         return same[: 1 + _FALLBACKS], self._engine_keys.headers(component)
 
-    async def follow(self, pick: Pick, served: str, body: RoutedBody, *, request_id: str, deadline: Deadline) -> Pick:
+    async def follow(
+        self, pick: Pick, served: str, body: RoutedBody, deaths: RequestDeaths, *, request_id: str, deadline: Deadline
+    ) -> Pick:
         """Returns the pick of the endpoint that served a request instead of the chosen one.
 
         The load is booked there if it belongs to a worker; the former booking ends.
@@ -251,7 +291,7 @@ class Picker:
         pick.end()
         log.info("request.served_by_fallback", request_id=request_id, worker=pick.booking.rank.worker_id, served=served)
         try:
-            return await self.pick(body, request_id=request_id, allowed={served}, deadline=deadline)
+            return await self.pick(body, deaths, request_id=request_id, allowed={served}, deadline=deadline)
         except KvRouterError as error:
             log.warning("fallback.not_booked", request_id=request_id, served=served, cause=str(error))
             return pick

@@ -22,7 +22,7 @@ from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiec
 from kvrouter.frontend.worker_client.worker_call import WorkerCall
 from kvrouter.net.calls import CallError, NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, from_call_error
+from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, WorkerLost, from_call_error
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
 
 log = structlog.get_logger(component="frontend")
@@ -287,8 +287,10 @@ class WorkerAttempt:
         fault = fault_of(error, self._deadline)
         if fault is Fault.WORKER:
             unknown, not_sent = isinstance(cause, OutcomeUnknown), isinstance(cause, NotSent)
+            # A sidecar, which lives on, says so of its engine.
+            died = unknown or isinstance(error, WorkerLost)
             # Taken first, since a worker that signs off, or is known to have died, is another one afterwards.
-            fate = None if not_sent or error.code in _HARMLESS else self._health.fate(connection_lost=unknown)
+            fate = None if not_sent or error.code in _HARMLESS else self._health.fate(connection_lost=died)
             failure = self._note(error.code.name, f"failed with {error.code.name}: {error}")
             return replace(failure, outcome_unknown=unknown, not_sent=not_sent, fate=fate)
         if fault is Fault.DEADLINE and self._health.is_suspected:

@@ -13,6 +13,7 @@ from kvrouter.v1.errors_pb2 import ErrorReason
 
 _MOST_CHARACTERS = 512
 _BUSY = 429
+_UNAVAILABLE = 503
 _NOT_THE_CLIENTS = frozenset({401, 403, 405, 408})
 """Statuses below 500 for which the sidecar or the engine is at fault, not the request."""
 _TOO_LONG = re.compile(r"(maximum|model's) context length")
@@ -37,17 +38,27 @@ _decode = msgspec.json.Decoder(_ErrorBody).decode
 class EngineFailed(RequestRefused):
     """A request failed because of its engine. Another worker may serve it."""
 
-    def __init__(self, summary: str, engine_text: str = "") -> None:
-        """``engine_text`` is what the engine said. It may quote the request, so only the caller receives it."""
+    def __init__(self, summary: str, engine_text: str = "", *, was_sent: bool = True) -> None:
+        """Describes the failure.
+
+        Args:
+            summary: What happened, for logs.
+            engine_text: What the engine said. It may quote the request, so only the caller receives it.
+            was_sent: Whether the engine received the request, so that it may have died of it.
+        """
         super().__init__(
             (f"{summary}: {engine_text}" if engine_text else summary)[:_MOST_CHARACTERS],
             code=grpc.StatusCode.UNAVAILABLE,
-            reason=ErrorReason.ERROR_REASON_WORKER_LOST,
+            reason=ErrorReason.ERROR_REASON_DEPENDENCY_AWAY,
             advice="Send the request to another worker.",
             retry_elsewhere=True,
         )
         self.summary = summary
-        """What happened, for logs."""
+        self.was_sent = was_sent
+
+    def died(self) -> None:
+        """Says that the engine has died, which Frontends count."""
+        self.info.reason = ErrorReason.ERROR_REASON_WORKER_LOST
 
 
 def refusal_of_status(status: int, body: bytes) -> RequestRefused:
@@ -76,7 +87,8 @@ def refusal_of_code(code: int, message: str) -> RequestRefused:
         if _TOO_LONG.search(message):
             reason = ErrorReason.ERROR_REASON_PROMPT_TOO_LONG
         return RequestRefused(f"the engine refuses the request: {message}"[:_MOST_CHARACTERS], reason=reason)
-    return EngineFailed(f"the engine reports a failure (status {code})", message)
+    # An engine that answers 503 has not begun with the request.
+    return EngineFailed(f"the engine reports a failure (status {code})", message, was_sent=code != _UNAVAILABLE)
 
 
 def error_in(body: bytes) -> RequestRefused | None:

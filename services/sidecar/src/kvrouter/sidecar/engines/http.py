@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 from kvrouter.net import trace_context
+from kvrouter.runtime.engine_health import is_alive
 
 _MOST_BYTES = 32 << 20
 """Limit of an answer about the engine itself."""
@@ -57,6 +58,10 @@ class EngineHttp:
         self._key_headers = key_headers
         self._answering = aiohttp.ClientTimeout(total=answer_seconds)
         self._generating = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+
+    async def is_alive(self) -> bool:
+        """Returns False if the engine refuses connections, or says that it has failed."""
+        return await is_alive(self._session, self.url)
 
     async def get(self, path: str) -> bytes:
         """Returns the body of a page.

@@ -9,7 +9,7 @@ continues on another worker (``token_stream``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -28,16 +28,23 @@ from kvrouter.frontend.api.request_fields import RANK_HEADER
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
+from kvrouter.frontend.worker_client.engine_connection import (
+    EngineFailed,
+    chunks,
+    failure_body,
+    posted,
+)
 from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net import trace_context
-from kvrouter.net.calls import NotSent
+from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.net.engine_fields import HARMLESS_HEADERS, quotes_internal, shown_failure
 from kvrouter.net.engine_keys import EngineKeys
-from kvrouter.net.loop_budget import loop_budget
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import AllBusy, DependencyAway, KvRouterError, WorkerLost
+from kvrouter.runtime.discovery.openai_server import is_openai_server
+from kvrouter.runtime.engine_health import is_alive
+from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -47,7 +54,6 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateRequest,
     WorkerServiceGenerateResponse,
 )
-from yarl import URL
 
 _NOT_FORWARDED = frozenset(
     {
@@ -67,22 +73,8 @@ _BUSY_STATUS = 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
 _MAX_WHOLE_BYTES = 1 << 20
 """Size up to which a response that is no stream is kept until it is complete, so that another engine can give it."""
-_REACHED_SECONDS = 0.5
-"""Longest wait for a connection to the engine that shall decode a prompt, before a prefill engine computes it."""
-_CHUNK_US = 60
-"""CPU time to pass a chunk of a stream on, microseconds."""
-_BYTES_PER_US = 50
-_MAX_FAILURE_BYTES = 64 << 10
-"""Bytes of an engine's error that are read."""
 _MAX_PREFILL_BYTES = 16 << 20
 """Maximum size of the response of a prefill engine."""
-
-
-async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields a response in parts, each in its turn on the event loop."""
-    async for chunk in answer.content.iter_any():
-        await loop_budget().turn(_CHUNK_US + len(chunk) // _BYTES_PER_US)
-        yield chunk
 
 
 def generate_request(
@@ -101,8 +93,9 @@ def generate_request(
         request.scope.cache_salt = body.cache_salt
     if body.dp_rank is not None:
         request.constraints.dp_rank = body.dp_rank
-    excluded = (worker for view in pools for worker in view.workers.values() if not body.may_run_at(worker))
-    request.constraints.excluded_worker_ids.extend({worker.worker_id for worker in excluded})
+    if body.salted_path:
+        excluded = (worker for view in pools for worker in view.workers.values() if not body.may_run_at(worker))
+        request.constraints.excluded_worker_ids.extend({worker.worker_id for worker in excluded})
     return request
 
 
@@ -261,20 +254,11 @@ class ForwardedRequest:
         return await self._workers.answers(endpoint)
 
     async def is_reachable(self, endpoint: str) -> bool:
-        """Returns False if the engine at a worker refuses connections now."""
+        """Returns False if a worker refuses connections now. Costs nothing if there is one already."""
         worker = self._worker_at(endpoint)
-        if worker is None:
-            return False
-        url = URL(worker.openai_endpoint)
-        try:
-            async with asyncio.timeout(_REACHED_SECONDS):
-                _, writer = await asyncio.open_connection(url.host, url.port)
-        except TimeoutError:
-            return True
-        except OSError:
-            return False
-        writer.close()
-        return True
+        if worker is None or is_openai_server(worker):
+            return worker is not None  # A listed server is registered while it answers.
+        return await self._workers.is_reachable(endpoint)
 
     async def abort(self, endpoint: str, request_id: str) -> bool:  # noqa: ARG002 - nobody is called
         """Returns True: an engine aborts a request whose connection is closed."""
@@ -303,9 +287,8 @@ class ForwardedRequest:
             headers[RANK_HEADER] = str(request.dp_rank)
         path = self._request.path if self._is_authenticated else self._request.path_qs
         url = f"{worker.openai_endpoint.rstrip('/')}{path}"
-        timeout = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=10)
         try:
-            async with self._session.post(url, data=body, headers=headers, timeout=timeout) as answer:
+            async with posted(self._session, url, data=body, headers=headers, seconds=deadline.remaining()) as answer:
                 if answer.status == _BUSY_STATUS or answer.status >= 500:
                     raise await self._refusal(answer)
                 if answer.status == HTTPStatus.UNAUTHORIZED and (key or self._is_authenticated):
@@ -314,12 +297,10 @@ class ForwardedRequest:
                 if self._is_authenticated and "Content-Encoding" in answer.headers:
                     raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
                 await read(answer, receiver)
-        except aiohttp.ClientConnectorError as error:
-            receiver.on_error(NotSent(f"its OpenAI API cannot be reached: {error!r}"))
-        except (aiohttp.ClientError, TimeoutError) as error:
-            receiver.on_error(DependencyAway(f"its OpenAI API cannot be reached: {error!r}"))
-        except (AllBusy, DependencyAway) as error:
-            receiver.on_error(error)
+        except EngineFailed as error:
+            # Engines that live end connections too, such as an idle one that a request has just taken.
+            lives = await is_alive(self._session, worker.openai_endpoint)
+            receiver.on_error(DependencyAway(str(error)) if lives else OutcomeUnknown(str(error)))
         except ConnectionError:
             return  # The client has left; aiohttp cancels its handler.
         except Exception as error:
@@ -340,20 +321,23 @@ class ForwardedRequest:
     def _shown(self, failure: str) -> str:
         return shown_failure(failure) if self._is_authenticated else failure
 
-    async def _refusal(self, answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway:
+    async def _refusal(self, answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway | EngineFailed:
         """Returns the error for a response with which an engine says that another one may serve the request."""
-        body = await _failure(answer)
+        body = await failure_body(answer)
         message = f"its OpenAI API answers {answer.status}: {self._shown(body.decode(errors='replace'))[:256]}"
         is_whole = answer.content_type == _JSON_TYPE and answer.content.at_eof()
         if is_whole and not (self._is_authenticated and quotes_internal(body)):
             headers = {name: answer.headers[name] for name in _KEPT_OF_ERRORS if name in answer.headers}
             self._engine_error = web.Response(status=answer.status, body=body, headers=headers)
-        return AllBusy(RETRY_AFTER_MS, message) if answer.status == _BUSY_STATUS else DependencyAway(message)
+        if answer.status == _BUSY_STATUS:
+            return AllBusy(RETRY_AFTER_MS, message)
+        # One that answers 503 has not begun with the request.
+        return DependencyAway(message) if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else EngineFailed(message)
 
     async def _read_prefill(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
         """Reads the response of a prefill engine, which the client does not get."""
         kept = bytearray()
-        async for chunk in answer.content.iter_any():
+        async for chunk in chunks(answer):
             kept += chunk
             if len(kept) > _MAX_PREFILL_BYTES:
                 raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_PREFILL_BYTES} bytes")
@@ -373,7 +357,7 @@ class ForwardedRequest:
         reader = UsageReader(is_stream=is_stream)
         transfers = self._transfer_filter(answer)
         whole = bytearray()
-        async for chunk in _chunks(answer):
+        async for chunk in chunks(answer):
             reader.take(chunk)
             if transfers is not None:
                 chunk = transfers.take(chunk)
@@ -396,7 +380,7 @@ class ForwardedRequest:
         tokens = self._tokens
         if tokens is None or answer.content_type != _STREAM_TYPE:
             if self.response is not None:
-                why = self._shown((await _failure(answer)).decode(errors="replace"))
+                why = self._shown((await failure_body(answer)).decode(errors="replace"))
                 raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why[:256]}")
             await self._pass_on(answer, receiver)
             return
@@ -404,7 +388,7 @@ class ForwardedRequest:
         transfers = self._transfer_filter(answer)
         reader = UsageReader(is_stream=True)
         try:
-            async for chunk in _chunks(answer):
+            async for chunk in chunks(answer):
                 events, token_ids, failure = tokens.take(chunk)
                 if self.response is None and events:
                     self.response = await self._begin(answer)
@@ -419,7 +403,7 @@ class ForwardedRequest:
                     raise failure
             if not tokens.is_done:
                 raise DependencyAway("its OpenAI API ends the stream without [DONE]")
-        except (aiohttp.ClientError, TimeoutError, DependencyAway):
+        except (EngineFailed, DeadlineExceeded, DependencyAway):
             if self.response is None or not tokens.is_finished:
                 raise
             await self.response.write(tokens.end_of_output())
@@ -452,14 +436,6 @@ class ForwardedRequest:
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
         await response.prepare(self._request)
         return response
-
-
-async def _failure(answer: aiohttp.ClientResponse) -> bytes:
-    """Returns the body of an engine's error, of which a bounded part is read."""
-    body = bytearray()
-    while len(body) < _MAX_FAILURE_BYTES and (part := await answer.content.read(_MAX_FAILURE_BYTES - len(body))):
-        body += part
-    return bytes(body)
 
 
 def _piece(*, token_ids: Iterable[int] = (), usage: Usage | None = None, ends: bool = False) -> bytes:

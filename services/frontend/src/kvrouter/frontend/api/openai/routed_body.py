@@ -33,8 +33,8 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _TOKEN_LIST = re.compile(rb'\[\s*[^"\[\]\s]')
 """The beginning of a list that has no texts and no lists."""
-_TOKEN_LISTS = re.compile(rb'\[\s*[^"\]\s]')
-"""The beginning of a list of token ids, or of a list of these."""
+_TOKEN_LISTS = re.compile(rb'\[[\s\[]*[^"{\[\]\s]')
+"""The beginning of a list of token ids, or of a list of these: neither texts nor objects."""
 _MODEL_PART = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
 """The model in a form, as transcriptions of speech are requested."""
 _DATA_URL = re.compile(rb'"data:[^"]{512,}"')
@@ -70,6 +70,7 @@ class _Fields(msgspec.Struct, frozen=True):
     prompt_embeds: Any = None
     truncate_prompt_tokens: Any = None
     stop_token_ids: _Raw = _Raw()
+    input: _Raw = _Raw()
 
     @property
     def is_rendered_by_engine(self) -> bool:
@@ -154,7 +155,7 @@ class RoutedBody:
             listed = {"prompt": token_ids} | _listed(fields, "stop_token_ids")
             is_tokenized = not fields.is_rendered_by_engine
             return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
-        parsed = replace(parsed, listed_ids=_listed(fields, "prompt", "stop_token_ids"))
+        parsed = replace(parsed, listed_ids=_listed(fields, "prompt", "input", "stop_token_ids"))
         source = None if fields.is_rendered_by_engine else _Text(fields) if prompt else _Chat(fields)
         content = prompt or _given(fields.messages)
         token_ids = _stand_in(content, max_prompt_tokens)
