@@ -141,7 +141,8 @@ class PromptComparison:
                 own_token=received,
             )
             return f"{probe}: token {at} is {expected} at the engine and {received} here"
-        log.info("prompts.compared", worker_id=worker.worker_id, model=worker.model, probes=compared)
+        if compared:
+            log.info("prompts.compared", worker_id=worker.worker_id, model=worker.model, probes=compared)
         return ""
 
     async def _tokens(
