@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from kvrouter.frontend.client_work.client_work import ClientWork
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.net.engine_chats import chat_rule
+from kvrouter.runtime.errors import BadRequest, NotReady
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry
 
@@ -46,3 +48,18 @@ async def test_the_rule_is_that_of_most_workers_and_stays_while_there_are_none(t
     assert await rule_after(directory, [], ["vllm", "sglang", "sglang"]) == chat_rule("sglang")
     assert await rule_after(directory, ["vllm"], ["", ""]) == chat_rule("vllm")
     assert await rule_after(directory, ["vllm", "vllm"], ["sglang", "vllm"], ["sglang"]) == chat_rule("sglang")
+
+
+async def test_a_tokenizer_that_is_being_loaded_is_worth_a_retry(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    registered: Any = Registered([])
+    unused: Any = None
+    directories = {"m": write_byte_tokenizer(tmp_path / "model")}
+    texts = TextModels(registered, unused, directories, registry, work=ClientWork(registry), cache_bytes=1 << 20)
+    with pytest.raises(BadRequest, match="needs a tokenizer"):
+        texts.get("m", "messages")
+    async for _ in registered.changes():
+        with pytest.raises(NotReady, match="is being loaded"):
+            texts.get("m", "messages")
+        with pytest.raises(BadRequest, match="no worker publishes one"):
+            texts.get("other", "messages")

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -27,7 +27,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
-from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, PotentialLoadsRequest
 
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
@@ -293,16 +293,32 @@ class Stack:
                 async with open_channel(
                     self.frontend, tls=self.tls, role="frontend", api_key=self.options.api_key
                 ) as channel:
-                    while missing := await self._missing_workers(channel):  # noqa: ASYNC110 - asks another process
+                    frontend = cast(
+                        "Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel)
+                    )
+                    while missing := await self._missing_workers(frontend) or await self._missing_text(frontend):  # noqa: ASYNC110
                         await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             raise StackFailed(
                 f"not ready after {_READY_SECONDS:.0f} s: {missing}; logs are in {self.options.logs}"
             ) from None
 
-    async def _missing_workers(self, channel: grpc.aio.Channel) -> str:
+    async def _missing_text(self, frontend: Frontend) -> str:
+        """Returns why a chat might not be served; empty if the system takes no text, or served a word."""
+        if not self.options.has_text:
+            return ""
+        request = FrontendServiceGenerateRequest(model=self.options.model, prompt_text="ready")
+        request.stop_conditions.max_tokens = 1
+        try:
+            async with aclosing(frontend.generate(request, deadline=Deadline.after(5))) as pieces:
+                async for _ in pieces:
+                    pass
+        except KvRouterError as error:
+            return f"the Frontend answers {error.code.name}, {error}"
+        return ""
+
+    async def _missing_workers(self, frontend: Frontend) -> str:
         """Returns why a worker might not serve a request; empty if all can."""
-        frontend = cast("Frontend", remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
         found = 0
         for component in ("", "prefill") if self.options.prefill else ("",):
             request = PotentialLoadsRequest()

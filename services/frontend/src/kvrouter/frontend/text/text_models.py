@@ -19,7 +19,7 @@ from kvrouter.frontend.text.tokenizer import InvalidTokenizer
 from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.runtime.errors import BadRequest, NotReady
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -128,9 +128,12 @@ class TextModels:
 
         Raises:
             BadRequest: there is none; the error says why.
+            NotReady: it is being loaded.
         """
         found = self._loaded.get(model)
         if found is None:
+            if model not in self._failures and model in self._wanted(self._directory):
+                raise NotReady(f"the tokenizer of the model {model[:128]!r} is being loaded")
             reason = self._failures.get(model, "no worker publishes one, and no directory is set for it")
             raise BadRequest(
                 f"{field} needs a tokenizer, and the model {model[:128]!r} has none here: {reason}",
