@@ -153,7 +153,7 @@ class IndexerCalls:
         if any(SHORTENED in text for text in texts):
             answer = await self._service.get_stats(GetStatsRequest(component=component), deadline=self._deadline)
             known = [rank.rank for stats in answer.components for rank in stats.ranks]
-        return [_rank(text, known) for text in texts]
+        return [rank_of_text(text, known) for text in texts]
 
     async def _named(self) -> Component:
         """Returns the named component, or the only one."""
@@ -193,7 +193,12 @@ def _console() -> PlainConsole:
     return PlainConsole(None if sys.stdout.isatty() else 200)
 
 
-def _rank(text: str, known: Sequence[Rank]) -> Rank:
+def rank_of_text(text: str, known: Sequence[Rank]) -> Rank:
+    """Returns the rank that WORKER_ID or WORKER_ID:DP_RANK names, among those that are known if it is shortened.
+
+    Raises:
+        WrongUsage: it is malformed, or is short for no worker or for several.
+    """
     worker, _, dp_rank = text.partition(":")
     if SHORTENED in worker:
         found = {str(rank.worker_id) for rank in known if may_stand_for(worker, str(rank.worker_id))}

@@ -128,8 +128,8 @@ class FrontendService:
         """Routes a request, runs it, and yields its output piece by piece.
 
         Raises:
-            BadRequest, PromptTooLong, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers, AllBusy, WorkerLost,
-            PoisonPrompt, OutOfRange, TooLarge, Overloaded, DeadlineExceeded, DependencyAway.
+            BadRequest, PromptTooLong, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers, NotReady, AllBusy,
+            WorkerLost, PoisonPrompt, OutOfRange, TooLarge, Overloaded, DeadlineExceeded, DependencyAway.
         """
         async with aclosing(self.generate_encoded(request, deadline=deadline)) as responses:
             async for encoded in responses:
