@@ -22,7 +22,6 @@ from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
-from kvrouter.net.peer_conduct import PeerConduct
 from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import Directory
@@ -32,8 +31,8 @@ from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.nats_connection import NatsMetrics
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.callers import CallerMetrics
-from kvrouter.runtime.telemetry.closed_connections import ClosedConnections
 from kvrouter.runtime.telemetry.event_loop import EventLoopMetrics
+from kvrouter.runtime.telemetry.grpc_servers import expose_conduct
 from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
@@ -84,7 +83,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     TlsMetrics(every, None)
     EventLoopMetrics(every)
     CallerMetrics(every, list)
-    ClosedConnections(every, PeerConduct())
+    expose_conduct(every, list)
     bounds_of(every)
     TracingMetrics(every)
     _Connections(MagicMock(), every, "ops")

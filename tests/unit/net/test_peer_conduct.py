@@ -62,6 +62,22 @@ async def test_a_flood_closes_its_connection_and_no_other(monkeypatch: pytest.Mo
         connection.close()
 
 
+async def test_a_connection_that_makes_an_admitted_call_in_time_is_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_conduct, "_SWEEP_SECONDS", 0.0)
+    conduct = PeerConduct()
+    flooding, admitted = Connection("127.0.0.1"), Connection("127.0.0.1")
+    for _ in range(100):
+        conduct.without_credential(flooding.peer)
+        conduct.without_credential(admitted.peer)
+    conduct.admitted(admitted.peer)
+    async with asyncio.timeout(30):
+        while not conduct.closed:
+            await asyncio.sleep(0)
+    assert [flooding.is_open, admitted.is_open] == [False, True]
+    for connection in (flooding, admitted):
+        connection.close()
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_conduct, "_MAX_PEERS", 10)
     conduct = PeerConduct()

@@ -38,9 +38,18 @@ class CallGate(grpc.aio.ServerInterceptor):
     """Admits the calls of a server. Calls for everybody have a bound of their own, and take no room from others."""
 
     def __init__(
-        self, check: PeerCheck | None = None, *, max_calls: int = MAX_CALLS, for_everybody: EvictableCalls | None = None
+        self,
+        check: PeerCheck | None = None,
+        *,
+        max_calls: int = MAX_CALLS,
+        for_everybody: EvictableCalls | None = None,
+        admits: bool = True,
     ) -> None:
-        """``check`` decides which methods a peer may call; None permits all. ``max_calls`` bounds admitted calls."""
+        """``check`` decides which methods a peer may call; None permits all. ``max_calls`` bounds admitted calls.
+
+        Without ``admits`` the handlers tell ``conduct`` which peers have a credential that counts.
+        """
+        self._admits = admits
         self.calls = 0
         """Number of admitted calls that run."""
         self.max_calls = max_calls
@@ -90,7 +99,7 @@ class CallGate(grpc.aio.ServerInterceptor):
                     refused = error
                     self.conduct.without_credential(peer)
                 else:
-                    if not opens_stream:
+                    if self._admits and not opens_stream:
                         self.conduct.admitted(peer)
                     self.calls += 1
                     try:

@@ -46,7 +46,9 @@ class PeerConduct:
         """Calls that a connection may still make, and when they were computed."""
         self._second = 0
         self._in_second = 0
-        self._closing: set[_Address] = set()
+        self._closing: dict[str, _Address] = {}
+        """Peers whose connections are to be closed, unless one makes an admitted call before."""
+        self._sweeping: asyncio.TimerHandle | None = None
 
     def opened(self, peer: str, admitted: bool) -> None:
         """Records that a peer opened a call stream, or tried to."""
@@ -59,6 +61,7 @@ class PeerConduct:
         """Records an admitted call of a peer, as gRPC names it."""
         if peer not in self._admitted:
             self._allowances.pop(peer, None)
+            self._closing.pop(peer, None)
             self._admitted[peer] = None
             if len(self._admitted) > _MAX_PEERS:
                 self._admitted.popitem(last=False)
@@ -88,12 +91,16 @@ class PeerConduct:
         address = _address_of(peer)
         if address is None:
             return
-        if not self._closing:
-            asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
-        self._closing.add(address)
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
+        self._closing[peer] = address
 
     def _sweep(self) -> None:
-        closing, self._closing = self._closing, set()
+        self._sweeping = None
+        closing = set(self._closing.values())
+        self._closing.clear()
+        if not closing:
+            return
         closed = close_connections(closing)
         self.closed += closed
         log.warning("connections.closed", connections=closed, peer=min(closing)[0], cause="too many calls refused")

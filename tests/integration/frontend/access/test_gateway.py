@@ -33,6 +33,7 @@ class Gateway:
 
     system: System
     channel: grpc.aio.Channel
+    address: str
 
     async def passed(
         self, key: str, sent: Mapping[str, str] = MappingProxyType({}), **fields: object
@@ -80,7 +81,7 @@ async def gateway(nats_url: str, etcd_endpoint: str, namespace: str, keys: Keys)
         grpc.aio.insecure_channel(address) as channel,
     ):
         await system.until_candidate(1)
-        yield Gateway(system, channel)
+        yield Gateway(system, channel, address)
 
 
 async def test_a_gateways_client_is_authenticated(gateway: Gateway, keys: Keys) -> None:
@@ -134,3 +135,19 @@ async def test_a_gateways_client_sees_no_transfer_parameters(gateway: Gateway, k
     event = b'data: {"choices": [], "kv_transfer_params": {"remote_host": "10.0.0.7"}}\n\n'
     assert await stream.respond(event) == b'data: {"choices": [], "kv_transfer_params": null}\n\n'
     await stream.end()
+
+
+async def refused_for_ever(channel: grpc.aio.Channel) -> None:
+    while True:
+        assert (await GatewayStream(channel).refused(BODY, sent=PATH))[0] == 401
+
+
+async def test_a_peer_that_floods_with_requests_without_a_key_is_disconnected(gateway: Gateway, keys: Keys) -> None:
+    async with grpc.aio.insecure_channel(gateway.address, [("grpc.use_local_subchannel_pool", 1)]) as flooding:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await refused_for_ever(flooding)
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+    # One connection may carry clients with a key and others.
+    await gateway.passed(keys["client"])
+    for _ in range(100):
+        assert await gateway.status() == 401

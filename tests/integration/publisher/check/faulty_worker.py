@@ -162,7 +162,7 @@ async def serving(fault: Fault) -> AsyncIterator[str]:
     engine = FaultyEngine(fault)
     server = engine.server = WorkerServer(engine, {0: engine.rank}, engine.load_response)
     if fault == "call stream missing":
-        server._call_streams.register = lambda _: None  # type: ignore[method-assign]
+        server.call_streams.register = lambda _: None  # type: ignore[method-assign]
     endpoint = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
     try:
         yield endpoint

@@ -251,6 +251,7 @@ async def _serving_endpoint_picker(
             PickerMetrics(runtime.registry),
             settings.endpoint_picker_bind,
             options,
+            registry=runtime.registry,
             drain_seconds=settings.drain_seconds,
             tls=runtime.tls,
         ):

@@ -28,6 +28,7 @@ from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.runtime.telemetry.callers import CallerMetrics
+from kvrouter.runtime.telemetry.grpc_servers import expose_servers
 from kvrouter.runtime.tracing import tracer
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
@@ -200,7 +201,8 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
         try:
             # The SDK stops first and lets requests finish, for which the engines must continue to step.
             async with sdk.running(config, MockEngine(drivers, handover, emit, logprobs, answers)) as worker:
-                CallerMetrics(registry, lambda: [worker.callers])
+                CallerMetrics(registry, lambda: [worker.server.callers])
+                expose_servers(registry, lambda: [worker.server])
                 for dp_rank, driver in drivers.items():
                     publishers[dp_rank] = worker.rank(dp_rank)
                     stepping.append(group.create_task(driver.run(), name=f"rank-{dp_rank}"))

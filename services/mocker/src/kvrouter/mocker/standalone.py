@@ -21,6 +21,7 @@ from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import load_reports, load_response
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.runtime.telemetry.callers import CallerMetrics
+from kvrouter.runtime.telemetry.grpc_servers import expose_servers
 from prometheus_client import CollectorRegistry
 
 log = structlog.get_logger(component="mocker")
@@ -55,6 +56,7 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
         ServiceToken.of(config.service_token_file, of_worker=True),
     )
     CallerMetrics(registry, lambda: [server.callers])
+    expose_servers(registry, lambda: [server])
     async with asyncio.TaskGroup() as group:
         stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
         try:

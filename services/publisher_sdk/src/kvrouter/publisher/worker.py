@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvrouter.net.authorization import CallerCheck, ServiceToken
+from kvrouter.net.authorization import ServiceToken
 from kvrouter.net.etcd import AWAY, LeasedKeys, connect
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls import Tls
@@ -204,9 +204,9 @@ class Worker:
             await rank.flush()
 
     @property
-    def callers(self) -> CallerCheck:
-        """What decides which processes may call the worker; it counts those that it refuses."""
-        return self._server.callers
+    def server(self) -> WorkerServer:
+        """The gRPC server, with what it counts: callers that it refuses, and how full its bounds are."""
+        return self._server
 
     def load_reports(self) -> list[LoadReport]:
         """Returns every rank's load from the engine, with rank, incarnation and time."""

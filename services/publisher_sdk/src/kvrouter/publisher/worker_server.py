@@ -83,10 +83,12 @@ class WorkerServer:
         self.callers = CallerCheck(tls, token)
         """Decides which processes may call the worker."""
         check = self.callers if self.callers.applies else None
-        gate = CallGate(check)
-        self._server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
-        self._call_streams = CallStreamServer(check=check)
-        self._call_streams.on_opening = gate.conduct.opened
+        self.gate = CallGate(check)
+        """What admits the calls."""
+        self._server = grpc.aio.server(interceptors=[self.gate], options=SERVER_OPTIONS)
+        self.call_streams = CallStreamServer(check=check)
+        """The call streams."""
+        self.call_streams.on_opening = self.gate.conduct.opened
         self._draining_streams: asyncio.Task[None] | None = None
 
     @property
@@ -113,9 +115,9 @@ class WorkerServer:
             "GetModelFile": grpc.unary_stream_rpc_method_handler(self._guarded(self._get_model_file)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        self._call_streams.add_streaming(f"{SERVICE}/Generate", self._generate_on_stream)
-        self._call_streams.add_unary(f"{SERVICE}/Abort", self._abort_on_stream)
-        self._call_streams.register(self._server)
+        self.call_streams.add_streaming(f"{SERVICE}/Generate", self._generate_on_stream)
+        self.call_streams.add_unary(f"{SERVICE}/Abort", self._abort_on_stream)
+        self.call_streams.register(self._server)
         self._health.register(self._server)
         add_reflection(self._server, [SERVICE, CALL_STREAM_SERVICE, HEALTH_SERVICE])
         try:
@@ -131,7 +133,7 @@ class WorkerServer:
     async def refuse_requests(self) -> None:
         """Refuses new requests from now on and reports that in grpc.health; running calls continue."""
         self._draining = True
-        self._draining_streams = asyncio.create_task(self._call_streams.drain())
+        self._draining_streams = asyncio.create_task(self.call_streams.drain())
         for name in ("", SERVICE):
             self._health.set(name, False)
 

@@ -19,6 +19,7 @@ from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.runtime.telemetry.callers import CallerMetrics
+from kvrouter.runtime.telemetry.grpc_servers import expose_servers
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry
@@ -99,7 +100,8 @@ async def running(settings: RelaySettings, registry: CollectorRegistry) -> Async
             raise StartRefused(f"--kv-events: {error}") from error
         except DescriptorMismatch as error:
             raise StartRefused(str(error)) from error
-        CallerMetrics(registry, lambda: [worker.callers])
+        CallerMetrics(registry, lambda: [worker.server.callers])
+        expose_servers(registry, lambda: [worker.server])
         availability = _Availability(worker, parts, changed, settings.engine_grace_seconds)
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(availability.run())

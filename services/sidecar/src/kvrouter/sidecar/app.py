@@ -11,6 +11,7 @@ import aiohttp
 from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.runtime.telemetry.callers import CallerMetrics
+from kvrouter.runtime.telemetry.grpc_servers import expose_servers
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.sidecar.engine_options import options_of_engines
 from kvrouter.sidecar.engines.http import EngineHttp
@@ -51,7 +52,8 @@ async def running(
             for each in options
         ]
         SidecarMetrics(registry, engines)
-        CallerMetrics(registry, lambda: [check for engine in engines for check in engine.callers])
+        CallerMetrics(registry, lambda: [server.callers for engine in engines for server in engine.servers])
+        expose_servers(registry, lambda: [server for engine in engines for server in engine.servers])
         RelayMetrics(registry, {engine.options.worker_id: engine.relayed for engine in engines})
         async with asyncio.TaskGroup() as tasks:
             for engine in engines:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import structlog
-from kvrouter.net.authorization import CallerCheck
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.errors import DescriptorMismatch, InvalidConfig
+from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.relay.engine_sockets import EndpointRefused, ReplayFailed
 from kvrouter.relay.relaying import RelayedRanks, relaying
 from kvrouter.sidecar.engine_options import EngineOptions
@@ -77,9 +77,9 @@ class EngineSupervisor:
                 await self._leave()
 
     @property
-    def callers(self) -> list[CallerCheck]:
-        """The check of the worker's callers; empty while there is no worker."""
-        return [] if self._worker is None else [self._worker.callers]
+    def servers(self) -> list[WorkerServer]:
+        """The worker's gRPC server; empty while there is no worker."""
+        return [] if self._worker is None else [self._worker.server]
 
     def stop(self) -> None:
         """Lets running requests finish, deregisters the worker, and ends ``run``. May be called once."""

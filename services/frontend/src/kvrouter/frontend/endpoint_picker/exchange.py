@@ -8,7 +8,7 @@ ends early if the client disconnects or the gateway dies; the booking is freed w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -53,6 +53,7 @@ class Exchange:
         self._metrics = metrics
         self._request = GatewayRequest(picker, options)
         self._options = options
+        self._begun = False
         self._refused = False
         self._response = EngineResponse(is_stream=False, removes_usage=False)
         self._has_begun_response = False
@@ -61,16 +62,25 @@ class Exchange:
         self._keeps_body = False
         self._reading: asyncio.Task[Any] | None = None
 
-    async def run(self) -> None:
+    async def run(self, began: Callable[[bool], None]) -> None:
         """Processes the request until its stream ends.
 
+        Args:
+            began: Called when the headers have been read, with whether they have a credential that counts.
+
         Raises:
-            KvRouterError: the gateway's configuration does not fit the protocol.
+            KvRouterError: the gateway or its configuration does not fit the protocol.
         """
         try:
             while (message := await self._read()) is not None:
                 await loop_budget().turn(_MESSAGE_US)
+                begins = message.HasField("request_headers")
+                if begins == self._begun:
+                    raise BadRequest("expected the headers of one request before everything else")
                 await self._process(message)
+                if begins:
+                    self._begun = True
+                    began(self._request.has_caller)
         except _GatewayLeft:
             self._metrics.requests.labels(code="CANCELLED").inc()
         finally:

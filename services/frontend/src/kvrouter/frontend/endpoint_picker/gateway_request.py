@@ -85,6 +85,11 @@ class GatewayRequest:
         """Whether the client has a key, so that it sets and sees no internal fields of engines."""
         return self._options.access is not None
 
+    @property
+    def has_caller(self) -> bool:
+        """Whether its headers have a credential that counts, or none is needed."""
+        return self._options.access is None or self._caller is not None
+
     def begin(self, message: ProcessingRequest) -> None:
         """Reads the request's headers.
 

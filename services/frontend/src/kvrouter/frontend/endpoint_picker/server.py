@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -19,13 +19,18 @@ from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions
 from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.net.call_gate import CallGate
+from kvrouter.net.evictable_calls import EvictableCalls
 from kvrouter.net.grpc_options import SERVER_OPTIONS
 from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
 from kvrouter.net.health_service import HealthService
+from kvrouter.net.peer_conduct import PeerConduct
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
+from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.listening import BindFailed
+from kvrouter.runtime.telemetry.grpc_servers import expose_conduct
+from prometheus_client import CollectorRegistry
 
 log = structlog.get_logger(component="endpoint-picker")
 
@@ -33,6 +38,10 @@ SERVICE = external_processor_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"
 _LIVENESS, _READINESS = "liveness", "readiness"
 _READINESS_SECONDS = 0.05
 """Interval of readiness checks."""
+_OPENING_SECONDS = 10.0
+"""Time for the headers of a request to arrive, and for the gateway to end the stream of a refused one."""
+_MOST_OPENING = 1024
+"""Streams without a caller, yet or at all. A further one ends the oldest."""
 _STOP_SECONDS = 0.5
 """Time for refused requests to reach the gateway before connections are closed."""
 
@@ -40,7 +49,11 @@ _STOP_SECONDS = 0.5
 class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  # The base class is not typed.
     """Envoy's external processing service."""
 
-    def __init__(self, picker: Picker, metrics: PickerMetrics, options: ExchangeOptions) -> None:
+    def __init__(self, picker: Picker, metrics: PickerMetrics, options: ExchangeOptions, conduct: PeerConduct) -> None:
+        """``conduct`` closes the connections of peers that open streams without requests that count."""
+        self._conduct = conduct
+        self.opening = EvictableCalls(_MOST_OPENING)
+        """Streams without a caller, yet or at all."""
         self._picker = picker
         self._metrics = metrics
         self._options = options
@@ -61,14 +74,43 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
         self._idle.clear()
         try:
             with self._metrics.running.track_inprogress():
-                await Exchange(context, self._picker, self._metrics, self._options).run()
+                if not await self._exchange(context):
+                    self._conduct.without_credential(context.peer())
+                    await context.abort(
+                        grpc.StatusCode.DEADLINE_EXCEEDED, "no request of a caller came in time, or others came"
+                    )
         except KvRouterError as error:
+            self._conduct.without_credential(context.peer())
             log.warning("gateway.refused", cause=str(error))
             await context.abort(error.code, error.shown_message)
         finally:
             self.running -= 1
             if not self.running:
                 self._idle.set()
+
+    async def _exchange(self, context: Context) -> bool:
+        """Processes a request. Returns False if its stream was ended because it brought no caller in time."""
+        peer = context.peer()
+        timeout = asyncio.timeout(_OPENING_SECONDS)
+        with ExitStack() as opening:
+
+            def began(has_caller: bool) -> None:
+                if has_caller:
+                    self._conduct.admitted(peer)
+                    timeout.reschedule(None)
+                    opening.close()
+                else:
+                    self._conduct.without_credential(peer)
+
+            try:
+                async with timeout:
+                    opening.enter_context(self.opening.running(timeout))
+                    await Exchange(context, self._picker, self._metrics, self._options).run(began)
+            except TimeoutError:
+                if not timeout.expired():
+                    raise
+                return False
+        return True
 
 
 @asynccontextmanager
@@ -78,6 +120,7 @@ async def serving_picker(
     bind: str,
     options: ExchangeOptions,
     *,
+    registry: CollectorRegistry,
     drain_seconds: float,
     tls: Tls | None = None,
 ) -> AsyncIterator[str]:
@@ -88,14 +131,18 @@ async def serving_picker(
         metrics: Counts requests.
         bind: Address to listen on, host:port.
         options: How requests are treated.
+        registry: Registry for the bounds of the server.
         drain_seconds: Maximum time that running requests get to end when the context ends.
         tls: Encrypts connections; None for plain text.
 
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
     """
-    server = grpc.aio.server(interceptors=[CallGate()], options=SERVER_OPTIONS)
-    service = EndpointPickerService(picker, metrics, options)
+    gate = CallGate(admits=False)
+    server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
+    service = EndpointPickerService(picker, metrics, options, gate.conduct)
+    expose_conduct(registry, lambda: [gate.conduct])
+    bounds_of(registry).add("picker_opening_streams", lambda: len(service.opening), _MOST_OPENING, when_full="evicts")
     add_ExternalProcessorServicer_to_server(service, server)
     health = HealthService()
     health.register(server)

@@ -10,10 +10,9 @@ from functools import partial
 
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from kvrouter.runtime.bounds import Bounds, bounds_of
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.runtime.rpc import Guard, RpcServer, add_service, open_server
-from kvrouter.runtime.telemetry.closed_connections import ClosedConnections
+from kvrouter.runtime.telemetry.grpc_servers import expose_servers
 from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import serving_ops
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
@@ -68,8 +67,7 @@ async def host(
     server = open_server(
         settings.bind, call_stream_counts=counts, reuse_port=reuse_port, tls=runtime.tls, callers=runtime.callers
     )
-    _add_bounds(bounds_of(runtime.registry), server)
-    ClosedConnections(runtime.registry, server.gate.conduct)
+    expose_servers(runtime.registry, lambda: [server])
     readiness = readiness_gauge(runtime.registry)
     for service in services:
         readiness.labels(service.kind).set_function(partial(server.health.is_ready, service.descriptor.full_name))
@@ -100,17 +98,6 @@ async def host(
         finally:
             runtime.registrar.withdraw()
             await server.drain(settings.drain_seconds)
-
-
-def _add_bounds(bounds: Bounds, server: RpcServer) -> None:
-    gate, counts, limits = server.gate, server.call_streams.counts, server.call_streams.limits
-    bounds.add("grpc_calls", lambda: gate.calls, gate.max_calls)
-    everybody = gate.for_everybody
-    bounds.add("grpc_calls_for_everybody", lambda: len(everybody), everybody.limit, when_full="evicts")
-    bounds.add("call_streams", lambda: counts.streams, limits.server_streams, when_full="evicts")
-    bounds.add("call_stream_calls", lambda: counts.running, limits.server_calls)
-    bounds.add("unfinished_request_bytes", lambda: counts.unfinished_bytes, limits.server_unfinished_bytes)
-    bounds.add("unread_response_bytes", lambda: counts.unread_bytes, limits.server_unread_bytes)
 
 
 async def _follow_readiness(runtime: Runtime, server: RpcServer, services: Sequence[Hosted]) -> None:
