@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
+from kvrouter.runtime import http_strangers
+from kvrouter.runtime.http_server import HttpLimits, note_admitted, serving_http, share_of_descriptors
 from prometheus_client import CollectorRegistry
 
 SECONDS = 0.2
@@ -25,6 +27,8 @@ class Served:
     port: int
     registry: CollectorRegistry
     stack: AsyncExitStack
+    refused: int = 0
+    refusal_bytes: int = 0
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     began: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
@@ -47,7 +51,9 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(connections: int = 100, header_seconds: float = SECONDS) -> AsyncIterator[Served]:
+async def serving(
+    connections: int = 100, header_seconds: float = SECONDS, *, middlewares: Any = (), recognizes: Any = None
+) -> AsyncIterator[Served]:
     async def quick(_: web.Request) -> web.Response:
         return web.Response(text="quick")
 
@@ -63,7 +69,7 @@ async def serving(connections: int = 100, header_seconds: float = SECONDS) -> As
         await response.write(b"last")
         return response
 
-    application = web.Application()
+    application = web.Application(middlewares=middlewares)
     routes = [web.get("/quick", quick), web.post("/upload", upload), web.get("/stream", stream)]
     application.add_routes(routes)
     registry = CollectorRegistry()
@@ -71,7 +77,13 @@ async def serving(connections: int = 100, header_seconds: float = SECONDS) -> As
     async with (
         asyncio.timeout(30),
         AsyncExitStack() as stack,
-        serving_http(application, "127.0.0.1", 0, limits, registry, name="test", shutdown_timeout=1.0) as (_, port),
+        serving_http(
+            application,
+            *("127.0.0.1", 0, limits, registry),
+            name="test",
+            recognizes=recognizes,
+            shutdown_timeout=1.0,
+        ) as (_, port),
     ):
         served = Served(port, registry, stack)
         yield served
@@ -166,3 +178,98 @@ async def test_a_new_connection_is_refused_while_all_others_have_requests() -> N
 def test_a_share_of_the_descriptors_is_one_at_least() -> None:
     assert share_of_descriptors(1e-12) == 1
     assert share_of_descriptors(1 / 8) <= share_of_descriptors(1 / 2) <= 16_384
+
+
+KEYED = b"GET /quick HTTP/1.1\r\nHost: x\r\nX-Key: known\r\n\r\n"
+
+
+@asynccontextmanager
+async def serving_strangers(connections: int = 100, header_seconds: float = 60) -> AsyncIterator[Served]:
+    """A server whose requests need a key."""
+
+    @web.middleware
+    async def authenticate(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.headers.get("X-Key") != "known":
+            served.refused += 1
+            return web.Response(status=401, body=b"refused" + bytes(served.refusal_bytes))
+        note_admitted(request)
+        return await handler(request)  # type: ignore[no-any-return]
+
+    async with serving(
+        connections, header_seconds, middlewares=[authenticate], recognizes=lambda head: b"X-Key: known" in head
+    ) as served:
+        yield served
+
+
+async def test_a_flood_of_strangers_delays_nobody_with_a_credential(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_strangers, "_TURNS_PER_SECOND", 0.001)
+    monkeypatch.setattr(http_strangers, "_BURST", 5)
+    async with serving_strangers() as served:
+        known, writer = await served.connect(KEYED)
+        await known.readuntil(b"quick")
+        for _ in range(20):
+            await served.connect(30 * WHOLE)
+        while served.refused < 4:
+            await asyncio.sleep(0.01)
+        for _ in range(20):
+            writer.write(KEYED)
+            await known.readuntil(b"quick")
+            assert b"200" in await served.answer(KEYED)
+        assert served.refused == 4
+
+
+async def test_strangers_take_turns_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_strangers, "_BURST", 1)
+    async with serving_strangers() as served:
+        flooding, _ = await served.connect(1000 * WHOLE)
+        assert b"401" in await served.answer()
+        assert served.refused < 500
+        assert b"401" in await flooding.readline()
+
+
+async def test_what_waits_for_turns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_strangers, "_TURNS_PER_SECOND", 0.001)
+    monkeypatch.setattr(http_strangers, "_BURST", 1)
+    monkeypatch.setattr(http_strangers, "MAX_HELD_BYTES", 100_000)
+    async with serving_strangers() as served:
+        small, _ = await served.connect(3 * WHOLE)
+        assert b"401" in await small.readline()
+        large, _ = await served.connect(b"x" * 200_000)
+        with suppress(ConnectionError):
+            await large.read()
+        await served.until_open(1)
+
+
+async def test_an_idle_stranger_is_closed_and_others_are_not() -> None:
+    async with serving_strangers(header_seconds=SECONDS) as served:
+        known, writer = await served.connect(KEYED)
+        await known.readuntil(b"quick")
+        stranger, _ = await served.connect(WHOLE)
+        assert (await stranger.read()).endswith(b"refused")
+        assert served.closed("idle") == 1
+        writer.write(KEYED)
+        await known.readuntil(b"quick")
+
+
+async def test_a_stranger_that_reads_no_response_is_closed() -> None:
+    async with serving_strangers(header_seconds=SECONDS) as served:
+        served.refusal_bytes = 64 << 20
+        _, writer = await served.connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(WHOLE)
+        while not served.closed("unread"):
+            await asyncio.sleep(0.01)
+        await served.until_open(0)
+
+
+async def test_strangers_are_replaced_first() -> None:
+    async with serving_strangers(3) as served:
+        known, writer = await served.connect(KEYED)
+        await known.readuntil(b"quick")
+        await asyncio.sleep(0)
+        for _ in range(5):
+            stranger, _ = await served.connect(WHOLE)
+            await stranger.readuntil(b"refused")
+        assert served.closed("replaced") == 3
+        writer.write(KEYED)
+        await known.readuntil(b"quick")

@@ -319,6 +319,7 @@ async def serving_http(
             name="frontend",
             reuse_port=shared is not None,
             tls=runtime.tls,
+            recognizes=None if service.access is None else service.access.recognizes,
             handler_cancellation=True,
             auto_decompress=False,
             shutdown_timeout=settings.drain_seconds,

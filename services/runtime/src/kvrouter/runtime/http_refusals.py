@@ -17,7 +17,10 @@ _MAX_TEXT = 256
 class JsonRequestHandler(RequestHandler):
     """aiohttp's handler of a connection, with JSON for requests that it cannot parse."""
 
-    __slots__ = ()
+    __slots__ = ("is_stranger",)
+
+    is_stranger: bool
+    """Whether its last request had no credential that counts."""
 
     def handle_error(
         self,

@@ -1,7 +1,10 @@
 """Serves HTTP within limits, so that clients that open connections and send nothing harm nobody else.
 
 The headers of a request must arrive within a time limit. The number of connections of a port is limited, which leaves
-file descriptors for gRPC. At that limit, a new connection replaces the oldest idle one.
+file descriptors for gRPC. At that limit, a new connection replaces the oldest idle one. Where requests have
+credentials, connections that have shown none are strangers: they are the first to be replaced, take turns
+(``http_strangers``), and must neither idle between two requests nor leave a response unread for longer than headers
+may take.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from aiohttp import web
 from kvrouter.net.tls import Tls, warn_if_exposed
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.http_refusals import JsonRequestHandler, ending
+from kvrouter.runtime.http_strangers import END_OF_HEADERS, MAX_HELD_BYTES, StrangerTurns
 from kvrouter.runtime.listening import BindFailed
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -44,6 +48,12 @@ def share_of_descriptors(share: float) -> int:
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, int(soft * share)))
 
 
+def note_admitted(request: web.Request) -> None:
+    """Notes that a request has a credential that counts, so that its connection is no stranger."""
+    if isinstance(request.protocol, JsonRequestHandler):
+        request.protocol.is_stranger = False
+
+
 @asynccontextmanager
 async def serving_http(
     application: web.Application,
@@ -55,6 +65,7 @@ async def serving_http(
     name: str,
     reuse_port: bool = False,
     tls: Tls | None = None,
+    recognizes: Callable[[bytes], bool] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves an application while the context lasts; yields the host and port that it listens on.
@@ -68,12 +79,14 @@ async def serving_http(
         name: Part of the metrics' names.
         reuse_port: Whether processes share the port, which their parent holds (``shared_port``).
         tls: Encrypts connections; None for plain text.
+        recognizes: Returns whether the beginning of a request shows a valid credential. Connections are strangers
+            then, until a request is admitted (``note_admitted``); None if there are no strangers.
         options: Options of ``aiohttp.web.AppRunner``.
 
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
     """
-    connections = _Connections(limits, registry, name)
+    connections = _Connections(limits, registry, name, recognizes)
     warn_if_exposed(f"{host or '*'}:{port}", tls)
     application.middlewares.insert(0, connections.follow_request)
     options["access_log"] = None
@@ -91,7 +104,7 @@ async def serving_http(
                 port,
                 reuse_port=reuse_port,
                 backlog=1024,
-                ssl=None if tls is None else tls.server_context(),
+                **({} if tls is None else _encrypted(tls, limits)),
             )
         except OSError:
             raise BindFailed(f"{host or ''}:{port}") from None
@@ -103,23 +116,40 @@ async def serving_http(
         await runner.cleanup()
 
 
+def _encrypted(tls: Tls, limits: HttpLimits) -> dict[str, Any]:
+    return {"ssl": tls.server_context(), "ssl_handshake_timeout": limits.header_seconds}
+
+
 class _Connections:
     """The open connections of one port."""
 
-    def __init__(self, limits: HttpLimits, registry: CollectorRegistry, name: str) -> None:
+    def __init__(
+        self,
+        limits: HttpLimits,
+        registry: CollectorRegistry,
+        name: str,
+        recognizes: Callable[[bytes], bool] | None = None,
+    ) -> None:
         self.limits = limits
+        self.turns = None if recognizes is None else StrangerTurns(recognizes)
+        """Turns of strangers; None if there are no strangers."""
         self._by_handler: dict[asyncio.Protocol, _Connection] = {}
         # Idle connections, the longest idle first.
         self._waiting: dict[_Connection, None] = {}
+        self._waiting_strangers: dict[_Connection, None] = {}
         self._closed = Counter(
             f"kvrouter_{name}_http_connections_closed",
-            "HTTP connections closed by the server: header_timeout; at the limit, replaced by a newer one or refused.",
+            "HTTP connections closed by the server: header_timeout; without a credential, idle or unread; at the "
+            "limit, replaced by a newer one or refused.",
             ["reason"],
             registry=registry,
         )
         open_now = Gauge(f"kvrouter_{name}_http_connections", "Open HTTP connections.", registry=registry)
         open_now.set_function(lambda: len(self._by_handler))
-        bounds_of(registry).add(f"{name}_http_connections", lambda: len(self._by_handler), limits.connections)
+        bounds = bounds_of(registry)
+        bounds.add(f"{name}_http_connections", lambda: len(self._by_handler), limits.connections)
+        if (turns := self.turns) is not None:
+            bounds.add(f"{name}_http_waiting_bytes", lambda: turns.held, MAX_HELD_BYTES, when_full="evicts")
 
     def closed(self, reason: str) -> None:
         self._closed.labels(reason=reason).inc()
@@ -130,17 +160,29 @@ class _Connections:
             self.closed("refused")
             return False
         self._by_handler[connection.handler] = connection
-        self._waiting[connection] = None
+        self._wait(connection)
         return True
 
     def remove(self, connection: _Connection) -> None:
         self._by_handler.pop(connection.handler, None)
+        self._end_waiting(connection)
+        if self.turns is not None:
+            self.turns.forget(connection)
+
+    def _wait(self, connection: _Connection) -> None:
+        waiting = self._waiting_strangers if connection.is_stranger else self._waiting
+        waiting[connection] = None
+
+    def _end_waiting(self, connection: _Connection) -> None:
         self._waiting.pop(connection, None)
+        self._waiting_strangers.pop(connection, None)
 
     def _make_room(self) -> bool:
-        oldest = next(iter(self._waiting), None)
-        if oldest is None or not oldest.is_settled():
-            return False
+        oldest = next(iter(self._waiting_strangers), None)
+        if oldest is None:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None or not oldest.is_settled():
+                return False
         self.closed("replaced")
         oldest.abort()
         self.remove(oldest)
@@ -154,30 +196,40 @@ class _Connections:
         connection = self._by_handler.get(request.protocol)
         if connection is None:
             return await handler(request)
-        self._waiting.pop(connection, None)
+        self._end_waiting(connection)
         connection.begin_request()
         try:
             return await handler(request)
         finally:
             connection.end_request()
             if request.protocol in self._by_handler:
-                self._waiting[connection] = None
+                self._wait(connection)
 
 
 class _Connection(asyncio.Protocol):
     """A connection that passes its data on to aiohttp."""
 
-    def __init__(self, handler: asyncio.Protocol, connections: _Connections) -> None:
+    def __init__(self, handler: JsonRequestHandler, connections: _Connections) -> None:
         self.handler = handler
         self._connections = connections
+        self.handler.is_stranger = connections.turns is not None
+        self._held = bytearray()
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._in_request = False
+        self._is_idle = False
+        """Whether nothing has arrived since the last request."""
         self._ended_at: float | None = None
         self._headers_since: float | None = None
         """When the wait for the end of headers began; None while there is no such wait."""
         self._header_timer: asyncio.TimerHandle | None = None
         """Checks that wait. It outlives a request, because a timer for each would cost more than a check in vain."""
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether its last request had no credential that counts."""
+        return self.handler.is_stranger
 
     def is_settled(self) -> bool:
         """Returns whether it is idle and its last response has been written."""
@@ -187,6 +239,7 @@ class _Connection(asyncio.Protocol):
 
     def begin_request(self) -> None:
         """Records that the headers of a request have arrived."""
+        self.handler.is_stranger = self._connections.turns is not None
         self._in_request = True
         self._headers_since = None
 
@@ -194,6 +247,31 @@ class _Connection(asyncio.Protocol):
         """Records that the request was answered."""
         self._in_request = False
         self._ended_at = self._loop.time()
+        if self.is_stranger:
+            self._is_idle = not self._held
+            self._await_headers()
+
+    @property
+    def held(self) -> int:
+        """Number of bytes that wait for the connection's turn."""
+        return len(self._held)
+
+    def hold(self, data: bytes) -> None:
+        """Stores data until the connection's turn, and reads no more meanwhile."""
+        self._held += data
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def pass_on(self) -> None:
+        """Processes the next request of what is held."""
+        end = self._held.find(END_OF_HEADERS)
+        size = len(self._held) if end < 0 else end + len(END_OF_HEADERS)
+        data = bytes(memoryview(self._held)[:size])
+        del self._held[:size]
+        if self._transport is not None:
+            self.handler.data_received(data)
+            if not (self._held or self._transport is None or self._transport.is_closing()):
+                self._transport.resume_reading()
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -211,23 +289,34 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport is None:
             return
-        if not self._in_request and self._headers_since is None:
-            self._await_headers()
+        if not self._in_request:
+            self._is_idle = False
+            if self._headers_since is None:
+                self._await_headers()
+        turns = self._connections.turns
+        if self.is_stranger and turns is not None and turns.must_wait(self, data):
+            return
         self.handler.data_received(data)
 
-    def eof_received(self) -> bool | None:
-        return self.handler.eof_received() if self._transport is not None else None
+    def eof_received(self) -> None:
+        if self._transport is not None:
+            self.handler.eof_received()
 
     def pause_writing(self) -> None:
+        if self.is_stranger and self._unread_timer is None:
+            self._unread_timer = self._loop.call_later(self._connections.limits.header_seconds, self._give_up_unread)
         self.handler.pause_writing()
 
     def resume_writing(self) -> None:
+        self._end_unread()
         self.handler.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
+        self._end_unread()
         self._connections.remove(self)
+        self._held = bytearray()
         if self._transport is not None:
             self._transport = None
             self.handler.connection_lost(exc)
@@ -249,10 +338,23 @@ class _Connection(asyncio.Protocol):
         if left > 0:
             self._check_headers_after(left)
             return
+        if self._is_idle:
+            self._connections.closed("idle")
+            self._transport.close()
+            return
         self._connections.closed("header_timeout")
         cause = f"the headers did not arrive within {self._connections.limits.header_seconds:g} s"
         self._transport.write(ending(408, cause))
         self._transport.close()
+
+    def _give_up_unread(self) -> None:
+        self._connections.closed("unread")
+        self.abort()
+
+    def _end_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _refuse(self) -> None:
         transport, self._transport = self._transport, None

@@ -6,6 +6,7 @@ decides otherwise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn
@@ -13,7 +14,7 @@ from typing import NoReturn
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
-from kvrouter.frontend.access.credentials import credential_of
+from kvrouter.frontend.access.credentials import HEADERS, credential_of
 from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals, RuleBroken
@@ -50,6 +51,7 @@ _MODELS_PATH = "/v1/models"
 
 
 _MAX_DIGITS = 12
+_CREDENTIALS = re.compile(rb"\r\n(" + "|".join(HEADERS).encode() + rb"):([^\r\n]*)", re.IGNORECASE)
 
 
 class Access:
@@ -136,6 +138,14 @@ class Access:
         except CredentialRefused as refused:
             self._refusals.note(refused.why, refused, caller=refused.caller, call=call)
             raise
+
+    def recognizes(self, head: bytes) -> bool:
+        """Returns whether the beginning of an HTTP request has a valid API key. Tokens are not verified for that."""
+        headers = [(name.decode(), value.strip()) for name, value in _CREDENTIALS.findall(head)]
+        try:
+            return bool(self._keys().authenticate(credential_of(headers)))
+        except CredentialRefused:
+            return False
 
     def require_role(self, caller: Caller, call: str, *, is_client_call: bool) -> None:
         """Checks that the role of a caller permits a call.

@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 from kvrouter.frontend.access.access import Access
+from kvrouter.runtime.http_server import note_admitted
 
 
 def authenticated(access: Access, open_paths: Set[str]) -> Any:
@@ -18,7 +19,9 @@ def authenticated(access: Access, open_paths: Set[str]) -> Any:
     ) -> web.StreamResponse:
         if request.path in open_paths:
             return await handler(request)
-        with access.admit_http(request.method, request.path, request.headers):
+        admitted = access.admit_http(request.method, request.path, request.headers)
+        note_admitted(request)
+        with admitted:
             return await handler(request)
 
     return authenticate

@@ -23,11 +23,12 @@ from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.http_server import HttpLimits, serving_http
+from kvrouter.runtime.http_strangers import nobody
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.runtime.process.shared_port import shared_port
 from kvrouter.runtime.telemetry.metrics import new_registry
+from kvrouter.runtime.telemetry.metrics_handler import MetricsHandler
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 log = structlog.get_logger(component="frontend")
 
@@ -171,20 +172,31 @@ class FrontendProcesses:
         host, _, port = (self._settings.http_bind or "127.0.0.1:0").rpartition(":")
         application = web.Application()
         application.add_routes(
-            [web.get("/metrics", self._exposition), web.get("/health", self._health), web.get("/ready", self._ready)]
+            [
+                web.get("/metrics", MetricsHandler(self._exposition).send),
+                web.get("/health", self._health),
+                web.get("/ready", self._ready),
+            ]
         )
         limits = HttpLimits(_MAX_CONNECTIONS, self._settings.http_header_seconds)
         address = host.strip("[]") or None, int(port)
         async with serving_http(
-            application, *address, limits, self._registry, name="ops", tls=self._tls, shutdown_timeout=1.0
+            application,
+            *address,
+            limits,
+            self._registry,
+            name="ops",
+            tls=self._tls,
+            recognizes=nobody,
+            shutdown_timeout=1.0,
         ) as (_, bound):
             log.info("http.listening", address=f"{host}:{bound}", encrypted=self._tls is not None)
             yield f"{host or '127.0.0.1'}:{bound}"
 
-    async def _exposition(self, _: web.Request) -> web.Response:
+    async def _exposition(self) -> bytes:
         await asyncio.gather(*(child.reported() for child in list(self._children.values())))
         self._merged.report(_PARENT, generate_latest(self._registry).decode())
-        return web.Response(body=self._merged.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return self._merged.exposition()
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

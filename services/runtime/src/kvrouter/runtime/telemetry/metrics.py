@@ -15,8 +15,10 @@ from aiohttp import web
 from kvrouter import core
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
+from kvrouter.runtime.http_strangers import nobody
 from kvrouter.runtime.telemetry.event_loop import EventLoopMetrics
 from kvrouter.runtime.telemetry.health import HealthBoard
+from kvrouter.runtime.telemetry.metrics_handler import MetricsHandler
 from kvrouter.runtime.telemetry.tls import TlsMetrics
 from kvrouter.runtime.version import VERSION
 from prometheus_client import (
@@ -27,7 +29,6 @@ from prometheus_client import (
     Info,
     generate_latest,
 )
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 log = structlog.get_logger(component="ops")
 
@@ -52,8 +53,8 @@ def new_registry() -> CollectorRegistry:
 def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.Application:
     """Returns the application with ``/metrics``, ``/health`` (always 200) and ``/ready`` (200, or 503 if not ready)."""
 
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def exposition() -> bytes:
+        return generate_latest(registry)
 
     async def alive(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -63,7 +64,7 @@ def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.App
         return web.json_response(body, status=200 if health.ready else 503)
 
     routes: list[tuple[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]] = [
-        ("/metrics", metrics),
+        ("/metrics", MetricsHandler(exposition).send),
         ("/health", alive),
         ("/ready", ready),
     ]
@@ -108,9 +109,8 @@ async def _serving(
     limits = HttpLimits(min(_MAX_CONNECTIONS, share_of_descriptors(1 / 8)), header_seconds)
     application = ops_application(registry, health)
     address = (host.strip("[]") or None, int(port))
-    async with serving_http(application, *address, limits, registry, name="ops", tls=tls, shutdown_timeout=1.0) as (
-        _,
-        bound,
-    ):
+    async with serving_http(
+        application, *address, limits, registry, name="ops", tls=tls, recognizes=nobody, shutdown_timeout=1.0
+    ) as (_, bound):
         log.info("http.listening", address=f"{host}:{bound}", encrypted=tls is not None)
         yield f"{host}:{bound}"

@@ -1,0 +1,40 @@
+"""The beginning of an HTTP request shows whether it has a valid key, before it is parsed."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.api_keys import ApiKeys
+from kvrouter.frontend.access.key_file import KeyEntry, KeyFile, new_key
+from kvrouter.frontend.access.limit_table import LimitTable
+from kvrouter.frontend.access.quotas import Quotas
+from kvrouter.frontend.access.refusals import Refusals
+from prometheus_client import CollectorRegistry
+
+KEY, HASH = new_key("client")
+KEYS = ApiKeys(KeyFile([KeyEntry(id="client", hash=HASH)]))
+ACCESS = Access(lambda: KEYS, None, Refusals(CollectorRegistry()), Quotas(LimitTable()))
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("header", ["Authorization: Bearer KEY", "authorization: bearer  KEY", "X-API-Key:   KEY  "])
+def test_a_valid_key_is_recognized(header: str) -> None:
+    assert ACCESS.recognizes(f"{HEAD}{header}\r\nContent-Length: 5\r\n\r\nhello".replace("KEY", KEY).encode())
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "\r\n",
+        "Authorization: Basic KEY\r\n\r\n",
+        "Authorization: Bearer KEYx\r\n\r\n",
+        "Authorization: Bearer KEY\r\nX-API-Key: other\r\n\r\n",
+        "X-Authorization: Bearer KEY\r\n\r\n",
+        "Authorization: Bearer \xff\xfe\r\n\r\n",
+        "Authorization:\r\n\r\n",
+    ],
+)
+def test_everything_else_is_not(rest: str) -> None:
+    encoded = rest.replace("KEY", KEY).encode("latin-1")
+    assert not ACCESS.recognizes(HEAD.encode() + encoded)
+    assert not ACCESS.recognizes(encoded)
