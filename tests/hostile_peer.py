@@ -39,9 +39,12 @@ class HostilePeer:
         """Streams that the server has ended, with the header blocks that it sent."""
         self.received = 0
         """Bytes of messages received."""
+        self.sent = 0
+        """Bytes sent."""
         self._stream = -1
 
     def send(self, data: bytes) -> None:
+        self.sent += len(data)
         self.writer.write(data)
 
     def open(self, path: str, metadata: Sequence[tuple[str, str]] = (), *, ends: bool = False) -> int:

@@ -17,10 +17,10 @@ import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.stack import service_environment
-from kvrouter.net.grpc_connection.frames import Kind, Setting, frame, settings
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 
-from ..hostile_peer import OPEN_STREAM, HostilePeer, hostile_peer, message_head, request_headers
+from ..hostile_peer import HostilePeer, hostile_peer
+from ..hostile_traffic import FLOODS
 from ..integration.frontend.access.keys import Keys
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,42 +29,7 @@ CONNECTIONS = 200
 ROUNDS = 100
 """Rounds of a flood. In each, every tenth connection takes a turn, and a client with a key makes a call."""
 MAX_GROWTH_BYTES = 64 << 20
-BEST_WORKER = "/kvrouter.v1.FrontendService/BestWorker"
 LIST_MODELS = "/kvrouter.v1.FrontendService/ListModels"
-WATCH = "/grpc.health.v1.Health/Watch"
-
-
-def part_of(path: str) -> Callable[[HostilePeer], None]:
-    """Returns what opens a call and sends the beginning of a message of 60 MiB."""
-    return lambda peer: peer.data(peer.open(path), message_head(60 << 20) + bytes(16_000))
-
-
-def watch(peer: HostilePeer) -> None:
-    peer.data(peer.open(WATCH), message_head(0))
-
-
-def open_and_reset(peer: HostilePeer) -> None:
-    peer.send(frame(Kind.RST_STREAM, b"\0\0\0\x08", stream=peer.open(BEST_WORKER)))
-
-
-def endless_headers(peer: HostilePeer) -> None:
-    metadata = [(f"k{number}", "v" * 100) for number in range(60)]
-    peer.send(frame(Kind.HEADERS, request_headers(BEST_WORKER, metadata), stream=1))
-
-
-FLOODS: dict[str, Callable[[HostilePeer], object]] = {
-    "idle streams": lambda peer: peer.open(OPEN_STREAM),
-    "parts of messages on streams": part_of(OPEN_STREAM),
-    "parts of requests": part_of(BEST_WORKER),
-    "parts of requests for everybody": part_of(WATCH),
-    "refused calls": lambda peer: peer.open(BEST_WORKER, ends=True),
-    "unknown methods": lambda peer: peer.open("/no.such/Method", ends=True),
-    "watches": watch,
-    "resets": open_and_reset,
-    "endless headers": endless_headers,
-    "pings": lambda peer: peer.send(10 * frame(Kind.PING, b"12345678")),
-    "settings": lambda peer: peer.send(10 * settings({Setting.INITIAL_WINDOW_SIZE: 70_000})),
-}
 
 
 @dataclass

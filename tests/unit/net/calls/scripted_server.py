@@ -42,13 +42,13 @@ class Accepted:
     def send_message(self, message: bytes) -> None:
         self.send(data(prefixed(message)))
 
-    async def open(self) -> None:
+    async def open(self, hello: bytes = HELLO) -> None:
         """Reads the client's hello and answers it."""
         await self._reader.readexactly(len(PREFACE))
         self.send(settings({}))
         await self.message()
         self.send(headers((":status", "200"), ("content-type", "application/grpc")))
-        self.send_message(HELLO)
+        self.send_message(hello)
 
     async def message(self) -> bytes:
         """Returns the next message of the client."""
