@@ -85,3 +85,7 @@ async def test_a_stream_is_one_request(gateway: Gateway) -> None:
         await stream.send(request_headers=HttpHeaders(headers=headers()), protocol_config=MODES)
     assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
     await gateway.until_booked(0)
+
+
+async def test_a_gateway_may_show_a_response_of_its_own(gateway: Gateway) -> None:
+    assert await gateway.stream().respond(b"from the gateway") == b""  # It passes unchanged.

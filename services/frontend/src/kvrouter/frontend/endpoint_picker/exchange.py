@@ -41,6 +41,9 @@ _MESSAGE_US = 80
 """CPU time to process a part of a response, microseconds."""
 
 
+_OF_REQUEST = ("request_headers", "request_body", "request_trailers")
+
+
 class _GatewayLeft(Exception):
     """The gateway ended the stream: the client disconnected."""
 
@@ -75,8 +78,9 @@ class Exchange:
             while (message := await self._read()) is not None:
                 await loop_budget().turn(_MESSAGE_US)
                 begins = message.HasField("request_headers")
-                if begins == self._begun:
-                    raise BadRequest("expected the headers of one request before everything else")
+                # A gateway may answer by itself, and show only the response.
+                if begins == self._begun and message.WhichOneof("request") in _OF_REQUEST:
+                    raise BadRequest("expected the headers of one request before its body")
                 await self._process(message)
                 if begins:
                     self._begun = True
