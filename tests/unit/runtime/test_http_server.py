@@ -6,11 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from kvrouter.devtools.system.certificates import DevelopmentAuthority
+from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.runtime import http_strangers
 from kvrouter.runtime.http_server import HttpLimits, note_admitted, serving_http, share_of_descriptors
 from prometheus_client import CollectorRegistry
@@ -52,7 +55,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    connections: int = 100, header_seconds: float = SECONDS, *, middlewares: Any = (), recognizes: Any = None
+    connections: int = 100, header_seconds: float = SECONDS, *, middlewares: Any = (), **options: Any
 ) -> AsyncIterator[Served]:
     async def quick(_: web.Request) -> web.Response:
         return web.Response(text="quick")
@@ -81,7 +84,7 @@ async def serving(
             application,
             *("127.0.0.1", 0, limits, registry),
             name="test",
-            recognizes=recognizes,
+            **options,
             shutdown_timeout=1.0,
         ) as (_, port),
     ):
@@ -273,3 +276,12 @@ async def test_strangers_are_replaced_first() -> None:
         assert served.closed("replaced") == 3
         writer.write(KEYED)
         await known.readuntil(b"quick")
+
+
+async def test_half_a_handshake_is_cut_off(tmp_path: Path) -> None:
+    paths = DevelopmentAuthority(tmp_path).issue("server")
+    tls = Tls(TlsOptions(str(paths.cert), str(paths.key), str(paths.authority)))
+    async with serving(tls=tls) as served:
+        reader, _ = await served.connect(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100))
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
