@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -13,8 +14,10 @@ _MOST_UNREAD = 16
 """Responses that are sent at once. A further one ends the oldest."""
 _SECONDS = 10.0
 """Time for a client to read a response, seconds."""
-_LEAST_PAUSE = 10
-"""Least time between two expositions, in multiples of what one takes: they use a tenth of a core at most."""
+_SHARE = 0.05
+"""Share of a core that expositions may use for good. Beyond it, requests get the newest one."""
+_BURST_SECONDS = 1.0
+"""CPU time that they may use at once, seconds."""
 
 
 class MetricsHandler:
@@ -24,7 +27,8 @@ class MetricsHandler:
         """``exposition`` returns all metrics as Prometheus text."""
         self._exposition = exposition
         self._newest = b""
-        self._fresh_until = 0.0
+        self._left_seconds = _BURST_SECONDS
+        self._filled_at = 0.0
         self._exposing = asyncio.Lock()
         self.sending = EvictableCalls(_MOST_UNREAD)
         """Responses that are being sent."""
@@ -47,9 +51,12 @@ class MetricsHandler:
 
     async def _current(self) -> bytes:
         async with self._exposing:
-            clock = asyncio.get_running_loop().time
-            began = clock()
-            if began >= self._fresh_until:
+            now = time.monotonic()
+            left = min(_BURST_SECONDS, self._left_seconds + (now - self._filled_at) * _SHARE)
+            self._filled_at = now
+            if left > 0 or not self._newest:
+                began = time.thread_time()
                 self._newest = await self._exposition()
-                self._fresh_until = clock() + _LEAST_PAUSE * (clock() - began)
-        return self._newest
+                left -= time.thread_time() - began
+            self._left_seconds = left
+            return self._newest
