@@ -97,6 +97,7 @@ async def test_peers_without_a_credential_harm_nobody(
     }
 
 
+@pytest.mark.full
 async def test_services_that_speak_garbage_harm_nobody(
     system: tuple[AttackedSystem, Served], etcd_endpoint: str, namespace: str, record_property: Record
 ) -> None:
