@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from kvrouter.net.call_gate import CallGate
 from kvrouter.net.calls import CallStreamServer
 from kvrouter.net.peer_conduct import PeerConduct
-from kvrouter.runtime.bounds import bounds_of
+from kvrouter.runtime.bounds import WhenFull, bounds_of
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
@@ -30,52 +30,60 @@ class GrpcServer(Protocol):
 Conducts = Callable[[], Iterable[PeerConduct]]
 
 
-def expose_servers(registry: CollectorRegistry, servers: Callable[[], Iterable[GrpcServer]]) -> None:
-    """Exposes the bounds of servers, each as one of all servers together, and counts connections that they closed."""
+class _SummedBounds:
+    """Bounds of servers, each as one of all servers together."""
+
+    def __init__(self, registry: CollectorRegistry, servers: Callable[[], Iterable[GrpcServer]]) -> None:
+        self._bounds = bounds_of(registry)
+        self._servers = servers
 
     def add(
+        self,
         name: str,
         used: Callable[[GrpcServer], int],
         limit: Callable[[GrpcServer], int],
-        *,
-        evicts: bool = False,
+        when_full: WhenFull = "refuses",
     ) -> None:
-        bounds_of(registry).add(
+        self._bounds.add(
             name,
-            lambda: sum(map(used, servers())),
-            lambda: sum(map(limit, servers())),
-            when_full="evicts" if evicts else "refuses",
+            lambda: sum(map(used, self._servers())),
+            lambda: sum(map(limit, self._servers())),
+            when_full=when_full,
         )
 
-    add("grpc_calls", lambda server: server.gate.calls, lambda server: server.gate.max_calls)
-    add(
+
+def expose_servers(registry: CollectorRegistry, servers: Callable[[], Iterable[GrpcServer]]) -> None:
+    """Exposes the bounds of servers, and counts the connections that they closed."""
+    bounds = _SummedBounds(registry, servers)
+    bounds.add("grpc_calls", lambda each: each.gate.calls, lambda each: each.gate.max_calls)
+    bounds.add(
         "grpc_calls_for_everybody",
-        lambda server: len(server.gate.for_everybody),
-        lambda server: server.gate.for_everybody.limit,
-        evicts=True,
+        lambda each: len(each.gate.for_everybody),
+        lambda each: each.gate.for_everybody.limit,
+        "evicts",
     )
-    add(
+    bounds.add(
         "call_streams",
-        lambda server: server.call_streams.counts.streams,
-        lambda server: server.call_streams.limits.server_streams,
-        evicts=True,
+        lambda each: each.call_streams.counts.streams,
+        lambda each: each.call_streams.limits.server_streams,
+        "evicts",
     )
-    add(
+    bounds.add(
         "call_stream_calls",
-        lambda server: server.call_streams.counts.running,
-        lambda server: server.call_streams.limits.server_calls,
+        lambda each: each.call_streams.counts.running,
+        lambda each: each.call_streams.limits.server_calls,
     )
-    add(
+    bounds.add(
         "unfinished_request_bytes",
-        lambda server: server.call_streams.counts.unfinished_bytes,
-        lambda server: server.call_streams.limits.server_unfinished_bytes,
+        lambda each: each.call_streams.counts.unfinished_bytes,
+        lambda each: each.call_streams.limits.server_unfinished_bytes,
     )
-    add(
+    bounds.add(
         "unread_response_bytes",
-        lambda server: server.call_streams.counts.unread_bytes,
-        lambda server: server.call_streams.limits.server_unread_bytes,
+        lambda each: each.call_streams.counts.unread_bytes,
+        lambda each: each.call_streams.limits.server_unread_bytes,
     )
-    expose_conduct(registry, lambda: [server.gate.conduct for server in servers()])
+    expose_conduct(registry, lambda: [each.gate.conduct for each in servers()])
 
 
 def expose_conduct(registry: CollectorRegistry, conducts: Conducts) -> None:
