@@ -61,9 +61,22 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
             status = HealthCheckResponse.SERVICE_UNKNOWN if serving is None else _SERVING if serving else _NOT_SERVING
             if status != last:
                 last = status
-                await context.write(HealthCheckResponse(status=status))
+                await _write(context, HealthCheckResponse(status=status))
             await changed.wait()
 
 
 _MAX_NAME = 256
 """Characters of a name that are kept; no service has a longer one."""
+_WRITE_SECONDS = 1.0
+"""Time for a write to complete after its call was cancelled, seconds."""
+
+
+async def _write(context: Context, response: HealthCheckResponse) -> None:
+    """Writes a response. A call that is cancelled meanwhile waits for it: gRPC cannot end a call before a write."""
+    writing = asyncio.ensure_future(context.write(response))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing}, timeout=_WRITE_SECONDS)
+        writing.cancel()
+        raise
