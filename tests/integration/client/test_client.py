@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,8 +48,7 @@ async def client(stack: Stack) -> AsyncIterator[Client]:
 @pytest.fixture
 def prompt() -> list[int]:
     """A prompt of 12 full blocks that no other test has."""
-    start = int.from_bytes(os.urandom(3), "little")
-    return list(range(start, start + 200))
+    return random.SystemRandom().choices(range(1 << 16), k=200)
 
 
 async def active_requests(client: Client) -> int:

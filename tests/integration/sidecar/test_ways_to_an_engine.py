@@ -120,18 +120,18 @@ async def test_a_streamed_chat_of_tokens_continues_when_its_engine_dies(
     engine = ("--api-key", KEY, "--vocabulary-size", "200", "--num-blocks", "4096")
     async with running_processes(tmp_path, nats_url, etcd_endpoint, namespace, sidecar, engine) as system:
         await system.complete(list(range(1, 50)))
-        body = CHAT | {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-        body["stream_options"] = {"include_usage": True}
+        body = CHAT | {"model": "m", "max_tokens": TOKENS, "ignore_eos": True}
+        streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
         url = f"{system.http}/v1/chat/completions"
         async with asyncio.timeout(60):
             while True:  # until the Frontend has fetched the tokenizer
-                async with system.session.post(url, json=body | {"stream": False, "max_tokens": 1}) as response:
+                async with system.session.post(url, json=body | {"max_tokens": 1}) as response:
                     if response.status == 200:
                         break
                 await asyncio.sleep(0.1)
         usage: dict[str, Any] = {}
         killed, last = 0, b""
-        async with system.session.post(url, json=body) as response:
+        async with system.session.post(url, json=streamed) as response:
             assert response.status == 200, await response.text()
             async for line in response.content:
                 if not killed and b'"content"' in line:

@@ -83,7 +83,7 @@ async def test_all_busy_is_429_with_retry_after_until_one_is_free(system: System
         async with http.post("/v1/completions", json=body) as refused:
             assert refused.status == 429
             assert int(refused.headers["Retry-After"]) >= 1
-            assert (await refused.json())["error"]["code"] == "resource_exhausted"
+            assert (await refused.json())["error"]["code"] == "rate_limit_exceeded"
         running.cancel()
         await asyncio.wait([running])
         await system.until_idle()
