@@ -27,8 +27,8 @@ from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import read_answer
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.decision import decide as decide_on
-from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.routing.context import RequestContext
+from kvrouter.scheduler.routing.decide import decide as decide_on
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse

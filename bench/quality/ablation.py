@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kvrouter.scheduler.load import latency_calibration, relative_latency
+from kvrouter.scheduler.load import latency
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.policies.forecast import policy as forecast
 from kvrouter.scheduler.policies.interface import Amounts, SchedulingContext
@@ -106,8 +106,8 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "curves": lambda: mock.patch.multiple(forecast, **LINEAR),
     "room": lambda: constant(forecast, "ROOM", 1.0),
     "fit": lambda: terms(any_fits, unchanged),
-    "latency-calibration": lambda: constant(latency_calibration, "STEP", 0.0),
-    "relative-latency": lambda: constant(relative_latency, "DOUBT", math.inf),
+    "latency-calibration": lambda: constant(latency, "STEP", 0.0),
+    "relative-latency": lambda: constant(latency, "DOUBT", math.inf),
     "output": lambda: constant(forecast, "OUTPUT_TOKENS", 0.0),
     "distinct-blocks": lambda: constant(router, "Accounting", partial(Accounting, assume_kv_reuse=False)),
     "least-first": lambda: constant(request_queue, "AGING", 1e9),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.runtime.errors import RequestIdReused, SessionLost, from_parts, to_parts
-from kvrouter.scheduler.bookings.booking import Booking, Placement
-from kvrouter.scheduler.bookings.changes import Freed, SessionEnded
+from kvrouter.scheduler.bookings.booking import Booking, Freed, Placement, SessionEnded
 from kvrouter.scheduler.bookings.leases import SILENT_TICKS, BookingFreed, BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.booked_load import Accounting

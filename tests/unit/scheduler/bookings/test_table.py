@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from kvrouter.scheduler.bookings.booking import Booking, Placement
-from kvrouter.scheduler.bookings.changes import Booked, BookingChange, Freed, OutputGenerated, OwnerAdded
+from kvrouter.scheduler.bookings.booking import (
+    Booked,
+    Booking,
+    BookingChange,
+    Freed,
+    OutputGenerated,
+    OwnerAdded,
+    Placement,
+)
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool

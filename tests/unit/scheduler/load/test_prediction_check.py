@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.scheduler.load.prediction_check import MIN_REQUESTS, WINDOW_SECONDS, Difference, PredictionCheck
+from kvrouter.scheduler.load.cache_hits import MIN_REQUESTS, WINDOW_SECONDS, Difference, PredictionCheck
 
 
 class Requests:

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.core import Rank
 from kvrouter.scheduler.load.booked_load import Accounting
-from kvrouter.scheduler.load.latency_calibration import LatencyCalibration
+from kvrouter.scheduler.load.latency import HALF_LIFE_S, WIDEST, WINDOW, LatencyCalibration, RelativeLatency
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.load.relative_latency import HALF_LIFE_S, WIDEST, WINDOW, RelativeLatency
 
 from ..harness import view, worker
 

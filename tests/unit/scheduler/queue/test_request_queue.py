@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.scheduler.load.latency_calibration import LatencyCalibration
-from kvrouter.scheduler.load.prefill_queues import Head, PrefillQueues
+from kvrouter.scheduler.load.booked_load import Head, PrefillQueues
+from kvrouter.scheduler.load.latency import LatencyCalibration
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import (
     INTERVAL_S,

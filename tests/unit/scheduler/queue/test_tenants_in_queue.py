@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import INTERVAL_S, PATIENCE_S, RequestQueue
-from kvrouter.scheduler.request.tenant import Tenant
+from kvrouter.scheduler.request.options import Tenant
 
 WHY = Explanation("")
 FLOOD, QUIET = Tenant("flood"), Tenant("quiet")

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.runtime.errors import AllBusy, NoWorkers
 from kvrouter.scheduler.load.booked_load import Accounting, RankLoad
-from kvrouter.scheduler.load.busy import why_busy
 from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.load.thresholds import why_busy
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
-from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, context_of, snapshot
-from kvrouter.scheduler.routing.decision import decide
-from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.routing.context import RequestContext
+from kvrouter.scheduler.routing.decide import decide
+from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, candidates_of, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 from kvrouter.v1.common_pb2 import Rank, Role, Stage

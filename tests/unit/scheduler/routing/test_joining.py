@@ -13,8 +13,8 @@ from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.decision import decide
-from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.routing.context import RequestContext
+from kvrouter.scheduler.routing.decide import decide
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 
 from ..harness import BLOCK, view, worker

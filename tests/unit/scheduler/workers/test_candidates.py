@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong, UnknownWorker
-from kvrouter.scheduler.load.busy import why_busy
 from kvrouter.scheduler.load.reported_load import LoadReports
+from kvrouter.scheduler.load.thresholds import why_busy
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, overridden
 from kvrouter.scheduler.request.prompt import read_prompt
 from kvrouter.scheduler.workers.candidates import (

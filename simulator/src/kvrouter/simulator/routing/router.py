@@ -18,8 +18,8 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.decision import Decision, decide
-from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.routing.context import RequestContext
+from kvrouter.scheduler.routing.decide import Decision, decide
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage

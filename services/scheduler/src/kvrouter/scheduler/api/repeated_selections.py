@@ -13,7 +13,7 @@ from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 

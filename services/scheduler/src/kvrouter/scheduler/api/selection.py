@@ -39,14 +39,13 @@ from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait, rank_label
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
-from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.scheduler.request.options import RoutingOptions, Tenant
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.request.tenant import Tenant
 from kvrouter.scheduler.routing.affinity import Affinity
-from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, snapshot
-from kvrouter.scheduler.routing.decision import Decision, decide
+from kvrouter.scheduler.routing.context import BookingOptions, RequestContext, RequestReader, lease_seconds
+from kvrouter.scheduler.routing.decide import Decision, decide
 from kvrouter.scheduler.routing.decisions import Decisions
-from kvrouter.scheduler.routing.request_context import BookingOptions, RequestContext, RequestReader, lease_seconds
+from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, snapshot
 from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 

@@ -8,7 +8,7 @@ from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Wait
-from kvrouter.scheduler.routing.decision import Decision, prefill_message
+from kvrouter.scheduler.routing.decide import Decision, prefill_message
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.runtime.tracing import Attribute
-from kvrouter.scheduler.routing.decision import Decision
+from kvrouter.scheduler.routing.decide import Decision
 
 MAX_CANDIDATES = 8
 """Candidates with their costs, the cheapest ones. Explain has all of them."""

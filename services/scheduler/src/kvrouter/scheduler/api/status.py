@@ -11,9 +11,8 @@ from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.load.booked_load import RankLoad
-from kvrouter.scheduler.load.busy import why_busy
 from kvrouter.scheduler.load.pools import Pool, Pools
-from kvrouter.scheduler.load.thresholds import ThresholdBoard
+from kvrouter.scheduler.load.thresholds import ThresholdBoard, why_busy
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.replication.sync import ReplicaSync
 from kvrouter.scheduler.request.options import Thresholds

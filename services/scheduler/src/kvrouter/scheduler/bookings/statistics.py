@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import structlog
-from kvrouter.scheduler.bookings.booking import Booking
-from kvrouter.scheduler.bookings.changes import Freed, SessionEnded
+from kvrouter.scheduler.bookings.booking import Booking, Freed, SessionEnded
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.metrics import SchedulerMetrics
 

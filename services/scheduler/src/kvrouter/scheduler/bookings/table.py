@@ -12,16 +12,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple, TypeVar
 
-from kvrouter.scheduler.bookings.booking import Booking, Placement, SchedulerIncarnation
-from kvrouter.scheduler.bookings.changes import (
+from kvrouter.scheduler.bookings.booking import (
     Booked,
+    Booking,
     BookingChange,
     Freed,
     Moved,
     OutputGenerated,
     OwnerAdded,
     OwnerRemoved,
+    Placement,
     PrefillCompleted,
+    SchedulerIncarnation,
     SessionEnded,
 )
 from kvrouter.scheduler.identifiers import Key

@@ -1,8 +1,15 @@
-"""Cache hits by rank: measured by workers, and predicted from the index."""
+"""Cache hits by rank: measured by workers, and predicted from the index.
+
+A second check finds out whether workers report other numbers of cached tokens than were predicted.
+Each window of time is judged by itself: the difference is the predicted minus the reported share of the prompt tokens,
+over requests whose worker reported its cached tokens. It is persistent if two windows in succession exceed the
+tolerance in the same direction. Windows with few requests have no result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvrouter.core import Rank
@@ -68,3 +75,72 @@ class CacheHits:
             predicted_cached_tokens=counts.predicted_cached_tokens,
             reachable_cached_tokens=counts.reachable_cached_tokens,
         )
+
+
+WINDOW_SECONDS = 60.0
+MIN_REQUESTS = 20
+"""Minimum number of requests in a window, since single requests often differ."""
+TOLERANCE = 0.1
+"""Difference, as a share of the prompt tokens, that is normal: events arrive late, and blocks are evicted meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What a window of time showed."""
+
+    requests: int
+    predicted: float
+    """Predicted share of the prompt tokens, 0 to 1."""
+    reported: float
+    """Reported share of the prompt tokens, 0 to 1."""
+
+    @property
+    def direction(self) -> int:
+        """1 if too much was predicted, -1 if too little, 0 within the tolerance."""
+        difference = self.predicted - self.reported
+        return 0 if abs(difference) <= TOLERANCE else 1 if difference > 0 else -1
+
+    @property
+    def advice(self) -> str:
+        """What to check."""
+        if self.direction > 0:
+            return (
+                "Workers compute again what the index says they hold. Check with kvrouter index verify, and that the "
+                "engines use their prefix caches and count cached tokens as prompt tokens that were not computed."
+            )
+        return (
+            "Workers hold more than the index finds. Check that the Frontend has the tokenizer and chat template of "
+            "the engine, that LoRA adapters and cache salts have equal names in events and requests, and that the "
+            "Indexer does not lag."
+        )
+
+
+class PredictionCheck:
+    """The windows of one component."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._requests = 0
+        self._prompt = self._predicted = self._reported = 0
+        self._previous_direction = 0
+
+    def add(self, *, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> Difference | None:
+        """Adds a request that has ended; returns a persistent difference, at most once for each window."""
+        found = self._close_window() if self._clock() - self._since >= WINDOW_SECONDS else None
+        self._requests += 1
+        self._prompt += prompt_tokens
+        self._predicted += predicted_tokens
+        self._reported += reported_tokens
+        return found
+
+    def _close_window(self) -> Difference | None:
+        window = Difference(
+            self._requests, self._predicted / max(1, self._prompt), self._reported / max(1, self._prompt)
+        )
+        self._since = self._clock()
+        self._requests = self._prompt = self._predicted = self._reported = 0
+        if window.requests < MIN_REQUESTS:
+            return None
+        previous, self._previous_direction = self._previous_direction, window.direction
+        return window if window.direction and window.direction == previous else None

@@ -31,7 +31,7 @@ import numpy as np
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.policies.forecast.policy import PREFILL_N0_MS, PREFILL_N1_MS, PREFILL_N2_MS
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
-from kvrouter.scheduler.request.tenant import Tenant
+from kvrouter.scheduler.request.options import Tenant
 
 RECENT_S = 60.0
 """Time for which a tenant counts after its last request, and its peak after it was reached, seconds."""

@@ -12,9 +12,8 @@ from kvrouter.core import Rank
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
-from kvrouter.scheduler.load.cache_hits import CacheHits
+from kvrouter.scheduler.load.cache_hits import CacheHits, PredictionCheck
 from kvrouter.scheduler.load.headroom import Headroom
-from kvrouter.scheduler.load.prediction_check import PredictionCheck
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.load.slots import capacity, free_slots
 from kvrouter.scheduler.policies.interface import Amounts, Column

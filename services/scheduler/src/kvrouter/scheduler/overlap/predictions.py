@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrouter.core import PredictedIndex, Rank
-from kvrouter.scheduler.bookings.changes import Booked, Moved
+from kvrouter.scheduler.bookings.booking import Booked, Moved
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import Overlaps

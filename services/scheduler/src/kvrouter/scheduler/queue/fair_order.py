@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from kvrouter.scheduler.request.tenant import Tenant
+from kvrouter.scheduler.request.options import Tenant
 
 LOOKAHEAD = 64
 """Requests of a tenant among which a preferred one passes the others."""

@@ -23,7 +23,7 @@ import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
-from kvrouter.scheduler.bookings.changes import Freed, Moved, OwnerRemoved, PrefillCompleted
+from kvrouter.scheduler.bookings.booking import Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.load.headroom import Headroom
@@ -31,9 +31,9 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import RequestQueue
-from kvrouter.scheduler.routing.candidate_snapshot import RETRY_AFTER_MS
-from kvrouter.scheduler.routing.decision import Decision
-from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.routing.context import RequestContext
+from kvrouter.scheduler.routing.decide import Decision
+from kvrouter.scheduler.routing.snapshot import RETRY_AFTER_MS
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerResponse
 

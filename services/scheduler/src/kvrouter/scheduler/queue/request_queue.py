@@ -47,7 +47,7 @@ from kvrouter.core import Rank
 from kvrouter.runtime.fair_bound import FairBound
 from kvrouter.scheduler.policies.interface import Choice, Wait
 from kvrouter.scheduler.queue.fair_order import Entry, FairOrder, Place
-from kvrouter.scheduler.request.tenant import Tenant
+from kvrouter.scheduler.request.options import Tenant
 
 AGING = 2000.0
 """Tokens by which one second of waiting lowers a sort key. A prompt of 100,000 tokens passes a new one after 50 s,

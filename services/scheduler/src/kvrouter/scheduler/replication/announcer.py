@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvrouter.scheduler.bookings.booking import Booking
-from kvrouter.scheduler.bookings.changes import (
+from kvrouter.scheduler.bookings.booking import (
+    Booking,
     BookingChange,
     Freed,
     OutputGenerated,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from kvrouter.scheduler.bookings.changes import (
+from kvrouter.scheduler.bookings.booking import (
     Freed,
     OutputGenerated,
     OwnerAdded,

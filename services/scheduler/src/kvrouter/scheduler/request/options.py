@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -185,3 +186,12 @@ def _checked(name: str, value: float, allows: Callable[[float], bool]) -> float:
             advice="Send a finite number, 0 or more.",
         )
     return value
+
+
+class Tenant(NamedTuple):
+    """Whose request it is."""
+
+    name: str = ""
+    """Name; requests without one count as those of one tenant."""
+    weight: float = 1.0
+    """Its share, relative to others'."""

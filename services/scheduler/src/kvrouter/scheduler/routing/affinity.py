@@ -10,7 +10,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 
 from kvrouter.core import Rank
-from kvrouter.scheduler.bookings.changes import Booked, Moved
+from kvrouter.scheduler.bookings.booking import Booked, Moved
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest

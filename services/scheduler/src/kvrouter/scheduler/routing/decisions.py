@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import deque
 
-from kvrouter.scheduler.routing.decision import Decision
+from kvrouter.scheduler.routing.decide import Decision
 from kvrouter.v1.names import ComponentName
 
 _MAX_ROWS = 200_000

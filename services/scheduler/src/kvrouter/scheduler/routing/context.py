@@ -11,10 +11,9 @@ from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.direct.policy import Rule as Direct
-from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, ignored_overrides, overridden
+from kvrouter.scheduler.request.options import RoutingOptions, Tenant, Thresholds, ignored_overrides, overridden
 from kvrouter.scheduler.request.prompt import Prompt, read_prompt
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors
-from kvrouter.scheduler.request.tenant import Tenant
 from kvrouter.scheduler.routing.affinity import conversation_of
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.v1.common_pb2 import Role, Stage

@@ -12,8 +12,8 @@ from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait
 from kvrouter.scheduler.request.remote_prefill import PrefillDecision
-from kvrouter.scheduler.routing.candidate_snapshot import CandidateSnapshot, context_of, snapshot
-from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.routing.context import RequestContext
+from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
 from kvrouter.scheduler.workers.candidates import Candidate
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName

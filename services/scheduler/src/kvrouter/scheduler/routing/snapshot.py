@@ -10,15 +10,21 @@ import numpy as np
 from kvrouter.core import Rank
 from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
 from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
-from kvrouter.scheduler.load.busy import Load
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
-from kvrouter.scheduler.load.prefill_waits import waits_ms
-from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.load.thresholds import Load
+from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
-from kvrouter.scheduler.request.remote_prefill import PrefillDecision, PrefillPlaces, prefill_places
-from kvrouter.scheduler.routing.first_prefill import first_prefill
-from kvrouter.scheduler.routing.request_context import RequestContext
+from kvrouter.scheduler.request.remote_prefill import (
+    FirstPrefill,
+    PrefillDecision,
+    PrefillPlaces,
+    RemotePrefillOptions,
+    compute_ms,
+    prefill_places,
+)
+from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 from kvrouter.v1.common_pb2 import Stage
@@ -226,3 +232,41 @@ def context_of(
         relative_latency=pool.booked_load.latency_calibration.relative.column(heads.now),
     )
     return every if len(places) == len(worker_set) else every.at(places)
+
+
+def first_prefill(request: RequestContext, overlaps: Overlaps, factor: float) -> FirstPrefill | None:
+    """Returns the prefill worker, over all prefill pools of the request; None if none is known here.
+
+    Args:
+        request: The request. Its labels and adapter concern prefill workers too.
+        overlaps: What the ranks hold of its prompt.
+        factor: Measured time to compute a prompt over the modelled one, for pools that have measured none.
+    """
+    constraints, options = request.constraints, request.options.remote_prefill
+    wanted = WorkerConstraints(Stage.STAGE_PREFILL, labels=constraints.labels, lora_name=constraints.lora_name)
+    found = []
+    for pool in request.prefill_pools:
+        load, fit = pool.booked_load, pool.worker_set.fit(wanted)
+        if not len(fit):
+            continue
+        own = load.prefill_factors().compute if load.prefill_times.measured_prompts else factor
+        held = overlaps.prefill.get(pool.name, NOT_QUERIED).on(pool.worker_set)[fit] * load.block_size
+        uncached = np.maximum(request.prompt.tokens - held, 0)
+        compute = compute_ms(uncached, options, own * load.relative_latency()[fit])
+        waits = waits_ms(pool, load.loads(), options, own)[fit]
+        first = int(np.argmin(waits + compute))
+        found.append(FirstPrefill(float(waits[first]), int(uncached[first]), float(compute[first])))
+    return min(found, key=lambda each: each.wait_ms + each.compute_ms, default=None)
+
+
+def waits_ms(pool: Pool, loads: Loads, options: RemotePrefillOptions, factor: float) -> Amounts:
+    """Returns the wait at each rank of a component, ms, in order of rank.
+
+    Args:
+        pool: The component.
+        loads: Its load.
+        options: How long a worker computes a prompt token, if that is given.
+        factor: Measured time to compute a prompt over the modelled one, in the component.
+    """
+    booked = compute_ms(loads.prefill_tokens, options, factor * pool.booked_load.relative_latency())
+    return np.maximum(booked - loads.heads.seconds * 1e3, 0.0)

@@ -13,13 +13,20 @@ From these:
 A deviation that chance or traffic explains is thus none: ranks of equal speed have exactly 1, and so has a rank that
 has just begun. A large one counts almost whole (the positive-part estimator of James and Stein). A rank that gets no
 requests returns to 1 by its half-life and is measured again, so that no rank is avoided for ever.
+
+Beside it, the time model of mode ``forecast`` is calibrated against the engines of the whole component:
+
+    value *= clamp(measured / (forecast * relative latency), 1/4, 4) ^ STEP         at each suitable first token
+
+That factor serves all ranks, and forecasts are those at the component's speed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
@@ -49,7 +56,7 @@ HALF_LIFE_S = 300.0
 some minutes, while ranks in use have hundreds of first tokens in that time."""
 
 WIDEST = 4.0
-"""Limit of a single ratio and of the result, in either direction."""
+"""Limit of a single ratio of measured to forecast time, and of a relative latency, in either direction."""
 
 REFRESH_S = 0.1
 """Seconds for which the column is reused, because it is read in every decision."""
@@ -132,3 +139,58 @@ class RelativeLatency:
         trusted = deviations**2 > doubt
         latencies: NDArray[np.float64] = np.clip(np.exp(np.where(trusted, kept, 0.0)), 1 / WIDEST, WIDEST)
         return latencies
+
+
+STEP = 0.02
+"""Share of the difference, in its logarithm, that one first token corrects: about 50 first tokens form a new value."""
+
+MAX_EXPECTED = 1 << 16
+"""Forecasts that wait for their first token; beyond it the oldest are dropped."""
+
+
+class _Expected(NamedTuple):
+    forecast_ms: float
+    dispatched: float
+    latency: float
+    """Relative latency of the rank at dispatch."""
+    mean: RankMean | None
+    """The rank's first tokens; of an earlier incarnation if the rank has restarted since."""
+
+
+class LatencyCalibration:
+    """Learns the factor. Pure: every event is passed in with its time in seconds."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        """Measured time over forecast time."""
+        self.relative = RelativeLatency()
+        """How slow each rank is, relative to the component."""
+        self._expected: dict[Hashable, _Expected] = {}
+
+    def expect(self, key: Hashable, rank: Rank, forecast_ms: float, now: float) -> None:
+        """Notes that a request was dispatched to a rank.
+
+        Args:
+            key: Key of its booking.
+            rank: The rank.
+            forecast_ms: Its forecast time to first token at the component's speed, ms.
+            now: Time in seconds.
+        """
+        if len(self._expected) >= MAX_EXPECTED:
+            del self._expected[next(iter(self._expected))]
+        relative = self.relative
+        self._expected[key] = _Expected(forecast_ms, now, relative.of(rank, now), relative.mean_of(rank))
+
+    def first_token(self, key: Hashable, now: float) -> None:
+        """Updates the factors with the first token of a request."""
+        expected = self._expected.pop(key, None)
+        if expected is None or expected.forecast_ms <= 0:
+            return
+        ratio = (now - expected.dispatched) * 1e3 / expected.forecast_ms
+        if expected.mean is not None:
+            self.relative.observe(expected.mean, ratio, now)
+        self.value *= min(max(ratio / expected.latency, 1 / WIDEST), WIDEST) ** STEP
+
+    def forget(self, key: Hashable) -> None:
+        """Drops the forecast of a request that ended without a first token."""
+        self._expected.pop(key, None)
