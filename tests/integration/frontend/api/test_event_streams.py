@@ -17,6 +17,7 @@ from kvrouter.frontend.api.service import FrontendService
 from kvrouter.frontend.api.validation import Limits
 from kvrouter.frontend.client_work.client_work import ClientWork
 from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
+from kvrouter.frontend.worker_client.output import DetailedOutput
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, TooLarge
 from kvrouter.runtime.http_server import HttpLimits, serving_http
@@ -25,8 +26,8 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 from prometheus_client import CollectorRegistry
 
-PIECE = GenerateOutput(token_ids=list(range(100_000, 101_000)))
-LAST = GenerateOutput(token_ids=[7], finish_reason=FinishReason.FINISH_REASON_LENGTH)
+PIECE = DetailedOutput(1000, list(range(100_000, 101_000)))
+LAST = DetailedOutput.of(GenerateOutput(token_ids=[7], finish_reason=FinishReason.FINISH_REASON_LENGTH))
 DONE = b"data: [DONE]\n\n"
 
 
@@ -55,10 +56,10 @@ class Engine:
         receiver.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=1)))
         try:
             for _ in range(request.stop_conditions.max_tokens // 1000):
-                receiver.output(b"", PIECE)
+                receiver.output(PIECE)
                 self.pieces_sent += 1
                 await asyncio.sleep(0)
-            receiver.output(b"", LAST)
+            receiver.output(LAST)
         except KvRouterError as error:
             self.errors.append(error)
             raise

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completion_stream import MAX_UNREAD_TOKENS, CompletionStream, NumberedEvents
-from kvrouter.frontend.worker_client.output import TokensOnly
+from kvrouter.frontend.worker_client.output import DetailedOutput, Output
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
-LAST = GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH)
+LAST = DetailedOutput.of(GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH))
 
 
 class Numbered:
@@ -88,7 +88,7 @@ def stream(client: Client, **fields: Any) -> CompletionStream:
 async def test_each_piece_is_written_as_it_arrives() -> None:
     client = Client()
     completion = stream(client, return_token_ids=True)
-    completion.output(b"", GenerateOutput(token_ids=[10, 11], cached_tokens=16))
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10, 11], cached_tokens=16)))
     assert client.headers == {
         "x-request-id": "r",
         "x-kvrouter-worker": "5:0",
@@ -96,7 +96,7 @@ async def test_each_piece_is_written_as_it_arrives() -> None:
         "x-kvrouter-routed-on": "tokens",
     }
     assert len(client.events) == 1
-    completion.output(b"", LAST)
+    completion.output(LAST)
     await completion.end()
     first, last = client.chunks
     assert (first["id"], first["object"], first["model"]) == ("cmpl-r", "text_completion", 'a "model"')
@@ -119,24 +119,24 @@ async def test_each_piece_is_written_as_it_arrives() -> None:
     assert not client.closed
 
 
-def single(token_id: int) -> TokensOnly:
-    output = TokensOnly()
-    output.token_ids = (token_id,)
+def single(token_id: int) -> Output:
+    output = Output()
+    output.tokens, output.token_ids, output.raw = 1, (token_id,), b""
     return output
 
 
 async def test_a_piece_that_is_only_a_token_becomes_the_same_chunk_as_any_other() -> None:
     chunks = []
     for later in (
-        [GenerateOutput(token_ids=[number]) for number in (7, 4_000_000_000)],
+        [DetailedOutput.of(GenerateOutput(token_ids=[number])) for number in (7, 4_000_000_000)],
         [single(7), single(4_000_000_000)],
     ):
         client = Client()
         completion = stream(client)
-        completion.output(b"", GenerateOutput(token_ids=[10], cached_tokens=16))
+        completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10], cached_tokens=16)))
         for piece in later:
-            completion.output(b"", piece)
-        completion.output(b"", LAST)
+            completion.output(piece)
+        completion.output(LAST)
         await completion.end()
         chunks.append([chunk["choices"] for chunk in client.chunks])
     assert chunks[0] == chunks[1]
@@ -147,10 +147,10 @@ async def test_the_first_single_token_of_a_continuation_says_where_it_runs() -> 
     client = Client()
     completion = stream(client)
     for token_id in (1, 2):
-        completion.output(b"", single(token_id))
+        completion.output(single(token_id))
     completion.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=6), migrations=1))
     for token_id in (3, 4):
-        completion.output(b"", single(token_id))
+        completion.output(single(token_id))
     assert list(client.token_ids) == [1, 2, 3, 4]
     assert ["kvrouter" in chunk for chunk in client.chunks] == [False, False, True, False]
 
@@ -158,13 +158,13 @@ async def test_the_first_single_token_of_a_continuation_says_where_it_runs() -> 
 async def test_single_tokens_that_a_client_has_not_read_become_one_chunk_and_count() -> None:
     client = Client()
     completion = stream(client, stream_options={"include_usage": True})
-    completion.output(b"", single(10))
+    completion.output(single(10))
     client.reads.clear()
     for token_id in (11, 12):
-        completion.output(b"", single(token_id))
+        completion.output(single(token_id))
     client.reads.set()
-    completion.output(b"", single(13))
-    completion.output(b"", LAST)
+    completion.output(single(13))
+    completion.output(LAST)
     await completion.end()
     assert [choice["token_ids"] for chunk in client.chunks for choice in chunk["choices"]] == [[10], [11, 12, 13, 12]]
     assert client.chunks[-1]["usage"]["completion_tokens"] == 5
@@ -173,8 +173,8 @@ async def test_single_tokens_that_a_client_has_not_read_become_one_chunk_and_cou
 async def test_usage_comes_last_if_it_is_requested() -> None:
     client = Client()
     completion = stream(client, stream_options={"include_usage": True})
-    completion.output(b"", GenerateOutput(token_ids=[10, 11], cached_tokens=2))
-    completion.output(b"", LAST)
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10, 11], cached_tokens=2)))
+    completion.output(LAST)
     await completion.end()
     usage = client.chunks[-1]
     assert usage["choices"] == []
@@ -186,8 +186,8 @@ async def test_usage_comes_last_if_it_is_requested() -> None:
 async def test_no_chunk_has_token_ids_if_none_are_requested() -> None:
     client = Client()
     completion = stream(client, return_token_ids=False)
-    completion.output(b"", GenerateOutput(token_ids=[10, 11]))
-    completion.output(b"", LAST)
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10, 11])))
+    completion.output(LAST)
     await completion.end()
     for chunk in client.chunks:
         assert not {"token_ids", "prompt_token_ids"} & chunk["choices"][0].keys()
@@ -196,10 +196,10 @@ async def test_no_chunk_has_token_ids_if_none_are_requested() -> None:
 async def test_unread_output_becomes_one_chunk() -> None:
     client = Client()
     completion = stream(client)
-    completion.output(b"", GenerateOutput(token_ids=[10]))
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10])))
     client.reads.clear()
-    completion.output(b"", GenerateOutput(token_ids=[11]))
-    completion.output(b"", LAST)
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[11])))
+    completion.output(LAST)
     assert len(client.events) == 1
     ending = asyncio.create_task(completion.end())
     client.reads.set()
@@ -215,11 +215,11 @@ async def test_output_that_arrives_while_kept_output_is_written_stays_in_order()
     client = Client()
     completion = stream(client)
     client.reads.clear()
-    completion.output(b"", GenerateOutput(token_ids=[10]))
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10])))
     client.reads.set()
-    completion.output(b"", GenerateOutput(token_ids=[11]))
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[11])))
     await asyncio.sleep(0)
-    completion.output(b"", LAST)
+    completion.output(LAST)
     await completion.end()
     assert list(client.token_ids) == [10, 11, 12]
 
@@ -227,12 +227,12 @@ async def test_output_that_arrives_while_kept_output_is_written_stays_in_order()
 async def test_too_much_unread_output_ends_the_request_and_its_connection() -> None:
     client = Client()
     completion = stream(client)
-    completion.output(b"", GenerateOutput(token_ids=[10]))
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10])))
     client.reads.clear()
     for _ in range(MAX_UNREAD_TOKENS // 1024):
-        completion.output(b"", GenerateOutput(token_ids=[7] * 1024))
+        completion.output(DetailedOutput.of(GenerateOutput(token_ids=[7] * 1024)))
     with pytest.raises(TooLarge):
-        completion.output(b"", GenerateOutput(token_ids=[7]))
+        completion.output(DetailedOutput.of(GenerateOutput(token_ids=[7])))
     completion.fail({"error": {"message": "too much"}})
     completion.close()
     assert client.closed
@@ -242,7 +242,7 @@ async def test_too_much_unread_output_ends_the_request_and_its_connection() -> N
 async def test_an_error_in_a_stream_keeps_the_connection_of_a_client_that_reads() -> None:
     client = Client()
     completion = stream(client)
-    completion.output(b"", GenerateOutput(token_ids=[10]))
+    completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10])))
     completion.fail({"error": {}})
     completion.close()
     assert client.ended

@@ -12,6 +12,7 @@ from kvrouter.frontend.api.completions import WholeCompletion
 from kvrouter.frontend.api.openai.text_request import TextPrompt
 from kvrouter.frontend.api.token_list import encode_token_ids
 from kvrouter.frontend.client_work.client_work import completed
+from kvrouter.frontend.worker_client.output import DetailedOutput
 from kvrouter.runtime.errors import BadRequest, PromptTooLong
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutingInfo
@@ -124,8 +125,8 @@ def test_a_body_that_is_no_json_is_refused() -> None:
 
 ROUTING = RoutingInfo(request_id="r", rank=Rank(worker_id=5), predicted_overlap_blocks=2, mode="kv")
 PIECES = [
-    GenerateOutput(token_ids=[10, 11], cached_tokens=16),
-    GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH),
+    DetailedOutput.of(GenerateOutput(token_ids=[10, 11], cached_tokens=16)),
+    DetailedOutput.of(GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH)),
 ]
 USAGE = {
     "prompt_tokens": 3,
@@ -139,7 +140,7 @@ def whole(request: CompletionRequest) -> Any:
     completion = WholeCompletion(request)
     completion.routed(ROUTING)
     for piece in PIECES:
-        completion.output(b"", piece)
+        completion.output(piece)
     return json.loads(completion.body())
 
 
@@ -163,7 +164,7 @@ def test_the_prompt_is_returned_only_on_request() -> None:
 def test_cached_tokens_that_are_not_reported_are_unknown() -> None:
     completion = WholeCompletion(parse())
     completion.routed(ROUTING)
-    completion.output(b"", PIECES[1])
+    completion.output(PIECES[1])
     assert json.loads(completion.body())["usage"]["prompt_tokens_details"] is None
 
 

@@ -14,7 +14,7 @@ from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.worker_client.failures import WorkerFailure
 from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.worker_pb2 import GenerateOutput, SamplingOptions, StopConditions, WorkerServiceGenerateResponse
+from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 LOST = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed")
 SILENT = WorkerFailure(1, "silent", "worker 1 stopped answering")
@@ -25,8 +25,7 @@ UNREACHED = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed", not_sent=True)
 def test_the_tokens_of_all_pieces_are_kept_in_order(pieces: int) -> None:
     kept = KeptOutput()
     for number in range(pieces):
-        output = GenerateOutput(token_ids=[number, number + 1], token_engine_ns=[number])
-        kept.add(WorkerServiceGenerateResponse(output=output).SerializeToString())
+        kept.add((number, number + 1))
         if number % 16 == 0:
             kept.compact()
     expected = [token for number in range(pieces) for token in (number, number + 1)]

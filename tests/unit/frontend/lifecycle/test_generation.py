@@ -17,6 +17,7 @@ from kvrouter.frontend.worker_client.circuit_breaker import BackOff
 from kvrouter.frontend.worker_client.client import WorkerClient
 from kvrouter.frontend.worker_client.connection import ResponseReceiver
 from kvrouter.frontend.worker_client.health import WorkerHealth
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.frontend.worker_client.poison_prompts import PoisonPrompts
 from kvrouter.frontend.worker_client.pool import WorkerPool
 from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
@@ -106,7 +107,7 @@ class Routed:
     def routed(self, routing: RoutingInfo) -> None:
         self.latest = routing.rank.worker_id
 
-    def output(self, _encoded: bytes, _output: GenerateOutput) -> None:
+    def output(self, _: Output) -> None:
         self.served_by.append(self.latest)
 
 

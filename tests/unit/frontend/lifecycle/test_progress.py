@@ -11,10 +11,11 @@ from kvrouter.frontend.lifecycle.progress import Progress
 from kvrouter.frontend.model_metrics import MetricsByModel
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
+from kvrouter.frontend.worker_client.output import DetailedOutput, Output
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+from kvrouter.v1.worker_pb2 import FinishReason
 from prometheus_client import CollectorRegistry
 
 
@@ -53,7 +54,7 @@ class Received:
 
     def routed(self, routing: RoutingInfo) -> None: ...
 
-    def output(self, _: bytes, output: GenerateOutput) -> None:
+    def output(self, output: Output) -> None:
         self.tokens += output.token_ids
 
 
@@ -73,7 +74,7 @@ def test_every_block_that_output_fills_is_reported_and_every_token_is_counted(
         if size and reference.fills_block(total):
             expected.append(total)
             reference.output_tokens = total
-        progress.pass_on(b"", GenerateOutput(token_ids=range(size)))
+        progress.pass_on(DetailedOutput(size, range(size)))
     progress.end()
     assert link.reported == expected
     assert link.prefills == (total > 0)
@@ -89,7 +90,7 @@ def test_a_first_piece_that_is_the_last_is_reported_by_the_free_alone(finish_rea
     booking = LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", 16, 16)
     link, metrics = Link(), MetricsByModel(CollectorRegistry()).of("llama")
     progress = Progress(booking, cast(SchedulerLink, link), Received(), metrics, since_ns=0)
-    progress.pass_on(b"", GenerateOutput(token_ids=[1], finish_reason=finish_reason))
+    progress.pass_on(DetailedOutput(1, [1], finish_reason=finish_reason))
     progress.end()
     ends = finish_reason == FinishReason.FINISH_REASON_LENGTH
     assert (link.prefills, link.reported) == ((0, []) if ends else (1, [1]))
@@ -100,6 +101,6 @@ def test_a_hand_over_is_reported_even_if_the_first_piece_is_the_last() -> None:
     booking = LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", 16, 16)
     link, metrics = Handover(), MetricsByModel(CollectorRegistry()).of("llama")
     progress = Progress(booking, cast(SchedulerLink, link), Received(), metrics, since_ns=0, handover_us=lambda: 7)
-    progress.pass_on(b"", GenerateOutput(token_ids=[1], finish_reason=FinishReason.FINISH_REASON_LENGTH))
+    progress.pass_on(DetailedOutput(1, [1], finish_reason=FinishReason.FINISH_REASON_LENGTH))
     progress.end()
     assert (link.handovers, link.prefilled_by_free) == ([7], [False])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
+from kvrouter.frontend.worker_client.output import DetailedOutput, OutputLimit
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TopLogprobs, WorkerServiceGenerateResponse
 
 
-def piece(tokens: int, **fields: object) -> WorkerPiece:
-    return WorkerPiece.of(
+def piece(tokens: int, **fields: object) -> DetailedOutput:
+    return DetailedOutput.of(
         GenerateOutput(
             token_ids=range(tokens),
             token_engine_ns=range(tokens),
@@ -27,13 +27,14 @@ def test_no_more_tokens_arrive_than_were_requested(limit: int, sizes: list[int])
     for size in sizes:
         given = piece(size)
         cut = counting.cut(given)
-        passed += len(cut.output.token_ids)
-        assert len(cut.output.token_ids) == len(cut.output.token_engine_ns) == len(cut.output.logprobs)
-        assert len(cut.output.top_logprobs) == len(cut.output.token_ids)
-        assert WorkerServiceGenerateResponse.FromString(cut.encoded).output == cut.output
+        passed += cut.tokens
+        assert cut.message is not None
+        assert cut.tokens == len(cut.token_ids) == len(cut.message.token_engine_ns) == len(cut.logprobs)
+        assert len(cut.top_logprobs) == len(cut.token_ids)
+        assert WorkerServiceGenerateResponse.FromString(cut.raw).output == cut.message
         assert counting.overrun == (sum(sizes) > limit and passed == limit and cut is not given)
         if counting.overrun:
-            assert cut.output.finish_reason == FinishReason.FINISH_REASON_LENGTH
+            assert cut.finish_reason == FinishReason.FINISH_REASON_LENGTH
             break
     assert passed == min(limit, sum(sizes))
     assert counting.reached == (sum(sizes) >= limit)
@@ -42,7 +43,9 @@ def test_no_more_tokens_arrive_than_were_requested(limit: int, sizes: list[int])
 def test_an_answer_that_keeps_to_the_limit_passes_unchanged() -> None:
     counting = OutputLimit(4)
     last = piece(2, finish_reason=FinishReason.FINISH_REASON_STOP)
-    assert counting.cut(piece(2)).output.text == "x"
+    message = counting.cut(piece(2)).message
+    assert message is not None
+    assert message.text == "x"
     assert counting.cut(last) is last
     assert not counting.overrun
 
@@ -50,6 +53,6 @@ def test_an_answer_that_keeps_to_the_limit_passes_unchanged() -> None:
 def test_a_finish_in_a_separate_piece_is_no_overrun() -> None:
     counting = OutputLimit(2)
     counting.cut(piece(2))
-    last = WorkerPiece.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_STOP))
+    last = DetailedOutput.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_STOP))
     assert counting.cut(last) is last
     assert not counting.overrun

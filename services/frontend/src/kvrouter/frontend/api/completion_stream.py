@@ -11,7 +11,7 @@ import msgspec
 from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completions import FINISH_REASONS, CompletionFrame, migration_notice
 from kvrouter.frontend.api.token_list import encode_token_ids
-from kvrouter.frontend.worker_client.output import Output, TokensOnly
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
@@ -97,7 +97,7 @@ class CompletionStream:
         self._before = envelope[:-1] + b',"choices":[{"index":0,"text":""'
         self._single_tokens = None
 
-    def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
+    def output(self, output: Output) -> None:
         """Writes a piece of the output, or keeps its tokens if the client does not read.
 
         Raises:
@@ -106,8 +106,8 @@ class CompletionStream:
         token_ids = output.token_ids
         if (
             (single_tokens := self._single_tokens) is not None
-            and type(output) is TokensOnly
-            and len(token_ids) == 1
+            and type(output) is Output
+            and output.tokens == 1
             and self._flushing is None
             and single_tokens.write(token_ids[0])
         ):

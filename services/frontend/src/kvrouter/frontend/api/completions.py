@@ -101,8 +101,8 @@ class CompletionFrame:
 
     def count(self, output: Output) -> None:
         """Counts the tokens of a piece of output."""
-        self.output_tokens += len(output.token_ids)
-        if self._cached_tokens is None and output.HasField("cached_tokens"):
+        self.output_tokens += output.tokens
+        if self._cached_tokens is None:
             self._cached_tokens = output.cached_tokens
 
     def prompt_token_ids(self) -> msgspec.Raw:
@@ -145,7 +145,7 @@ class WholeCompletion:
         """Adds where the request runs."""
         self._frame.routed(routing)
 
-    def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
+    def output(self, output: Output) -> None:
         """Adds a piece of the output."""
         self._frame.count(output)
         self._token_ids.extend(output.token_ids)

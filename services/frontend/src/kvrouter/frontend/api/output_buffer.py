@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from kvrouter.frontend.worker_client.output import Output
 from kvrouter.net.response_buffer import MAX_UNREAD_BYTES, BufferFull, ResponseBuffer
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
-from kvrouter.v1.worker_pb2 import GenerateOutput
 
 
 class OutputBuffer(ResponseBuffer):
@@ -22,17 +19,13 @@ class OutputBuffer(ResponseBuffer):
         """Adds the routing to the next piece."""
         self._routing = FrontendServiceGenerateResponse(routing=routing).SerializeToString()
 
-    def output(self, encoded: bytes, output: Output) -> None:
+    def output(self, output: Output) -> None:
         """Buffers a piece. Clients see no transfer parameters: they are for decode workers.
 
         Raises:
             TooLarge: the client has left too much output unread. All of it is dropped.
         """
-        if output.HasField("transfer_params"):
-            shown = GenerateOutput()
-            shown.MergeFrom(cast(GenerateOutput, output))
-            shown.ClearField("transfer_params")
-            encoded = FrontendServiceGenerateResponse(output=shown).SerializeToString()
+        encoded = output.raw if output.transfer_params is None else output.without("transfer_params").raw
         if self._routing:
             encoded, self._routing = encoded + self._routing, b""
         try:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete, OutputReceiver
 from kvrouter.frontend.text.detokenizer import Detokenizer
 from kvrouter.frontend.text.stop_strings import StopStrings
-from kvrouter.frontend.worker_client.output import Output
+from kvrouter.frontend.worker_client.output import DetailedOutput, Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateResponse
-
-_parse = WorkerServiceGenerateResponse.FromString
 
 
 class TextOutput:
@@ -30,14 +28,14 @@ class TextOutput:
         """Adds where the request runs."""
         self._receiver.routed(routing)
 
-    def output(self, encoded: bytes, output: Output) -> None:
+    def output(self, output: Output) -> None:
         """Passes a piece on.
 
         Raises:
             OutputComplete: a stop string occurred.
         """
-        piece = _parse(encoded).output
-        self._tokens += len(output.token_ids)
+        piece = WorkerServiceGenerateResponse.FromString(output.raw).output
+        self._tokens += output.tokens
         piece.text = self._detokenizer.feed(output.token_ids)
         if self._tokens > self._min_tokens:
             piece.text = self._stop.feed(piece.text)
@@ -45,6 +43,6 @@ class TextOutput:
             piece.finish_reason = FinishReason.FINISH_REASON_STOP
         elif piece.finish_reason:
             piece.text += self._stop.end()
-        self._receiver.output(WorkerServiceGenerateResponse(output=piece).SerializeToString(), piece)
+        self._receiver.output(DetailedOutput.of(piece))
         if self._stop.matched is not None:
             raise OutputComplete

@@ -11,7 +11,7 @@ from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.frontend.worker_client.attempt import Outcome, WorkerAttempt
 from kvrouter.frontend.worker_client.failures import WorkerFailure
-from kvrouter.frontend.worker_client.output import Output, TokensOnly
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.frontend.worker_client.request_deaths import RequestDeaths
 from kvrouter.v1.message_limits import DEFAULT_LIMITS
 from kvrouter.v1.worker_pb2 import TransferParams
@@ -62,7 +62,7 @@ class PrefillAttempt:
         if params is not None:
             self._params.set_result(params)
 
-    def start(self, start: Callable[[Callable[[bytes, Output], None]], WorkerAttempt]) -> None:
+    def start(self, start: Callable[[Callable[[Output], None]], WorkerAttempt]) -> None:
         """Starts the call, given the receiver of its output."""
         self._attempt = start(self._take)
         self._attempt.ended.add_done_callback(lambda ended: self._settle(ended.result()))
@@ -83,21 +83,20 @@ class PrefillAttempt:
                 self.may_keep_blocks = True  # The cancellation may meet a prefill that has just been completed.
             self._attempt.cancel()
 
-    def _take(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002 - only the parsed output is read
-        if output.token_ids:
+    def _take(self, output: Output) -> None:
+        if output.tokens:
             self.computed_ns = time.perf_counter_ns()
             self._link.prefill_complete(self.booking)
-        if output.HasField("cached_tokens"):
+        if output.cached_tokens is not None:
             self._cached_tokens = output.cached_tokens
-        if isinstance(output, TokensOnly):
+        params = output.transfer_params
+        if params is None or self._params.done():
             return
-        if output.HasField("transfer_params") and not self._params.done():
-            size = len(output.transfer_params.payload)
-            if size > MAX_TRANSFER_BYTES:
-                why = f"sent {size} bytes of transfer parameters: expected at most {MAX_TRANSFER_BYTES}"
-                self._params.set_exception(PrefillFailed(f"worker {self.booking.rank.worker_id} {why}"))
-            else:
-                self._params.set_result(output.transfer_params)
+        if (size := len(params.payload)) <= MAX_TRANSFER_BYTES:
+            self._params.set_result(params)
+        else:
+            why = f"sent {size} bytes of transfer parameters: expected at most {MAX_TRANSFER_BYTES}"
+            self._params.set_exception(PrefillFailed(f"worker {self.booking.rank.worker_id} {why}"))
 
     def _settle(self, outcome: Outcome) -> None:
         """Frees the booking when the call has ended, and reports a failure."""

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
-from kvrouter.v1.worker_pb2 import WorkerServiceGenerateResponse
-
 _MAX_PIECES = 512
-"""Encoded pieces that are kept before ``compact`` extracts their tokens."""
-
-_parse = WorkerServiceGenerateResponse.FromString
+"""Pieces that are kept before ``compact`` packs their tokens."""
 
 
 class KeptOutput:
-    """The output tokens of a request.
-
-    Keeping a piece costs one append. The tokens are extracted from many pieces at once: encoded pieces in a row are the
-    encoding of one piece with all their tokens.
-    """
+    """The output tokens of a request. Keeping a piece costs one append; many are packed at once."""
 
     def __init__(self) -> None:
         self._tokens = array("I")
-        self._pieces: list[bytes] = []
+        self._pieces: list[Sequence[int]] = []
         self.add: Final = self._pieces.append
-        """Adds a piece, an encoded WorkerServiceGenerateResponse."""
+        """Adds the token ids of a piece."""
 
     def compact(self) -> None:
         """Limits the memory of the pieces. To be called now and then."""
         if len(self._pieces) > _MAX_PIECES:
-            self._extract()
+            self._pack()
 
     def packed(self) -> bytes:
         """Returns the tokens as a packed buffer."""
-        self._extract()
+        self._pack()
         return self._tokens.tobytes()
 
-    def _extract(self) -> None:
-        self._tokens.extend(_parse(b"".join(self._pieces)).output.token_ids)
+    def _pack(self) -> None:
+        self._tokens.extend(chain.from_iterable(self._pieces))
         self._pieces.clear()

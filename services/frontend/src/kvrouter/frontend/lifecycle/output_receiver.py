@@ -25,11 +25,6 @@ class OutputReceiver(Protocol):
         """Receives where the request runs, at the start of each attempt."""
         ...
 
-    def output(self, encoded: bytes, output: Output) -> None:
-        """Receives a piece of the output.
-
-        Args:
-            encoded: The piece as a WorkerServiceGenerateResponse, which is also a FrontendServiceGenerateResponse.
-            output: The same piece, parsed.
-        """
+    def output(self, output: Output) -> None:
+        """Receives a piece of the output."""
         ...

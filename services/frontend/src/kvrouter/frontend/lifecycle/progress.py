@@ -11,7 +11,6 @@ from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.frontend.worker_client.output import Output
-from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateResponse
 
 
 class Progress:
@@ -65,9 +64,9 @@ class Progress:
         self._room = -booking.prompt_tokens % booking.block_size
         """Output tokens that fit into the blocks that are booked."""
 
-    def pass_on(self, encoded: bytes, output: Output) -> None:
+    def pass_on(self, output: Output) -> None:
         """Passes a piece of the output on. Runs for every token, so it defers what can wait for a full block."""
-        tokens = len(output.token_ids)
+        tokens = output.tokens
         if tokens:
             now_ns = time.perf_counter_ns()
             if self.output_tokens:
@@ -80,19 +79,19 @@ class Progress:
             self._last_output_ns = now_ns
             self.output_tokens = output_tokens = self.output_tokens + tokens
             if self._keep is not None:
-                self._keep(encoded)
+                self._keep(output.token_ids)
             if output_tokens > self._room and not output.finish_reason:
                 self._report()
-        if self.cached_tokens is None and output.HasField("cached_tokens"):
+        if output.cached_tokens is not None and self.cached_tokens is None:
             self.cached_tokens = output.cached_tokens
-            if self._continues:
-                # The client has received what the first worker found, of the prompt that it sent.
-                encoded, output = _without_cached_tokens(encoded)
-            else:
+            if not self._continues:
                 self._metrics.cached_tokens.inc(output.cached_tokens)
                 self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
                 self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
-        self._output(encoded, output)
+            else:
+                # The client has received what the first worker found, of the prompt that it sent.
+                output = output.without("cached_tokens")
+        self._output(output)
 
     @property
     def first_output_unix_ns(self) -> int:
@@ -125,9 +124,3 @@ class Progress:
     def _count(self) -> None:
         self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)
         self._counted_tokens = self.output_tokens
-
-
-def _without_cached_tokens(encoded: bytes) -> tuple[bytes, GenerateOutput]:
-    rest = WorkerServiceGenerateResponse.FromString(encoded).output
-    rest.ClearField("cached_tokens")
-    return WorkerServiceGenerateResponse(output=rest).SerializeToString(), rest

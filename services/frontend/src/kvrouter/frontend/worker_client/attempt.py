@@ -17,13 +17,12 @@ from google.protobuf.message import DecodeError
 from kvrouter.core import read_tokens
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.worker_client.failures import Fault, WorkerFailure, fault_of
-from kvrouter.frontend.worker_client.output import Output, TokensOnly
-from kvrouter.frontend.worker_client.output_limit import OutputLimit, WorkerPiece
+from kvrouter.frontend.worker_client.output import DetailedOutput, Output, OutputLimit
 from kvrouter.frontend.worker_client.worker_call import WorkerCall
 from kvrouter.net.calls import CallError, NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, WorkerLost, from_call_error
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
+from kvrouter.v1.worker_pb2 import FinishReason
 
 log = structlog.get_logger(component="frontend")
 
@@ -33,7 +32,6 @@ _ENGINE_MAY_DIE = frozenset({"error", "unfinished"})
 _HARMLESS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED})
 """Codes with which a worker fails a request that does not harm it."""
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
-_parse = WorkerServiceGenerateResponse.FromString
 
 Outcome = WorkerFailure | Exception | None
 """How an attempt ended: by its worker's fault, by an error for the client, or complete."""
@@ -56,7 +54,7 @@ class WorkerAttempt:
         request_id: str,
         health: WorkerCall,
         metrics: FrontendMetrics,
-        on_output: Callable[[bytes, Output], None],
+        on_output: Callable[[Output], None],
         *,
         max_tokens: int,
         deadline: Deadline,
@@ -71,7 +69,7 @@ class WorkerAttempt:
             request_id: The request, for logs.
             health: The call as the worker's health counts it; it ends with the attempt.
             metrics: The Frontend's metrics.
-            on_output: Called with each piece, encoded and parsed. An exception from it ends the attempt.
+            on_output: Called with each piece. An exception from it ends the attempt.
             max_tokens: Number of tokens after which the output ends, even if the worker generates more.
             deadline: Deadline of the call.
             may_leave: Returns whether the request may leave its worker for a cause, as in ``WorkerFailure``: because
@@ -135,54 +133,65 @@ class WorkerAttempt:
         return True
 
     def on_response(self, encoded: bytes) -> None:
-        """Passes a piece of the output on."""
-        if self._over:
+        """Passes a piece on that a worker has sent, an encoded WorkerServiceGenerateResponse."""
+        if self._has_output and not (self._over or self._finish_reason):
+            token_ids = read_tokens(encoded)
+            if token_ids is not None and self._limit.admits(len(token_ids)):
+                self._health.heard()
+                tokens = Output()
+                tokens.tokens = len(token_ids)
+                tokens.token_ids = token_ids
+                tokens.raw = encoded
+                try:
+                    self._on_output(tokens)
+                except Exception as error:
+                    self._receiver_failed(error)
+                return
+        if self._has_finished():
             return
+        try:
+            output = DetailedOutput.parse(encoded)
+        except DecodeError:
+            self._end_failed(self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse"))
+        else:
+            self._take(output)
+
+    def take(self, output: DetailedOutput) -> None:
+        """Passes a piece on that an engine has sent over its OpenAI API."""
+        if not self._has_finished():
+            self._take(output)
+
+    def _has_finished(self) -> bool:
+        """Returns whether a further piece comes after the end of the output, and is ignored."""
+        if self._over:
+            return True
         self._health.heard()
         if self._finish_reason:
-            self._finish()  # A finish reason ends the output; whatever follows is ignored.
-            return
-        token_ids = read_tokens(encoded)
-        if token_ids is None or not self._has_output or not self._limit.admits(len(token_ids)):
-            self._take(encoded)
-            return
-        output = TokensOnly()
-        output.token_ids = token_ids
-        try:
-            self._on_output(encoded, output)
-        except Exception as error:
-            self._receiver_failed(error)
+            self._finish()
+            return True
+        return False
 
-    def _take(self, encoded: bytes) -> None:
+    def _take(self, output: DetailedOutput) -> None:
         """Passes a piece on that begins or ends the output, or has more than tokens."""
-        try:
-            output = _parse(encoded).output
-        except DecodeError:
-            failure = self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse")
-            self._end_failed(failure)
-            return
-        # Held, because the list of a message is made again for every reader otherwise.
-        token_ids = output.token_ids
-        if not self._limit.admits(len(token_ids)):
-            encoded, output = self._limit.cut(WorkerPiece(encoded, output))
-            token_ids = output.token_ids
-        self._finish_reason = finish_reason = output.finish_reason
+        output = self._limit.cut(output)
+        self._finish_reason = output.finish_reason
         if not self._has_output:
-            if token_ids:
+            if output.tokens:
                 self._has_output = True
                 self._missed_to_leave = 0
                 self._health.responded()
             else:
                 self._wait_for_output()
-        if finish_reason in _ENGINE_FAILED:
-            failure = self._note("error", f"ended the request with {FinishReason.Name(finish_reason)}")
+        if output.finish_reason in _ENGINE_FAILED:
+            failure = self._note("error", f"ended the request with {FinishReason.Name(output.finish_reason)}")
             if not self._has_output:
                 self._end(failure)
             elif self._may_leave("error"):
-                self._pass_on_unfinished(output)
+                if output.tokens:  # The request continues on another worker.
+                    self._pass_on(output.without("finish_reason"))
                 self._end(failure)
         if not self._over:
-            self._pass_on(encoded, output)
+            self._pass_on(output)
             if self._limit.overrun and not self._over:
                 self._stop_overrun()
 
@@ -209,23 +218,15 @@ class WorkerAttempt:
         else:
             self._end_failed(self._judge(failure, error))
 
-    def _pass_on(self, encoded: bytes, output: Output) -> None:
+    def _pass_on(self, output: Output) -> None:
         try:
-            self._on_output(encoded, output)
+            self._on_output(output)
         except Exception as error:
             self._receiver_failed(error)
 
     def _receiver_failed(self, error: Exception) -> None:
         """Ends the attempt. The error is raised in the request's task, since the connection serves other requests."""
         self._end(error.untraced() if isinstance(error, KvRouterError) else error)
-
-    def _pass_on_unfinished(self, output: GenerateOutput) -> None:
-        """Passes on the tokens of a failed request's last piece. The request continues on another worker."""
-        if output.token_ids:
-            rest = GenerateOutput()
-            rest.CopyFrom(output)
-            rest.ClearField("finish_reason")
-            self._pass_on(*WorkerPiece.of(rest))
 
     def _wait_for_output(self) -> None:
         self._missed_to_leave = self._health.missed_probes + self._stays_a_probe
@@ -261,7 +262,7 @@ class WorkerAttempt:
     def _end_failed(self, outcome: Outcome) -> None:
         """Ends output that has no finish reason. At max_tokens it is complete for the client nevertheless."""
         if self._limit.reached:
-            self._pass_on(*self._limit.last_piece())
+            self._pass_on(self._limit.last_piece())
             self._end(None)
         else:
             self._end(outcome or self._note("unfinished", "ended its answer unfinished"))

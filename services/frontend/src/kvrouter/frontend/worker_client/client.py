@@ -40,7 +40,7 @@ class Workers(Protocol):
         endpoint: str,
         request: WorkerServiceGenerateRequest,
         prompt: bytes,
-        on_output: Callable[[bytes, Output], None],
+        on_output: Callable[[Output], None],
         *,
         deadline: Deadline,
         may_leave: Callable[[str], bool],
@@ -84,7 +84,7 @@ class WorkerClient:
         endpoint: str,
         request: WorkerServiceGenerateRequest,
         prompt: bytes,
-        on_output: Callable[[bytes, Output], None],
+        on_output: Callable[[Output], None],
         *,
         deadline: Deadline,
         may_leave: Callable[[str], bool],
@@ -92,11 +92,9 @@ class WorkerClient:
     ) -> WorkerAttempt:
         """Starts a request at a worker. The caller waits for ``ended``, or cancels the attempt.
 
-        ``prompt`` is a packed buffer; the request has no token ids.
-        ``on_output`` is called with each piece of the output, encoded as a WorkerServiceGenerateResponse and parsed;
-        the last one has a finish reason. The attempt leaves a worker that stops answering probes as soon as
-        ``may_leave`` returns True. With ``stays_a_probe`` it waits for one more missed probe
-        first.
+        ``prompt`` is a packed buffer; the request has no token ids. ``on_output`` is called with each piece of the
+        output; the last one has a finish reason. The attempt leaves a worker that stops answering probes as soon as
+        ``may_leave`` returns True. With ``stays_a_probe`` it waits for one more missed probe first.
         """
         attempt = WorkerAttempt(
             worker_id,

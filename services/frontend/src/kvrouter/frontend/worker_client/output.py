@@ -1,33 +1,158 @@
-"""A piece of a worker's output, as it is read: nearly all pieces of a stream have only tokens."""
+"""One piece of a request's output, whoever sends it: a worker over gRPC, or an engine over its OpenAI API.
+
+Nearly all pieces of a stream have only tokens: an ``Output``. The others are a ``DetailedOutput``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Literal
 
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TopLogprobs
+from kvrouter.v1.worker_pb2 import (
+    FinishReason,
+    GenerateOutput,
+    TopLogprobs,
+    TransferParams,
+    WorkerServiceGenerateResponse,
+)
+
+OptionalField = Literal["cached_tokens", "finish_reason", "transfer_params"]
+
+_UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 
 
-class TokensOnly:
-    """A piece with nothing but tokens. It is read like a GenerateOutput, at a fraction of the cost of one.
+class Output:
+    """Tokens and nothing else. Whoever makes one sets all slots: an ``__init__`` would double its cost."""
 
-    Whoever makes one sets ``token_ids``: an ``__init__`` would double what it costs.
-    """
+    __slots__ = ("raw", "token_ids", "tokens")
 
-    __slots__ = ("token_ids",)
-
-    finish_reason: Final = FinishReason.FINISH_REASON_UNSPECIFIED
-    cached_tokens: Final = 0
-    logprobs: Final[Sequence[float]] = ()
-    top_logprobs: Final[Sequence[TopLogprobs]] = ()
-
+    tokens: int
+    """Number of tokens."""
     token_ids: Sequence[int]
-    """Token ids; at least one."""
+    """Their ids; fewer if an engine does not tell them all."""
+    raw: bytes
+    """The piece as it was received: an encoded WorkerServiceGenerateResponse, or bytes for the client of an engine."""
 
-    def HasField(self, name: str) -> bool:  # noqa: ARG002, N802 - as of a message
-        """Returns False: no optional field is set."""
-        return False
+    finish_reason: FinishReason = _UNFINISHED
+    cached_tokens: int | None = None
+    """Prompt tokens in the worker's cache; None if unknown."""
+    transfer_params: TransferParams | None = None
+    """Hands the prompt's KV blocks over, in the output of a prefill."""
+    logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
+
+    def without(self, field: OptionalField) -> Output:  # noqa: ARG002 - it has none
+        """Returns the piece without one of its optional fields."""
+        return self
 
 
-Output = GenerateOutput | TokensOnly
-"""A piece of the output, to be read and not changed."""
+class DetailedOutput(Output):
+    """Tokens with more, such as the reason why the output ends."""
+
+    __slots__ = ("cached_tokens", "finish_reason", "logprobs", "message", "top_logprobs", "transfer_params")
+
+    def __init__(
+        self,
+        tokens: int = 0,
+        token_ids: Sequence[int] = (),
+        raw: bytes = b"",
+        *,
+        finish_reason: FinishReason = _UNFINISHED,
+        cached_tokens: int | None = None,
+        transfer_params: TransferParams | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.token_ids = token_ids
+        self.raw = raw
+        self.finish_reason = finish_reason
+        self.cached_tokens = cached_tokens
+        self.transfer_params = transfer_params
+        self.logprobs = ()
+        self.top_logprobs = ()
+        self.message: GenerateOutput | None = None
+        """The worker's message, parsed; None from an engine's OpenAI API."""
+
+    @classmethod
+    def of(cls, message: GenerateOutput, raw: bytes = b"") -> DetailedOutput:
+        """Returns the piece of a worker's message; ``raw`` is its encoding, empty to make it."""
+        token_ids = tuple(message.token_ids)
+        output = cls(
+            len(token_ids),
+            token_ids,
+            raw or WorkerServiceGenerateResponse(output=message).SerializeToString(),
+            finish_reason=message.finish_reason,
+            cached_tokens=message.cached_tokens if message.HasField("cached_tokens") else None,
+            transfer_params=message.transfer_params if message.HasField("transfer_params") else None,
+        )
+        output.logprobs, output.top_logprobs, output.message = message.logprobs, message.top_logprobs, message
+        return output
+
+    @classmethod
+    def parse(cls, raw: bytes) -> DetailedOutput:
+        """Parses an encoded WorkerServiceGenerateResponse.
+
+        Raises:
+            DecodeError: it is malformed.
+        """
+        return cls.of(WorkerServiceGenerateResponse.FromString(raw).output, raw)
+
+    def first(self, tokens: int) -> DetailedOutput:
+        """Returns the first tokens of a worker's piece, ended with finish reason LENGTH."""
+        rest = self.copy_message()
+        del rest.token_ids[tokens:]
+        del rest.token_engine_ns[tokens:]
+        del rest.logprobs[tokens:]
+        del rest.top_logprobs[tokens:]
+        if not rest.token_ids:
+            rest.text = ""  # Cutting the text at a token would need the tokenizer.
+        rest.finish_reason = FinishReason.FINISH_REASON_LENGTH
+        return DetailedOutput.of(rest)
+
+    def without(self, field: OptionalField) -> DetailedOutput:
+        """Returns the piece without one of its optional fields."""
+        if self.message is None:
+            return DetailedOutput(self.tokens, self.token_ids, self.raw, finish_reason=self.finish_reason)
+        rest = self.copy_message()
+        rest.ClearField(field)
+        return DetailedOutput.of(rest)
+
+    def copy_message(self) -> GenerateOutput:
+        """Returns a copy of the worker's message, to be changed."""
+        message = GenerateOutput()
+        if self.message is not None:
+            message.CopyFrom(self.message)
+        return message
+
+
+class OutputLimit:
+    """Counts the output tokens of one request against ``max_tokens``, whether or not its worker does."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._left = max_tokens
+        self.overrun = False
+        """Whether the worker generated more than ``max_tokens``."""
+
+    @property
+    def reached(self) -> bool:
+        """Whether ``max_tokens`` tokens have arrived."""
+        return not self._left
+
+    def admits(self, tokens: int) -> bool:
+        """Counts tokens, unless they exceed the limit. Returns whether they are within it."""
+        if tokens > self._left:
+            return False
+        self._left -= tokens
+        return True
+
+    def cut(self, output: DetailedOutput) -> DetailedOutput:
+        """Returns the piece unchanged, or if it exceeds the limit, its first part with finish reason LENGTH."""
+        if self.admits(output.tokens):
+            return output
+        self.overrun = True
+        kept, self._left = self._left, 0
+        return output.first(kept)
+
+    @staticmethod
+    def last_piece() -> DetailedOutput:
+        """Returns a piece without tokens that ends the output with finish reason LENGTH."""
+        return DetailedOutput.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH))

@@ -61,7 +61,7 @@ class StallTrials:
             self._health.begin(endpoint, len(_PROMPT)),
             self._metrics,
             # A worker that stalls after every first token is not recovered: its failures stay counted.
-            lambda _, output: attempt.cancel() if output.token_ids else None,
+            lambda output: attempt.cancel() if output.tokens else None,
             max_tokens=1,
             deadline=Deadline.never(),
             may_leave=lambda _: True,

@@ -82,15 +82,15 @@ class Choice:
         """Adds where the sequence runs."""
         self._sink.routed(self.index, routing)
 
-    def output(self, encoded: bytes, output: Output) -> None:  # noqa: ARG002
+    def output(self, output: Output) -> None:
         """Adds a piece of the output.
 
         Raises:
             OutputComplete: a stop string occurred.
         """
         tokens = output.token_ids
-        self.output_tokens += len(tokens)
-        if self.cached_tokens is None and output.HasField("cached_tokens"):
+        self.output_tokens += output.tokens
+        if self.cached_tokens is None:
             self.cached_tokens = output.cached_tokens
         finish_reason = FINISH_REASONS.get(output.finish_reason)
         text = "" if self._detokenizer is None else self._detokenizer.feed(tokens)

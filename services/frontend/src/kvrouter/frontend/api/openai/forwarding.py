@@ -9,7 +9,7 @@ continues on another worker (``token_stream``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -35,7 +35,7 @@ from kvrouter.frontend.worker_client.engine_connection import (
     posted,
 )
 from kvrouter.frontend.worker_client.failures import RETRY_AFTER_MS
-from kvrouter.frontend.worker_client.output import Output
+from kvrouter.frontend.worker_client.output import DetailedOutput, Output
 from kvrouter.net import trace_context
 from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.net.engine_fields import HARMLESS_HEADERS, quotes_internal, shown_failure
@@ -48,12 +48,7 @@ from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, DependencyAway, K
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.worker_pb2 import (
-    FinishReason,
-    GenerateOutput,
-    WorkerServiceGenerateRequest,
-    WorkerServiceGenerateResponse,
-)
+from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
 _NOT_FORWARDED = frozenset(
     {
@@ -182,7 +177,7 @@ class ForwardedRequest:
         self._routing = describe_routing(routing)
         self._added |= routing_headers(routing)
 
-    def output(self, encoded: bytes, output: Output) -> None:
+    def output(self, output: Output) -> None:
         """Does nothing: the bytes are written as they arrive."""
 
     def engine_error(self, error: KvRouterError) -> web.Response | None:
@@ -212,7 +207,7 @@ class ForwardedRequest:
         endpoint: str,
         request: WorkerServiceGenerateRequest,
         prompt: bytes,
-        on_output: Callable[[bytes, Output], None],
+        on_output: Callable[[Output], None],
         *,
         deadline: Deadline,
         may_leave: Callable[[str], bool],
@@ -344,11 +339,8 @@ class ForwardedRequest:
         if answer.status != HTTPStatus.OK:
             failure = self._shown(kept.decode(errors="replace"))
             raise DependencyAway(f"its OpenAI API answers {answer.status}: {failure[:256]}")
-        output = GenerateOutput(token_ids=[0], finish_reason=FinishReason.FINISH_REASON_LENGTH)
         params = transfer_params(kept)
-        if params is not None:
-            output.transfer_params.CopyFrom(params)
-        receiver.on_response(WorkerServiceGenerateResponse(output=output).SerializeToString())
+        receiver.take(DetailedOutput(1, finish_reason=FinishReason.FINISH_REASON_LENGTH, transfer_params=params))
         receiver.on_end()
 
     async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
@@ -363,7 +355,7 @@ class ForwardedRequest:
                 chunk = transfers.take(chunk)
             if is_stream:
                 await self._write(answer, chunk if remover is None else remover.remove(chunk))
-                receiver.on_response(_piece(token_ids=bytes(chunk.count(b"data: ") or 1)))
+                receiver.take(DetailedOutput(chunk.count(b"data: ") or 1))
             else:
                 whole += chunk
                 if self.response is not None or len(whole) > _MAX_WHOLE_BYTES:
@@ -372,7 +364,7 @@ class ForwardedRequest:
         last = b"" if transfers is None else transfers.take(b"", ends=True)
         await self._write(answer, bytes(whole) + last if remover is None else remover.remove(last) + remover.rest())
         usage = self._counted(reader.usage())
-        receiver.on_response(_piece(token_ids=bytes(0 if is_stream else _tokens_of(usage)), usage=usage, ends=True))
+        receiver.take(_last(0 if is_stream else _tokens_of(usage), usage))
         receiver.on_end()
 
     async def _pass_tokens_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
@@ -389,12 +381,12 @@ class ForwardedRequest:
         reader = UsageReader(is_stream=True)
         try:
             async for chunk in chunks(answer):
-                events, token_ids, failure = tokens.take(chunk)
+                events, output, failure = tokens.take(chunk)
                 if self.response is None and events:
                     self.response = await self._begin(answer)
                 reader.take(chunk)
                 # Nothing waits between the two, so that exactly the tokens that are written are kept.
-                receiver.on_response(_piece(token_ids=token_ids))
+                receiver.take(output)
                 shown = events if transfers is None else transfers.take(events)
                 passed = shown if remover is None else remover.remove(shown)
                 if passed and self.response is not None:
@@ -408,7 +400,7 @@ class ForwardedRequest:
                 raise
             await self.response.write(tokens.end_of_output())
         usage = self._counted(reader.usage(), tokens.known_tokens)
-        receiver.on_response(_piece(usage=usage, ends=True))
+        receiver.take(_last(0, usage))
         receiver.on_end()
 
     def _counted(self, usage: Usage | None, output_tokens: int = 0) -> Usage | None:
@@ -438,13 +430,9 @@ class ForwardedRequest:
         return response
 
 
-def _piece(*, token_ids: Iterable[int] = (), usage: Usage | None = None, ends: bool = False) -> bytes:
-    output = GenerateOutput(token_ids=token_ids)
-    if usage is not None and usage.cached_tokens is not None:
-        output.cached_tokens = usage.cached_tokens
-    if ends:
-        output.finish_reason = FinishReason.FINISH_REASON_STOP
-    return WorkerServiceGenerateResponse(output=output).SerializeToString()
+def _last(tokens: int, usage: Usage | None) -> DetailedOutput:
+    cached = None if usage is None else usage.cached_tokens
+    return DetailedOutput(tokens, finish_reason=FinishReason.FINISH_REASON_STOP, cached_tokens=cached)
 
 
 def _tokens_of(usage: Usage | None) -> int:

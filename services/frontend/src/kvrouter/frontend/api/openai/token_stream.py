@@ -10,6 +10,7 @@ import re
 from typing import Any, NamedTuple
 
 import msgspec
+from kvrouter.frontend.worker_client.output import DetailedOutput
 from kvrouter.runtime.errors import DependencyAway
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n")
@@ -18,8 +19,6 @@ _DONE = b"[DONE]"
 _HEAD = ("id", "created", "model")
 _FAILED = frozenset({"abort", "error"})
 _FIRST_SERVER_ERROR = 500
-_UNKNOWN = 0
-"""Stands for the tokens of an event without token ids, so that it counts as output."""
 
 
 class _Error(msgspec.Struct):
@@ -46,7 +45,7 @@ class Tokens(NamedTuple):
     """Events of a stream, and the tokens in them."""
 
     events: bytes
-    token_ids: list[int]
+    output: DetailedOutput
     failure: DependencyAway | None
     """What the engine reports after these events, if it has failed."""
 
@@ -91,23 +90,25 @@ class TokenStream:
     def take(self, chunk: bytes) -> Tokens:
         """Returns the events that are complete now."""
         self._begun += chunk
-        passed, token_ids, failure = bytearray(), list[int](), None
+        passed, output, failure = bytearray(), DetailedOutput(), None
         for event in self._complete():
             data = event[len(b"data:") :].strip() if event.startswith(b"data:") else b""
             if data == _DONE:
                 self.is_done = True
             elif data:
                 try:
-                    token_ids += self._read(data)
+                    count, token_ids = self._read(data)
                 except DependencyAway as error:
                     failure = error
                     break
+                output.tokens += count
+                output.token_ids = [*output.token_ids, *token_ids]
                 event = self._continued(data) if self._is_later else event
             passed += event
-        self._output_tokens += len(token_ids)
+        self._output_tokens += output.tokens
         if len(self._begun) > _MAX_EVENT_BYTES:
             failure = DependencyAway(f"its OpenAI API sends an event of more than {_MAX_EVENT_BYTES} bytes")
-        return Tokens(bytes(passed), token_ids, failure)
+        return Tokens(bytes(passed), output, failure)
 
     def end_of_output(self) -> bytes:
         """Returns the events that end a stream whose engine was lost after its last token."""
@@ -124,8 +125,8 @@ class TokenStream:
         del self._begun[:at]
         return events
 
-    def _read(self, data: bytes) -> list[int]:
-        """Returns the tokens of an event.
+    def _read(self, data: bytes) -> tuple[int, list[int]]:
+        """Returns the number of tokens of an event, and their ids. An event without ids counts as one token.
 
         Raises:
             DependencyAway: the event says that the engine has failed.
@@ -134,22 +135,22 @@ class TokenStream:
             event = _EVENT.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.has_ids = False
-            return [_UNKNOWN]
+            return 1, []
         if event.error is not None and _is_of_server(event.error):
             raise DependencyAway(f"its OpenAI API reports an error: {event.error.message:.256}")
-        token_ids = list[int]()
+        unknown, token_ids = 0, list[int]()
         for choice in event.choices:
             if choice.finish_reason in _FAILED:
                 raise DependencyAway(f"its OpenAI API ends the request with {choice.finish_reason}")
             if choice.token_ids is None and choice.text:
                 self.has_ids = False
-                token_ids.append(_UNKNOWN)
+                unknown += 1
             token_ids += choice.token_ids or ()
             self._has_finish_reason |= choice.finish_reason is not None
         if not self._head and event.choices:
             parsed = _OBJECT.decode(data)
             self._head = {name: parsed[name] for name in _HEAD if name in parsed}
-        return token_ids
+        return unknown + len(token_ids), token_ids
 
     def _continued(self, data: bytes) -> bytes:
         """Returns an event of a later engine as one of the first."""
