@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kvrouter.frontend.api.completion_request import CompletionRequest
-from kvrouter.frontend.api.completion_stream import MAX_UNREAD_TOKENS, CompletionStream, NumberedEvents
+from kvrouter.frontend.api.completion_stream import CompletionStream
+from kvrouter.frontend.api.event_stream import EventStream
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.worker_client.output import DetailedOutput, Output
+from kvrouter.net.response_buffer import MAX_UNREAD_BYTES
 from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
@@ -33,7 +36,7 @@ class Numbered:
 
 
 class Client:
-    """An EventSink with a client that reads, or does not."""
+    """An EventStream with a client that reads, or does not."""
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
@@ -57,7 +60,7 @@ class Client:
         assert b"\n" not in data
         self.events.append(data)
 
-    def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
+    def numbered(self, before: bytes, after: bytes) -> Numbered:
         assert self.begun
         return Numbered(self, before, after)
 
@@ -80,7 +83,7 @@ class Client:
 
 def stream(client: Client, **fields: Any) -> CompletionStream:
     body = json.dumps({"model": 'a "model"', "prompt": [1, 2, 3], "stream": True, **fields}).encode()
-    begun = CompletionStream(CompletionRequest.parse(body, max_prompt_tokens=100), client)
+    begun = CompletionStream(CompletionRequest.parse(body, max_prompt_tokens=100), cast(EventStream, client))
     begun.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=5), mode="kv", routed_on=RoutedOn.ROUTED_ON_TOKENS))
     return begun
 
@@ -229,7 +232,7 @@ async def test_too_much_unread_output_ends_the_request_and_its_connection() -> N
     completion = stream(client)
     completion.output(DetailedOutput.of(GenerateOutput(token_ids=[10])))
     client.reads.clear()
-    for _ in range(MAX_UNREAD_TOKENS // 1024):
+    for _ in range(MAX_UNREAD_BYTES // (1024 * TOKEN_BYTES)):
         completion.output(DetailedOutput.of(GenerateOutput(token_ids=[7] * 1024)))
     with pytest.raises(TooLarge):
         completion.output(DetailedOutput.of(GenerateOutput(token_ids=[7])))

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import HttpVersion10, HttpVersion11, web
-from kvrouter.frontend.api.event_stream import EventStream
-from kvrouter.frontend.api.step_writer import StepWriter
+from kvrouter.frontend.api.event_stream import EventStream, StepWriter
 
 
 class Connection(asyncio.Transport):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from kvrouter.frontend.api.openai.frame import TextFrame, WithLogprobs
+from kvrouter.frontend.api.openai.frame import ResponseFrame, WithLogprobs
 from kvrouter.frontend.api.openai.text_request import SharedFields, TextRequest
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
@@ -37,7 +37,7 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(write: Callable[[Path], P
     tokens = array("I", model.tokenizer.encode_whole("é🙂"))
     assert len(tokens) == 6, "a token for each byte"
     request = TextRequest(SharedFields(model="m"), [], None, is_chat=True, logprobs=True, top_logprobs=1)
-    frame = TextFrame(request, model, [])
+    frame = ResponseFrame(request, model, [])
     top = [TopLogprobs(token_ids=[token], logprobs=[-0.5]) for token in tokens]
     output = cast(WithLogprobs, SimpleNamespace(token_ids=tokens, logprobs=[-0.5] * 6, top_logprobs=top))
     shown = frame.logprobs(output, 0)

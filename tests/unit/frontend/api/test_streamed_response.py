@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from kvrouter.frontend.api.completion_stream import NumberedEvents
+from kvrouter.frontend.api.event_stream import EventStream
 from kvrouter.frontend.api.openai.choice import Piece
-from kvrouter.frontend.api.openai.frame import TextFrame
+from kvrouter.frontend.api.openai.frame import ResponseFrame
 from kvrouter.frontend.api.openai.streamed_response import StreamedResponse
 from kvrouter.frontend.api.openai.text_request import SharedFields, TextRequest
 from kvrouter.v1.common_pb2 import Rank
@@ -16,7 +16,7 @@ from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 
 class Client:
-    """An EventSink with a client that reads."""
+    """An EventStream with a client that reads."""
 
     is_full = False
 
@@ -32,9 +32,6 @@ class Client:
     def write_event(self, data: bytes) -> None:
         self.chunks.append(json.loads(data))
 
-    def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
-        raise NotImplementedError
-
     def end(self, *, close: bool = False) -> None: ...
 
     async def drain(self) -> None: ...
@@ -43,7 +40,7 @@ class Client:
 def test_the_first_chunk_of_a_continuation_says_where_it_runs() -> None:
     client = Client()
     request = TextRequest(SharedFields(model="m"), [], None, is_chat=True)
-    stream = StreamedResponse(TextFrame(request, None, [b"\0" * 4]), client)
+    stream = StreamedResponse(ResponseFrame(request, None, [b"\0" * 4]), cast(EventStream, client))
     stream.routed(0, RoutingInfo(rank=Rank(worker_id=1)))
     for text in "ab":
         stream.add(0, Piece(text, [], [], [], None, None))

@@ -100,7 +100,7 @@ class CompletionRequest:
             prompt = Prompt(b"", b"")
         else:
             prompt = prompt or Prompt.parse(text, limit=max_prompt_tokens)
-            prompts = [TokenPrompt(prompt.token_ids)]
+            prompts = [TokenPrompt(prompt)]
         fields.check(len(prompts))
         if fields.echo and fields.logprobs is not None:
             raise BadRequest(

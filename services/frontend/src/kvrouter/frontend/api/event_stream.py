@@ -3,6 +3,9 @@
 aiohttp writes a part of a response in a coroutine. Events come from the reader of a worker's connection, which calls
 and does not wait. So this class writes the response to the transport itself, with the other events of the step, and
 aiohttp takes it as already written.
+
+A message of a worker has tokens for many clients. Each write is a system call, and wakes its client up. Writes cost
+less back to back than between the work that makes the events. All that one client gets in a step is one write.
 """
 
 from __future__ import annotations
@@ -14,13 +17,47 @@ from email.utils import formatdate
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.base_protocol import BaseProtocol
-from kvrouter.frontend.api.step_writer import StepWriter
+from kvrouter.net.response_buffer import MAX_UNREAD_BYTES
+from kvrouter.runtime.errors import TooLarge
 
 _END_OF_BODY = b"0\r\n\r\n"
 _FRAMING_BYTES = len(b"data: \n\n")
 """What an event adds to its data."""
 _MAX_DIGITS = 10
 """Digits of the largest number of 32 bits."""
+
+
+def too_much_unread(unread_bytes: int) -> TooLarge:
+    """Returns the error of a client that leaves more than ``MAX_UNREAD_BYTES`` of output unread."""
+    return TooLarge(
+        f"the client has not read {unread_bytes} bytes of output; the limit is {MAX_UNREAD_BYTES}",
+        advice="Read the output as it arrives.",
+    )
+
+
+class StepWriter:
+    """Collects what a step of the event loop writes. The order of what one client gets does not change."""
+
+    def __init__(self) -> None:
+        self._pending: dict[asyncio.Transport, list[bytes]] = {}
+
+    def write(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Writes data to a client when this step ends, or with the next ``flush``."""
+        pending = self._pending
+        if not pending:
+            asyncio.get_running_loop().call_soon(self.flush)
+        before = pending.get(transport)
+        if before is None:
+            pending[transport] = [data]
+        else:
+            before.append(data)
+
+    def flush(self) -> None:
+        """Writes at once what was collected. What belongs to clients that have left is dropped."""
+        pending, self._pending = self._pending, {}
+        for transport, data in pending.items():
+            if not transport.is_closing():  # Otherwise aiohttp cancels the handler.
+                transport.write(b"".join(data))
 
 
 class NumberedEvents:

@@ -17,7 +17,7 @@ from kvrouter.frontend.api.completion_request import CompletionRequest
 from kvrouter.frontend.api.completion_stream import CompletionStream
 from kvrouter.frontend.api.completions import WholeCompletion
 from kvrouter.frontend.api.cross_origin import add_cross_origin_headers, allowing, cross_origin_headers
-from kvrouter.frontend.api.event_stream import EventStream
+from kvrouter.frontend.api.event_stream import EventStream, StepWriter
 from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.api.http_tracing import traced
@@ -33,7 +33,6 @@ from kvrouter.frontend.api.openai.text_runner import prepare, run_all
 from kvrouter.frontend.api.openai.whole_response import WholeResponse
 from kvrouter.frontend.api.request_fields import request_id_of, requested_id, requested_rank, with_headers
 from kvrouter.frontend.api.service import FrontendService
-from kvrouter.frontend.api.step_writer import StepWriter
 from kvrouter.frontend.client_work.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.net.engine_keys import EngineKeys
@@ -210,7 +209,7 @@ class HttpApi:
             deadline=Deadline.never(),
         )
         return web.Response(
-            body=completion.body(), headers=completion.headers, content_type="application/json", charset="utf-8"
+            body=completion.body(), headers=completion.frame.headers, content_type="application/json", charset="utf-8"
         )
 
     async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvrouter.frontend.api.event_stream import too_much_unread
 from kvrouter.frontend.worker_client.output import Output
-from kvrouter.net.response_buffer import MAX_UNREAD_BYTES, BufferFull, ResponseBuffer
-from kvrouter.runtime.errors import TooLarge
+from kvrouter.net.response_buffer import BufferFull, ResponseBuffer
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
 
 
@@ -31,7 +31,4 @@ class OutputBuffer(ResponseBuffer):
         try:
             self.append(encoded)
         except BufferFull as full:
-            raise TooLarge(
-                f"the client has not read {full.unread_bytes} bytes of output; the limit is {MAX_UNREAD_BYTES}",
-                advice="Read the output as it arrives.",
-            ) from None
+            raise too_much_unread(full.unread_bytes) from None

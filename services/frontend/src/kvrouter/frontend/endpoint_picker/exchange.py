@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
-from kvrouter.frontend.api.completions import routed_on_text
 from kvrouter.frontend.api.openai.transfer_filter import TransferFilter
+from kvrouter.frontend.api.routing_fields import routed_on_text
 from kvrouter.frontend.endpoint_picker import responses
 from kvrouter.frontend.endpoint_picker.engine_response import EngineResponse
 from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions, GatewayRequest

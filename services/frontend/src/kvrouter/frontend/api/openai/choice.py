@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrouter.frontend.api.completions import FINISH_REASONS
+from kvrouter.frontend.api.openai.frame import FINISH_REASONS, ResponseFrame
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.reasoning import ReasoningParser
@@ -50,8 +50,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        prompt: bytes,
-        text: ModelText | None,
+        frame: ResponseFrame,
         sink: ChoiceSink,
         *,
         stop: Sequence[str],
@@ -61,14 +60,11 @@ class Choice:
         tools: ToolUse | None = None,
         reasoning: ReasoningParser | None = None,
     ) -> None:
-        """``text`` is None if the model has no tokenizer; the text is empty then."""
+        text, prompt = frame.text, frame.prompt_of(index)
         self._parser = None if tools is None or text is None else tools.parser(text.tool_format)
         self._reasoning = reasoning
         self.index = index
-        self.prompt_tokens = len(prompt) // 4
-        self.output_tokens = 0
-        self.cached_tokens: int | None = None
-        """None if the worker does not say it."""
+        self._count = frame.counts[index]
         self._sink = sink
         self._detokenizer = (
             None
@@ -89,12 +85,10 @@ class Choice:
             OutputComplete: a stop string occurred.
         """
         tokens = output.token_ids
-        self.output_tokens += output.tokens
-        if self.cached_tokens is None:
-            self.cached_tokens = output.cached_tokens
+        self._count.add(output)
         finish_reason = FINISH_REASONS.get(output.finish_reason)
         text = "" if self._detokenizer is None else self._detokenizer.feed(tokens)
-        if self.output_tokens > self._min_tokens:
+        if self._count.output_tokens > self._min_tokens:
             text = self._stop.feed(text)
         if self._stop.matched is not None:
             finish_reason = "stop"

@@ -15,7 +15,6 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from kvrouter.frontend.api.completions import describe_routing, routing_headers
 from kvrouter.frontend.api.engine_headers import engine_request_id
 from kvrouter.frontend.api.openai.continued_body import continued_body, sampling_state, why_it_stays
 from kvrouter.frontend.api.openai.reported_usage import Usage, UsageReader
@@ -25,6 +24,7 @@ from kvrouter.frontend.api.openai.token_stream import TokenStream
 from kvrouter.frontend.api.openai.transfer_body import can_share, decode_body, prefill_body, transfer_params
 from kvrouter.frontend.api.openai.transfer_filter import TransferFilter
 from kvrouter.frontend.api.request_fields import RANK_HEADER
+from kvrouter.frontend.api.routing_fields import describe_routing, routing_headers
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient

@@ -1,4 +1,4 @@
-"""The parts of a response around its choices, for chats and completions, whole and streamed."""
+"""The parts of a response around its choices: of chats and completions, of text and tokens, whole and streamed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvrouter.frontend.api.completions import describe_routing, routing_headers
-from kvrouter.frontend.api.openai.choice import Choice
-from kvrouter.frontend.api.openai.text_request import TextPrompt, TextRequest
+import msgspec
+from kvrouter.frontend.api.completion_request import CompletionRequest
+from kvrouter.frontend.api.openai.text_request import TextPrompt, TextRequest, TokenPrompt
+from kvrouter.frontend.api.routing_fields import describe_routing, routing_headers
+from kvrouter.frontend.api.token_list import encode_token_ids
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.worker_client.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
-from kvrouter.v1.worker_pb2 import TopLogprobs
+from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
 
+FINISH_REASONS: dict[int, str | None] = {
+    FinishReason.FINISH_REASON_UNSPECIFIED: None,
+    FinishReason.FINISH_REASON_STOP: "stop",
+    FinishReason.FINISH_REASON_LENGTH: "length",
+    FinishReason.FINISH_REASON_ABORT: "abort",
+    FinishReason.FINISH_REASON_ERROR: "error",
+}
 _STAND_IN = "\ufffd"
 """What stands in a text for bytes that are no whole character."""
 
@@ -37,34 +48,69 @@ class WithLogprobs(Protocol):
         ...
 
 
-class TextFrame:
-    """What whole responses and streams have in common."""
+class TokenCount:
+    """Counts the tokens of one sequence."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
+        self.cached_tokens: int | None = None
+        """Prompt tokens in the worker's cache; None if the worker does not report them."""
+
+    def add(self, output: Output) -> None:
+        """Counts a piece of output."""
+        self.output_tokens += output.tokens
+        if self.cached_tokens is None:
+            self.cached_tokens = output.cached_tokens
+
+
+class ResponseFrame:
+    """Everything of a response but the output of its sequences."""
 
     def __init__(self, request: TextRequest, text: ModelText | None, prompts: Sequence[bytes]) -> None:
+        """``text`` is None for a model without a tokenizer. ``prompts`` are packed buffers."""
         self.request = request
         self.text = text
         self.prompts = prompts
-        self.choices: list[Choice] = []
-        asked = request.fields.return_token_ids
-        self.returns_token_ids = text is None if asked is None else asked
-        """Whether token ids are returned. Without a tokenizer they are all that there is."""
-        self.returns_prompt = bool(asked)
+        self.counts = [TokenCount(len(each) // TOKEN_BYTES) for each in prompts for _ in range(request.sequences)]
+        """The tokens of each sequence."""
         self._created = int(time.time())
         self._routing: RoutingInfo | None = None
 
+    @classmethod
+    def of_tokens(cls, request: CompletionRequest) -> ResponseFrame:
+        """Returns the frame of one sequence of token ids."""
+        return cls(request.to_text_request(), None, [request.prompt.token_ids])
+
+    @property
+    def returns_token_ids(self) -> bool:
+        """Whether token ids are returned. Without a tokenizer they are the whole output."""
+        requested = self.request.fields.return_token_ids
+        return self.text is None if requested is None else requested
+
+    @property
+    def returns_prompt(self) -> bool:
+        """Whether the prompt is returned too: only on request, since it may be long."""
+        return bool(self.request.fields.return_token_ids)
+
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that say where the first sequence runs."""
+        """Headers with the place of the first sequence."""
         return {} if self._routing is None else routing_headers(self._routing)
 
     def routed(self, index: int, routing: RoutingInfo) -> None:
-        """Adds where a sequence runs. The response says it of the first."""
+        """Adds where a sequence runs. The response has the place of the first."""
         if index == 0 or self._routing is None:
             self._routing = routing
 
     def prompt_of(self, index: int) -> bytes:
         """Returns the prompt of a sequence as a packed buffer."""
         return self.prompts[index // self.request.sequences]
+
+    def prompt_json(self, index: int) -> msgspec.Raw:
+        """Returns the token ids of a sequence's prompt as JSON."""
+        source = self.request.prompts[index // self.request.sequences]
+        return source.as_json() if isinstance(source, TokenPrompt) else encode_token_ids(self.prompt_of(index))
 
     def echo(self, index: int) -> str:
         """Returns the prompt of a sequence as text if the response repeats it; otherwise an empty text."""
@@ -73,22 +119,24 @@ class TextFrame:
         source = self.request.prompts[index // self.request.sequences]
         return source.text if isinstance(source, TextPrompt) else self.text.text_of(array("I", self.prompt_of(index)))
 
-    def envelope(self, kind: str) -> dict[str, Any]:
-        """Returns the fields before the choices of an object of this kind."""
-        prefix = "chatcmpl" if self.request.is_chat else "cmpl"
+    def envelope(self) -> dict[str, Any]:
+        """Returns the fields before the choices of a response or chunk."""
+        is_chat = self.request.is_chat
+        prefix = "chatcmpl" if is_chat else "cmpl"
+        kind = "chat.completion" if is_chat else "text_completion"
         return {
             "id": f"{prefix}-{self._routing.request_id}" if self._routing is not None else prefix,
-            "object": kind,
+            "object": f"{kind}.chunk" if is_chat and self.request.fields.stream else kind,
             "created": self._created,
             "model": self.request.fields.model,
         }
 
     def usage(self) -> dict[str, Any]:
         """Returns the numbers of tokens, and how the first sequence was routed."""
-        each = self.choices[:: self.request.sequences]
-        prompt_tokens = sum(choice.prompt_tokens for choice in each)
-        output_tokens = sum(choice.output_tokens for choice in self.choices)
-        cached = [choice.cached_tokens for choice in each if choice.cached_tokens is not None]
+        each = self.counts[:: self.request.sequences]
+        prompt_tokens = sum(count.prompt_tokens for count in each)
+        output_tokens = sum(count.output_tokens for count in self.counts)
+        cached = [count.cached_tokens for count in each if count.cached_tokens is not None]
         return {
             "usage": {
                 "prompt_tokens": prompt_tokens,
@@ -138,7 +186,6 @@ class TextFrame:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         """Returns a token of a chat. The text of a part of a character is a stand-in, unlike its bytes."""
-        text = self._text_of(token)
-        is_part = _STAND_IN in text and self.text is not None
-        encoded = self.text.tokenizer.bytes_of(token) if is_part and self.text is not None else text.encode()
+        text, tokenizer = self._text_of(token), self.text and self.text.tokenizer
+        encoded = tokenizer.bytes_of(token) if tokenizer and _STAND_IN in text else text.encode()
         return {"token": text, "logprob": logprob, "bytes": list(encoded)}

@@ -69,7 +69,7 @@ def _token_prompt(raw: bytes, field: str, limit: int) -> TokenPrompt:
         raise _invalid(path, "expected an integer from 0 to 2^32 - 1") from None
     if not prompt.tokens:
         raise _invalid(field, "the prompt is empty")
-    return TokenPrompt(prompt.token_ids)
+    return TokenPrompt(prompt)
 
 
 def _end_of_string(text: str, at: int, field: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.frontend.api.request_fields import SharedFields
+from kvrouter.frontend.api.token_list import Prompt
 from kvrouter.frontend.client_work.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
@@ -18,8 +19,9 @@ class TokenPrompt:
     field = "prompt"
     characters = 0
 
-    def __init__(self, token_ids: bytes) -> None:
-        self._token_ids = token_ids
+    def __init__(self, prompt: Prompt) -> None:
+        self.as_json = prompt.as_json
+        self._token_ids = prompt.token_ids
 
     def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
         """Returns the token ids."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.frontend.api.openai.choice import Choice, ChoiceSink
-from kvrouter.frontend.api.openai.frame import TextFrame
+from kvrouter.frontend.api.openai.frame import ResponseFrame
 from kvrouter.frontend.api.openai.text_request import TextRequest
 from kvrouter.frontend.api.request_runner import RequestRunner
 from kvrouter.frontend.api.served_models import ServedModels
@@ -33,7 +33,7 @@ UNKNOWN_LENGTH_TOKENS = 4096
 class PreparedText:
     """A request whose prompts are tokenized."""
 
-    frame: TextFrame
+    frame: ResponseFrame
     pools: Sequence[ComponentView]
     """The pools of the model, at least one, that with the most live workers first."""
 
@@ -63,7 +63,7 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     for prompt, source in zip(prompts, request.prompts, strict=True):
         if not prompt:
             raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
-    return PreparedText(TextFrame(request, text, prompts), pools)
+    return PreparedText(ResponseFrame(request, text, prompts), pools)
 
 
 async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:
@@ -90,8 +90,7 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
         prompt = frame.prompt_of(index)
         choice = Choice(
             index,
-            prompt,
-            frame.text,
+            frame,
             sink,
             stop=fields.stop_strings(),
             include_stop=bool(fields.include_stop_str_in_output),
@@ -100,7 +99,6 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
             tools=request.tools,
             reasoning=_reasoning_parser(frame, prompt),
         )
-        frame.choices.append(choice)
         generate = fields.generate_request(_max_tokens(runner.options.limits, prepared, prompt))
         sampling = generate.sampling_options
         if index % request.sequences and sampling.HasField("seed"):
@@ -119,7 +117,7 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
         raise failures.exceptions[0] from None
 
 
-def _reasoning_parser(frame: TextFrame, prompt: bytes) -> ReasoningParser | None:
+def _reasoning_parser(frame: ResponseFrame, prompt: bytes) -> ReasoningParser | None:
     """Returns the parser of an output's reasoning; None if it has none, as if it is constrained from its begin."""
     request = frame.request
     if not request.is_chat or frame.text is None or request.fields.structured_output() is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.api.openai.choice import Piece
-from kvrouter.frontend.api.openai.frame import TextFrame
+from kvrouter.frontend.api.openai.frame import ResponseFrame
 from kvrouter.frontend.api.token_list import encode_token_ids
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.v1.frontend_pb2 import RoutingInfo
@@ -31,7 +31,7 @@ class _Sequence:
 class WholeResponse:
     """A ChoiceSink that collects all sequences."""
 
-    def __init__(self, frame: TextFrame) -> None:
+    def __init__(self, frame: ResponseFrame) -> None:
         self._frame = frame
         self._sequences: dict[int, _Sequence] = {}
 
@@ -56,8 +56,7 @@ class WholeResponse:
         """Returns the response as JSON."""
         frame = self._frame
         choices = [self._choice(index, sequence) for index, sequence in sorted(self._sequences.items())]
-        kind = "chat.completion" if frame.request.is_chat else "text_completion"
-        return msgspec.json.encode(frame.envelope(kind) | {"choices": choices} | frame.usage())
+        return msgspec.json.encode(frame.envelope() | {"choices": choices} | frame.usage())
 
     def _choice(self, index: int, sequence: _Sequence) -> dict[str, Any]:
         frame = self._frame
@@ -85,7 +84,7 @@ class WholeResponse:
         if frame.returns_token_ids:
             choice["token_ids"] = encode_token_ids(sequence.token_ids)
         if frame.returns_prompt:
-            choice["prompt_token_ids"] = encode_token_ids(frame.prompt_of(index))
+            choice["prompt_token_ids"] = frame.prompt_json(index)
         return choice
 
 
