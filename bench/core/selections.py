@@ -22,6 +22,7 @@ from typing import Any, cast
 import structlog
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.scheduler.api.request_reader import RequestReader
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
@@ -31,9 +32,12 @@ from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests
+from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.router import Router
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse, LocalHashes
 from kvrouter.v1.names import ComponentName
@@ -87,24 +91,24 @@ def scheduler(mode: str, ranks: int, indexer: StaticIndexer, rng: random.Random)
     table = BookingTable()
     leases = BookingLeases(table, session_grace_seconds=10)
     affinity = Affinity(1000)
-    selector = Selector(
+    router = Router(
         pools,
         table,
         leases,
         Decisions(1000),
-        ThresholdBoard(Thresholds()),
         lambda _: indexer,
-        RoutingOptions(mode),
         metrics,
         indexer_timeout_seconds=1.0,
         rng=rng,
         clock=time.monotonic,
         affinity=affinity,
     )
+    queued = QueuedRequests(router, metrics, max_queued_requests=MAX_QUEUED_REQUESTS, clock=time.monotonic)
+    reader = RequestReader(pools, ThresholdBoard(Thresholds()), RoutingOptions(mode))
+    selector = Selector(reader, router, queued, metrics)
     BookingStatistics(metrics).follow(table)
     affinity.follow(table)
-    if selector.queued is not None:
-        selector.queued.follow(table)
+    queued.follow(table)
     return selector, BookingUpdates(table, leases, pools, metrics, time.monotonic)
 
 

@@ -117,7 +117,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "load": ("identifiers", "metrics", "policies", "request", "workers"),
         "overlap": ("bookings", "identifiers", "load", "policies", "request", "workers"),
         "bookings": ("identifiers", "load", "metrics", "request"),
-        "routing": ("bookings", "identifiers", "load", "overlap", "policies", "request", "workers"),
+        # The whole decision, from a request context to a booked response. The queue calls it, never the other way.
+        "routing": ("bookings", "identifiers", "load", "metrics", "overlap", "policies", "request", "workers"),
         "queue": ("bookings", "identifiers", "load", "metrics", "overlap", "policies", "request", "routing"),
         "replication": ("bookings", "identifiers", "load", "request"),
         "api": (

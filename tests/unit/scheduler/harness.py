@@ -14,6 +14,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import DeadlineExceeded
 from kvrouter.scheduler.api.drains import Drains
+from kvrouter.scheduler.api.request_reader import RequestReader
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import Sessions
@@ -28,12 +29,14 @@ from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import OwnThresholds, ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.predictions import PredictionLimits, Predictions
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.scheduler.replication.sync import ReplicaSync
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.router import Router
 from kvrouter.v1.common_pb2 import BookingKey, Component, Role, RoutingConstraints, RoutingOverrides, Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse, LocalHashes, TokenIds
 from kvrouter.v1.names import ComponentName
@@ -199,33 +202,31 @@ class Parts:
         self.sync = ReplicaSync(self.booking_table, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock)
         if scheduler is not None:
             self.sync.follow()
-        self.decisions = Decisions(decisions)
+        self.decisions = Decisions(decisions, log_formulas=log_formulas)
         self.options = options or RoutingOptions("kv")
         self.board = ThresholdBoard(self.options.thresholds)
         predictions = None if predicts is None else Predictions(predicts, clock)
         affinity = Affinity(conversations)
-        self.selector = Selector(
+        self.router = Router(
             self.pools,
             self.booking_table,
             self.booking_leases,
             self.decisions,
-            self.board,
             lambda _: self.indexer,
-            self.options,
             self.metrics,
             indexer_timeout_seconds=indexer_timeout,
             rng=Random(1),
             clock=clock,
             predictions=predictions,
             affinity=affinity,
-            max_queued_requests=max_queued_requests,
-            log_formulas=log_formulas,
         )
+        self.queued = QueuedRequests(self.router, self.metrics, max_queued_requests=max_queued_requests, clock=clock)
+        reader = RequestReader(self.pools, self.board, self.options)
+        self.selector = Selector(reader, self.router, self.queued, self.metrics)
         affinity.follow(self.booking_table)
         if predictions is not None:
             predictions.follow(self.booking_table)
-        if self.selector.queued is not None:
-            self.selector.queued.follow(self.booking_table)
+        self.queued.follow(self.booking_table)
         self.bookings = BookingUpdates(self.booking_table, self.booking_leases, self.pools, self.metrics, clock)
         self.sessions = Sessions(self.booking_leases, self.bookings, scheduler_id="s", grace_seconds=grace, clock=clock)
 
@@ -237,10 +238,10 @@ class Parts:
             self.booking_leases,
             self.decisions,
             self.board,
+            self.queued,
             scheduler_id="s",
             mode=self.options.mode,
             clock=lambda: self.now,
-            queued=self.selector.queued,
         )
         return SchedulerService(
             self.pools,

@@ -37,7 +37,7 @@ async def test_a_request_that_is_queued_until_its_deadline() -> None:
 
 async def refused_late(parts: Parts, client: Client, name: str) -> None:
     selecting = asyncio.create_task(client.select(name, request=request(name).request, time_left_ms=60_000))
-    while parts.selector.queued is not None and not len(parts.selector.queued):
+    while not len(parts.queued):
         await asyncio.sleep(0.001)
     look(parts, after=120)
     await asyncio.wait([selecting])

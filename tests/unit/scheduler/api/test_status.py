@@ -21,6 +21,7 @@ def ask(parts: Parts, **fields: object) -> GetStatusResponse:
         parts.booking_leases,
         parts.decisions,
         parts.board,
+        parts.queued,
         scheduler_id="s",
         mode=parts.options.mode,
         clock=lambda: parts.now,

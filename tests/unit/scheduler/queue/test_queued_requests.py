@@ -51,8 +51,7 @@ def request(name: str, **fields: Any) -> SelectWorkerRequest:
 
 
 def queue(parts: Parts) -> QueuedRequests:
-    assert parts.selector.queued is not None
-    return parts.selector.queued
+    return parts.queued
 
 
 def status(parts: Parts) -> QueueStatus:
@@ -125,14 +124,14 @@ async def test_what_ends_wakes_the_one_that_waits() -> None:
 async def test_one_that_is_refused_when_its_patience_ends_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of()
     async with waiting(parts, request("a"), request("b")) as [first, second]:
-        settle, failing = parts.selector.settle, iter([True])
+        settle, failing = parts.router.settle, iter([True])
 
         def fail_once(*given: Any, **options: Any) -> SelectWorkerResponse:
             if next(failing, False):
                 raise TooLarge("no more bookings are possible")
             return settle(*given, **options)
 
-        monkeypatch.setattr(parts.selector, "settle", fail_once)
+        monkeypatch.setattr(parts.router, "settle", fail_once)
         look(parts, after=PATIENCE_S)
         with pytest.raises(TooLarge):
             await first

@@ -12,6 +12,7 @@ import structlog
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.scheduler.api.drains import Drains
+from kvrouter.scheduler.api.request_reader import RequestReader
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import TICK_SECONDS, Sessions
@@ -30,12 +31,14 @@ from kvrouter.scheduler.overlap.indexer_query import IndexerSource
 from kvrouter.scheduler.overlap.indexers import RemoteIndexers
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.queue.metrics import QueueMetrics
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.scheduler.replication.nats_channel import MAX_OUTGOING
 from kvrouter.scheduler.replication.nats_link import SyncLink
 from kvrouter.scheduler.replication.sync import ReplicaSync
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.router import Router
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.scheduler.workers.descriptors import write_descriptors
 
@@ -71,7 +74,7 @@ async def running(
     booking_table = BookingTable(scheduler)
     BookingStatistics(metrics).follow(booking_table)
     booking_leases = BookingLeases(booking_table, session_grace_seconds=settings.session_grace_seconds)
-    decisions = Decisions(settings.decisions_kept)
+    decisions = Decisions(settings.decisions_kept, log_formulas=settings.log_formulas)
     board = ThresholdBoard(options.thresholds)
     listed = runtime.listed
     shared = SharedThresholds(board, runtime.etcd, settings.namespace, runtime.quarantine) if listed is None else None
@@ -102,25 +105,24 @@ async def running(
             heartbeat_seconds=settings.replica_heartbeat_seconds,
             quarantine=runtime.quarantine,
         )
-    selector = Selector(
+    router = Router(
         pools,
         booking_table,
         booking_leases,
         decisions,
-        board,
         indexers or remote_indexers,
-        options,
         metrics,
         indexer_timeout_seconds=settings.indexer_timeout_ms / 1000,
-        max_prompt_tokens=settings.max_prompt_tokens,
         rng=rng or Random(),
         clock=clock,
         predictions=predictions,
         affinity=affinity,
-        max_queued_requests=settings.max_queued_requests,
         is_behind=lambda: overload.behind,
-        log_formulas=settings.log_formulas,
     )
+    queued = QueuedRequests(router, metrics, max_queued_requests=settings.max_queued_requests, clock=clock)
+    queued.follow(booking_table)
+    reader = RequestReader(pools, board, options, max_prompt_tokens=settings.max_prompt_tokens)
+    selector = Selector(reader, router, queued, metrics)
     bookings = BookingUpdates(booking_table, booking_leases, pools, metrics, clock)
     sessions = Sessions(
         booking_leases,
@@ -134,6 +136,7 @@ async def running(
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
     _show_sizes(metrics, booking_table, booking_leases, decisions, affinity, predictions, overload)
     runtime.registry.register(RankLoadMetrics(pools))
+    runtime.registry.register(QueueMetrics(queued))
     bounds = bounds_of(runtime.registry)
     bounds.add("decisions_kept", lambda: len(decisions), settings.decisions_kept, when_full="evicts")
     bounds.add("conversations", lambda: len(affinity), settings.conversations_kept, when_full="evicts")
@@ -143,8 +146,7 @@ async def running(
     if link is not None:
         replicated = link
         bounds.add("replication_events", lambda: replicated.most_outgoing, MAX_OUTGOING, when_full="drops")
-    queued = selector.queued
-    if queued is not None:
+    if settings.max_queued_requests:
         bounds.add("queued_requests", lambda: queued.longest, settings.max_queued_requests)
     status = Status(
         pools,
@@ -152,10 +154,10 @@ async def running(
         booking_leases,
         decisions,
         board,
+        queued,
         scheduler_id=runtime.instance_id,
         mode=options.mode,
         clock=clock,
-        queued=selector.queued,
         sync=sync,
         directory_age=lambda: runtime.directory.age_seconds,
         ignored=lambda: runtime.directory.ignored,
@@ -177,6 +179,7 @@ async def running(
         runtime.spawn(_every(_EXPIRY_SECONDS, bookings.expire), "expiry"),
         runtime.spawn(_every(TICK_SECONDS, sessions.close_silent), "silent sessions"),
         runtime.spawn(overload.run(), "overload detection"),
+        runtime.spawn(queued.run(), "queued requests"),
     ]
     if shared is not None:
         tasks.append(runtime.spawn(shared.run(), "thresholds"))
@@ -187,10 +190,6 @@ async def running(
         tasks.append(runtime.spawn(_every(_EXPIRY_SECONDS, link.expire), "orphans"))
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))
-    if selector.queued is not None:
-        selector.queued.follow(booking_table)
-        runtime.registry.register(QueueMetrics(selector.queued))
-        tasks.append(runtime.spawn(selector.queued.run(), "queued requests"))
     try:
         yield service
     finally:

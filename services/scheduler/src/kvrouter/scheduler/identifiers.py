@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol, cast
 
 from kvrouter.core import Rank
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.runtime.request_ids import check_request_id
 from kvrouter.v1 import common_pb2
 from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
 from kvrouter.v1.names import ComponentName
@@ -15,6 +17,10 @@ Key = tuple[str, int, int]
 """(request_id, attempt, stage), the stage never unspecified."""
 
 
+MAX_REQUEST_ID_BYTES = 128
+_STAGES = frozenset(Stage.values())
+
+
 def stage_of(key: BookingKey) -> Stage:
     """Returns the stage of a booking; an unspecified one is the whole request."""
     return key.stage or _WHOLE
@@ -23,6 +29,27 @@ def stage_of(key: BookingKey) -> Stage:
 def key_of(key: BookingKey) -> Key:
     """Returns the key of a message, which can be hashed."""
     return (key.request_id, key.attempt, stage_of(key))
+
+
+def checked_key(booking: BookingKey) -> Key:
+    """Returns the checked key of a message.
+
+    Raises:
+        BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
+    """
+    size = len(booking.request_id.encode())
+    if not 1 <= size <= MAX_REQUEST_ID_BYTES:
+        raise BadRequest(
+            f"the request id has {size} bytes",
+            field="booking.request_id",
+            advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes.",
+        )
+    check_request_id(booking.request_id, MAX_REQUEST_ID_BYTES, "booking.request_id")
+    if booking.stage not in _STAGES:
+        raise BadRequest(
+            f"unknown stage {booking.stage}", field="booking.stage", advice="Send a stage of the contract."
+        )
+    return key_of(booking)
 
 
 class OfRank(Protocol):

@@ -12,12 +12,10 @@ from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.updates import BookingUpdates
-from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
 from kvrouter.scheduler.request.options import ThresholdUpdate
 from kvrouter.scheduler.routing.decisions import Decisions
-from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,
     CloseSessionResponse,
@@ -37,7 +35,6 @@ from kvrouter.v1.scheduler_pb2 import (
     MarkPrefillCompleteResponse,
     OpenSessionRequest,
     OpenSessionResponse,
-    PotentialLoad,
     ReportOutputRequest,
     ReportOutputResponse,
     SelectWorkerRequest,
@@ -92,6 +89,8 @@ class SchedulerService:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
             AllBusy, RequestIdReused, SessionLost, TooLarge, DeadlineExceeded.
         """
+        if request.compares:
+            return await self._selector.compare(request, deadline=deadline)
         return await self._selector.select(request, deadline=deadline)
 
     async def mark_prefill_complete(
@@ -157,25 +156,7 @@ class SchedulerService:
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker.
         """
-        context = self._selector.reader.read(request.request, None, needs_worker=False)
-        check_pinned(context.pool.candidates, context.constraints, context.pool.name)
-        needed = context.options.overlap_score_weight > 0
-        overlaps = await self._selector.overlaps(context, deadline, needed=needed)
-        found = self._selector.snapshot(context, overlaps)
-        loads = found.loads
-        return GetPotentialLoadsResponse(
-            loads=[
-                PotentialLoad(
-                    rank=rank_message(found.worker_set.ranks[place]),
-                    potential_prefill_tokens=int(loads.prefill_tokens[place] + found.new_prefill_tokens[place]),
-                    potential_decode_blocks=int(loads.active_blocks[place]),
-                    overlap_blocks=int(found.overlap_blocks[place]),
-                    busy=bool(found.why_busy(place)),
-                    active_requests=int(loads.requests[place]),
-                )
-                for place in found.fit.tolist()
-            ]
-        )
+        return await self._selector.potential_loads(request, deadline=deadline)
 
     async def drain_worker(
         self,

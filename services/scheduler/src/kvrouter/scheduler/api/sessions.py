@@ -12,7 +12,8 @@ import structlog
 from kvrouter.runtime.contracts import Connection
 from kvrouter.runtime.errors import BadRequest, Internal, KvRouterError, to_parts
 from kvrouter.scheduler.bookings.leases import SILENT_TICKS, BookingLeases
-from kvrouter.scheduler.bookings.updates import BookingUpdates, checked_key
+from kvrouter.scheduler.bookings.updates import BookingUpdates
+from kvrouter.scheduler.identifiers import checked_key
 from kvrouter.v1.scheduler_pb2 import (
     BookingUpdate,
     CloseSessionRequest,

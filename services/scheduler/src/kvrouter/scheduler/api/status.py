@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from kvrouter.core import Rank
@@ -23,7 +22,6 @@ from kvrouter.v1.scheduler_pb2 import (
     GetStatusRequest,
     GetStatusResponse,
     IgnoredEntry,
-    QueueStatus,
     RankStatus,
 )
 
@@ -42,11 +40,11 @@ class Status:
         booking_leases: BookingLeases,
         decisions: Decisions,
         board: ThresholdBoard,
+        queued: QueuedRequests,
         *,
         scheduler_id: str,
         mode: str,
         clock: Callable[[], float],
-        queued: QueuedRequests | None = None,
         sync: ReplicaSync | None = None,
         directory_age: Callable[[], float | None] = lambda: None,
         ignored: Callable[[], Mapping[str, str]] = dict,
@@ -98,7 +96,7 @@ class Status:
         )
 
     def _component(self, pool: Pool, listed: int) -> ComponentStatus:
-        waiting = Counter[Rank]() if self._queued is None else self._queued.waiting_for(pool.name)
+        waiting = self._queued.waiting_for(pool.name)
         thresholds = self._board.of(pool.model)
         loads = pool.booked_load.load_by_rank()
         now = self._clock()
@@ -113,7 +111,7 @@ class Status:
                 _rank_status(pool, rank, loads.get(rank, RankLoad()), thresholds, now, waiting[rank])
                 for rank in sorted(loads.keys() | pool.worker_set.ranks)
             ],
-            queued=QueueStatus() if self._queued is None else self._queued.status(pool.name, listed=listed),
+            queued=self._queued.status(pool.name, listed=listed),
             replicas=() if self._sync is None else self._sync.of(pool.name).status(),
         )
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvrouter.runtime.errors import BadRequest
-from kvrouter.runtime.request_ids import check_request_id
 from kvrouter.scheduler.bookings.booking import Booking
 from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.identifiers import Key, key_of
+from kvrouter.scheduler.identifiers import Key, checked_key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.scheduler_pb2 import (
     FreeRequest,
     FreeResponse,
@@ -23,30 +21,6 @@ from kvrouter.v1.scheduler_pb2 import (
     ReportOutputRequest,
     ReportOutputResponse,
 )
-
-MAX_REQUEST_ID_BYTES = 128
-_STAGES = frozenset(Stage.values())
-
-
-def checked_key(booking: BookingKey) -> Key:
-    """The key of a booking.
-
-    Raises:
-        BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
-    """
-    size = len(booking.request_id.encode())
-    if not 1 <= size <= MAX_REQUEST_ID_BYTES:
-        raise BadRequest(
-            f"the request id has {size} bytes",
-            field="booking.request_id",
-            advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes.",
-        )
-    check_request_id(booking.request_id, MAX_REQUEST_ID_BYTES, "booking.request_id")
-    if booking.stage not in _STAGES:
-        raise BadRequest(
-            f"unknown stage {booking.stage}", field="booking.stage", advice="Send a stage of the contract."
-        )
-    return key_of(booking)
 
 
 class BookingUpdates:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 from kvrouter.core import Rank
@@ -33,6 +33,7 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import RequestQueue
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision
+from kvrouter.scheduler.routing.router import Router
 from kvrouter.scheduler.routing.snapshot import RETRY_AFTER_MS
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerResponse
@@ -47,22 +48,6 @@ FRESH_S, QUERIES_PER_S = 2.0, 100.0
 
 _MAX_WAITED_S = 3600.0
 """Longest earlier wait that a caller may claim, seconds: its clock may be wrong."""
-
-
-class Decider(Protocol):
-    """Chooses and books; see ``kvrouter.scheduler.api.selection``."""
-
-    def decide(self, context: RequestContext, overlaps: Overlaps) -> Decision:
-        """Decides by the current state, or raises KvRouterError."""
-        ...
-
-    def settle(self, context: RequestContext, overlaps: Overlaps, decision: Decision) -> SelectWorkerResponse:
-        """Books the decision and returns the response, or raises KvRouterError."""
-        ...
-
-    async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool) -> Overlaps:
-        """Queries the overlap. An Indexer's failure raises nothing."""
-        ...
 
 
 class Depth(NamedTuple):
@@ -96,20 +81,20 @@ class _Component:
 
 
 class QueuedRequests:
-    """All queued requests. ``run`` must be running."""
+    """Dispatches requests: at once, or when a rank has room. ``run`` must be running."""
 
     def __init__(
-        self, decider: Decider, metrics: SchedulerMetrics, *, max_queued_requests: int, clock: Callable[[], float]
+        self, router: Router, metrics: SchedulerMetrics, *, max_queued_requests: int, clock: Callable[[], float]
     ) -> None:
         """Starts empty.
 
         Args:
-            decider: Chooses and books.
+            router: Decides and books.
             metrics: Metrics to update.
-            max_queued_requests: Limit for one component; a further request is refused.
+            max_queued_requests: Limit for one component; a further request is refused. With 0 requests never wait.
             clock: Returns seconds of a monotonic clock.
         """
-        self._decider = decider
+        self._router = router
         self._metrics = metrics
         self._max_queued_requests = max_queued_requests
         self._clock = clock
@@ -121,32 +106,51 @@ class QueuedRequests:
         """Returns the number of queued requests over all components."""
         return len(self._waiting)
 
-    async def enqueue(
-        self,
-        request: RequestContext,
-        overlaps: Overlaps,
-        decision: Decision,
-        *,
-        arrived_unix_ns: int,
-        deadline: Deadline,
+    async def dispatch(
+        self, request: RequestContext, overlaps: Overlaps, *, arrived_unix_ns: int, deadline: Deadline
     ) -> SelectWorkerResponse:
-        """Waits until the request can be dispatched, books it and returns the response.
+        """Decides on a request, waits for room if its policy says so, books it and returns the response.
 
         Args:
-            request: The request, with a booking.
+            request: The request. One without a booking never waits.
             overlaps: Overlaps of its prompt.
-            decision: The decision, with a Wait.
             arrived_unix_ns: Arrival of the request at the caller, nanoseconds since 1970; 0 for now.
             deadline: Deadline of its first token.
 
         Raises:
             AllBusy: the queue is full, or nearly full and the tenant has its share of it.
             DeadlineExceeded: it could not meet its deadline.
-            KvRouterError: no rank can take it any more.
+            KvRouterError: no rank can take it.
         """
+        is_behind = self._catch_up(request.pool.name)
+        decision = self._router.decide(request, overlaps)
+        if is_behind and request.options.queues and isinstance(decision.verdict, Choice):
+            decision = decision.behind_the_queue()
         key, wait = request.booking.key, decision.verdict
-        assert key is not None  # noqa: S101 - required of callers
-        assert isinstance(wait, Wait)  # noqa: S101
+        if key is None or not isinstance(wait, Wait) or not self._max_queued_requests:
+            response = self._router.settle(request, overlaps, decision)
+            self._dispatched(request, decision)
+            return response
+        self._router.decisions.add(decision.queued())
+        try:
+            return await self._enqueue(request, key, overlaps, decision, wait, arrived_unix_ns, deadline)
+        except (AllBusy, DeadlineExceeded) as error:
+            decision_id = self._router.decisions.next_id()
+            late = decision._replace(decision_id=decision_id, decided_unix_ns=time.time_ns())
+            self._router.decisions.add(late.refused(error))
+            raise
+
+    async def _enqueue(
+        self,
+        request: RequestContext,
+        key: Key,
+        overlaps: Overlaps,
+        decision: Decision,
+        wait: Wait,
+        arrived_unix_ns: int,
+        deadline: Deadline,
+    ) -> SelectWorkerResponse:
+        """Waits until the request can be dispatched, books it and returns the response."""
         component = self._component(request)
         now = self._clock()
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
@@ -196,8 +200,7 @@ class QueuedRequests:
 
     async def _refresh(self, waiting: _Waiter) -> None:
         """Queries the overlap again. The last answer stays if the query fails."""
-        needed = waiting.request.options.queries_indexer
-        overlaps = await self._decider.overlaps(waiting.request, Deadline.never(), needed=needed)
+        overlaps = await self._router.overlaps(waiting.request, Deadline.never())
         if not overlaps.failure:
             waiting.overlaps = overlaps
 
@@ -219,7 +222,7 @@ class QueuedRequests:
                 self._refuse_late(component, key)
             self._release(component)
 
-    def catch_up(self, name: ComponentName) -> bool:
+    def _catch_up(self, name: ComponentName) -> bool:
         """Tries the queued requests if load has changed since the last pass.
 
         Returns:
@@ -230,10 +233,10 @@ class QueuedRequests:
         component = self._components.get(name)
         return component is not None and component.queue.is_behind
 
-    def dispatched(self, request: RequestContext, decision: Decision) -> None:
+    def _dispatched(self, request: RequestContext, decision: Decision) -> None:
         """Notes that a request was booked without waiting, and counts for its tenant until its booking ends."""
         key, verdict = request.booking.key, decision.verdict
-        if key is not None and verdict is not None:
+        if key is not None and verdict is not None and self._max_queued_requests:
             component = self._component(request)
             component.queue.dispatched(key, request.tenant, verdict.use_tokens)
             self._began(component, request, verdict)
@@ -341,7 +344,7 @@ class QueuedRequests:
             nonlocal decision
             waiting = self._waiting[key]
             try:
-                decision = self._decider.decide(waiting.request, waiting.overlaps)
+                decision = self._router.decide(waiting.request, waiting.overlaps)
             except Exception as error:
                 component.queue.remove(key)
                 self._end(component, key, "refused", error)
@@ -356,7 +359,7 @@ class QueuedRequests:
             waiting = self._waiting[key]
             try:
                 queued = decision._replace(queued_seconds=now - waiting.queued_from)
-                response = self._decider.settle(waiting.request, waiting.overlaps, queued)
+                response = self._router.settle(waiting.request, waiting.overlaps, queued)
                 self._began(component, waiting.request, verdict)
             except Exception as error:
                 component.queue.ended(key)

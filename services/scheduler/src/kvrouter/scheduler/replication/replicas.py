@@ -21,8 +21,7 @@ from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.bookings.updates import checked_key
-from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.identifiers import Key, checked_key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.replication.announcer import Announcer
 from kvrouter.scheduler.replication.event_log import EventLog

@@ -7,13 +7,11 @@ and the conversation stays with that choice.
 from __future__ import annotations
 
 from collections import OrderedDict
-from hashlib import blake2b
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.booking import Booked, Moved
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 _Key = tuple[ComponentName, bytes]
 
@@ -31,7 +29,7 @@ class Affinity:
         return len(self._ranks)
 
     def rank(self, component: ComponentName, conversation: bytes) -> Rank | None:
-        """Returns the rank of a conversation (the digest from ``conversation_of``); None if it has none."""
+        """Returns the rank of a conversation (its digest); None if it has none."""
         return self._ranks.get((component, conversation)) if conversation else None
 
     def follow(self, booking_table: BookingTable) -> None:
@@ -44,7 +42,7 @@ class Affinity:
         self.note(booking.component, booking.conversation, booking.rank)
 
     def note(self, component: ComponentName, conversation: bytes, rank: Rank) -> None:
-        """Records the rank of a conversation (the digest from ``conversation_of``)."""
+        """Records the rank of a conversation (its digest)."""
         if not conversation:
             return
         key = (component, conversation)
@@ -52,14 +50,3 @@ class Affinity:
         self._ranks.move_to_end(key)
         if len(self._ranks) > self._capacity:
             self._ranks.popitem(last=False)
-
-
-def conversation_of(request: RoutingRequest) -> bytes:
-    """Returns the 16-byte digest of a request's conversation; empty if it has none."""
-    if not request.conversation_id:
-        return b""
-    # A digest bounds the memory for ids of any length. It includes tenant and salt, a keyed one of which stands for a
-    # tenant: tenants choose ids independently.
-    parts = (request.scope.tenant.encode(), request.scope.cache_salt.encode())
-    scope = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return blake2b(scope + request.conversation_id.encode(), digest_size=16).digest()

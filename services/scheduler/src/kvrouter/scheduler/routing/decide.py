@@ -7,10 +7,11 @@ from random import Random
 from typing import NamedTuple
 
 from kvrouter.core import Rank
+from kvrouter.runtime.errors import KvRouterError
 from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait
+from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait, rank_label
 from kvrouter.scheduler.request.remote_prefill import PrefillDecision
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
@@ -101,6 +102,15 @@ class Decision(NamedTuple):
     def prefill(self) -> PrefillDecision | None:
         """Who computes the prompt; None if that is not decided here, or if no rank was chosen."""
         return None if self.context is None else self.snapshot.prefill_decision(self.rank)
+
+    def refused(self, error: KvRouterError) -> Decision:
+        """Returns the decision as Explain shows a refusal."""
+        return self._replace(explanation=Explanation(str(error)), chosen=None)
+
+    def queued(self) -> Decision:
+        """Returns the decision as Explain shows it while the request is queued."""
+        reason = f"queued for {rank_label(self.rank)}: {self.explanation.reason}"
+        return self._replace(explanation=self.explanation._replace(reason=reason), chosen=None)
 
     def behind_the_queue(self) -> Decision:
         """Returns the decision with a Wait in place of a Choice, because requests that came before are to be tried."""

@@ -6,8 +6,11 @@ import itertools
 import time
 from collections import deque
 
+import structlog
 from kvrouter.scheduler.routing.decide import Decision
 from kvrouter.v1.names import ComponentName
+
+log = structlog.get_logger(component="scheduler")
 
 _MAX_ROWS = 200_000
 """Candidates over all decisions kept: some 50 MB of columns."""
@@ -16,10 +19,12 @@ _MAX_ROWS = 200_000
 class Decisions:
     """The newest decisions: so many, and of so many candidates in all, whichever is reached first."""
 
-    def __init__(self, capacity: int, *, max_rows: int = _MAX_ROWS) -> None:
+    def __init__(self, capacity: int, *, max_rows: int = _MAX_ROWS, log_formulas: bool = False) -> None:
+        """``log_formulas`` logs the cost formula of every candidate of every decision."""
         self.capacity = capacity
         """Most decisions that are kept."""
         self._max_rows = max_rows
+        self._log_formulas = log_formulas
         self._ring: deque[Decision] = deque()
         self._rows = 0
         # Starting at the time keeps ids of a Scheduler's earlier life apart from those of this one.
@@ -38,6 +43,11 @@ class Decisions:
         self._rows += len(decision.snapshot.worker_set)
         while self._ring and (len(self._ring) > self.capacity or self._rows > self._max_rows):
             self._rows -= len(self._ring.popleft().snapshot.worker_set)
+        if self._log_formulas and decision.context is not None:
+            for formula in filter(None, map(decision.explanation.formula, range(len(decision.context.ranks)))):
+                log.info(
+                    "decision.formula", formula=formula, decision=decision.decision_id, request_id=decision.request_id
+                )
 
     def by_id(self, decision_id: int) -> Decision | None:
         """Returns a decision by its id. It searches them all, because that is rare and decisions are not."""

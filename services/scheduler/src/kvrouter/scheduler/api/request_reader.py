@@ -1,0 +1,166 @@
+"""Reads requests: checks them, finds their component, and returns the context of the decision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from hashlib import blake2b
+
+import structlog
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.scheduler.identifiers import checked_key, stage_of
+from kvrouter.scheduler.load.pools import Pools
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.policies.direct.policy import Rule as Direct
+from kvrouter.scheduler.request.options import RoutingOptions, Tenant, Thresholds, ignored_overrides, overridden
+from kvrouter.scheduler.request.prompt import read_prompt
+from kvrouter.scheduler.routing.context import DEFAULT_LEASE_SECONDS, BookingOptions, RequestContext
+from kvrouter.scheduler.workers.candidates import WorkerConstraints
+from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
+
+log = structlog.get_logger(component="scheduler")
+
+_DECODE = Stage.STAGE_DECODE  # read once: looking up an enum value by name takes a microsecond
+
+MAX_LEASE_SECONDS = 24 * 3600.0
+"""Longest lease. It bounds the load of bookings that their callers never free."""
+
+_NOT_BOOKED = BookingOptions()
+
+
+class RequestReader:
+    """Checks requests against the registered components."""
+
+    def __init__(
+        self, pools: Pools, thresholds: ThresholdBoard, options: RoutingOptions, *, max_prompt_tokens: int = 1 << 32
+    ) -> None:
+        """``options`` apply unless ``thresholds`` of a model, or a request, override them."""
+        self._pools = pools
+        self._thresholds = thresholds
+        self._options = options
+        self._max_prompt_tokens = max_prompt_tokens
+        self._warned: set[tuple[str, str]] = set()
+
+    def read_selection(self, request: SelectWorkerRequest) -> RequestContext:
+        """Reads a selection with its booking and tenant.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
+        """
+        weight, lease_seconds = request.tenant_weight, _lease_seconds(request.lease_ms)
+        tenant = Tenant(request.tenant, weight if 0 < weight < math.inf else 1.0)
+        key = checked_key(request.booking) if request.HasField("booking") else None
+        booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds, request.restores)
+        context = self.read_request(request.request, None if key is None else stage_of(request.booking), booking)
+        self._warn_of_ignored(context)
+        return context._replace(tenant=tenant)
+
+    def read_request(
+        self,
+        request: RoutingRequest,
+        stage: Stage | None = None,
+        booking: BookingOptions = _NOT_BOOKED,
+        *,
+        needs_worker: bool = True,
+    ) -> RequestContext:
+        """Reads a request.
+
+        Args:
+            request: The request.
+            stage: The stage to book; None for prefill at a component of prefill workers, for decode at one of decode
+                workers if the request may be prefilled locally, and else for the whole request.
+            booking: The requested booking.
+            needs_worker: Whether to refuse a request without a worker in a mode that takes the worker from the request.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
+        """
+        pool = self._pools.find(request, stage or Stage.STAGE_WHOLE)
+        if stage is None:
+            stage = _stage_at(pool.role, may_prefill_locally=request.may_prefill_locally)
+        in_force = self._options
+        if (thresholds := self._thresholds.of(pool.model)) != in_force.thresholds:
+            in_force = replace(in_force, thresholds=thresholds)
+        options = overridden(in_force, request.overrides)
+        prompt = read_prompt(
+            request,
+            block_size=pool.booked_load.block_size,
+            max_model_len=pool.max_model_len,
+            max_prompt_tokens=self._max_prompt_tokens,
+            largest_cache=pool.worker_set.largest_cache,
+        )
+        constraints = WorkerConstraints.of(request, stage)
+        if booking.restores:
+            _check_restores(booking, constraints)
+            constraints = replace(constraints, even_if_draining=True)
+            options = replace(options, mode=Direct.name, thresholds=Thresholds())
+        if needs_worker and POLICIES[options.mode].needs_worker and constraints.worker_id is None:
+            raise BadRequest(
+                f"mode {options.mode} needs a worker",
+                field="constraints.worker_id",
+                advice="Name the worker, or choose another mode.",
+                known=sorted({candidate.rank[0] for candidate in pool.candidates}),
+            )
+        may_prefill_locally = request.may_prefill_locally and stage == _DECODE
+        return RequestContext(
+            pool,
+            prompt,
+            constraints,
+            options,
+            booking,
+            conversation_of(request),
+            request.priority,
+            ignored_overrides(request.overrides, options.mode),
+            may_prefill_locally,
+            self._pools.prefill_pools_of(pool) if may_prefill_locally else (),
+        )
+
+    def _warn_of_ignored(self, context: RequestContext) -> None:
+        """Logs overrides without effect, once for each kind."""
+        mode = context.options.mode
+        news = [name for name in context.ignored_overrides if (mode, name) not in self._warned]
+        if news:
+            self._warned.update((mode, name) for name in news)
+            log.warning("overrides.ignored", overrides=news, mode=mode)
+
+
+def conversation_of(request: RoutingRequest) -> bytes:
+    """Returns the 16-byte digest of a request's conversation; empty if it has none."""
+    if not request.conversation_id:
+        return b""
+    # A digest bounds the memory for ids of any length. It includes tenant and salt, a keyed one of which stands for a
+    # tenant: tenants choose ids independently.
+    parts = (request.scope.tenant.encode(), request.scope.cache_salt.encode())
+    scope = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return blake2b(scope + request.conversation_id.encode(), digest_size=16).digest()
+
+
+def _check_restores(booking: BookingOptions, constraints: WorkerConstraints) -> None:
+    if booking.key is None:
+        raise BadRequest("restores: no booking is named", field="booking", advice="Name the booking that was lost.")
+    if constraints.worker_id is None or constraints.dp_rank is None:
+        raise BadRequest(
+            "restores: the rank of the booking is missing",
+            field="constraints.dp_rank" if constraints.worker_id is not None else "constraints.worker_id",
+            advice="Name the worker and the rank at which it was made.",
+        )
+
+
+def _stage_at(role: Role, *, may_prefill_locally: bool) -> Stage:
+    """Returns the stage of a request that names none, by the role of its component's workers."""
+    if role == Role.ROLE_PREFILL:
+        return Stage.STAGE_PREFILL
+    return Stage.STAGE_DECODE if role == Role.ROLE_DECODE and may_prefill_locally else Stage.STAGE_WHOLE
+
+
+def _lease_seconds(lease_ms: int) -> float:
+    seconds = lease_ms / 1000 if lease_ms else DEFAULT_LEASE_SECONDS
+    if seconds > MAX_LEASE_SECONDS:
+        raise BadRequest(
+            f"lease_ms is {lease_ms}",
+            field="lease_ms",
+            advice=f"Send {int(MAX_LEASE_SECONDS * 1000)} at most; calls that name the booking renew it.",
+        )
+    return seconds

@@ -1,0 +1,250 @@
+"""Takes a request from its context to its booked response.
+
+``decide`` and ``settle`` form one step: between the snapshot of the load and the booking nothing is awaited. Requests
+of one moment thus see each other's load, one after the other, and spread instead of meeting at the rank that was idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import lru_cache
+from random import Random
+
+from kvrouter.core import Rank
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import NoWorkers, RequestIdReused
+from kvrouter.scheduler.bookings.booking import Booking, Placement
+from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
+from kvrouter.scheduler.bookings.table import BookingTable
+from kvrouter.scheduler.identifiers import Key, component_message, rank_message
+from kvrouter.scheduler.load.pools import Pool, Pools
+from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
+from kvrouter.scheduler.overlap.predictions import Predictions
+from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.routing.affinity import Affinity
+from kvrouter.scheduler.routing.context import RequestContext
+from kvrouter.scheduler.routing.decide import Decision, decide, prefill_message
+from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, snapshot
+from kvrouter.scheduler.workers.candidates import check_pinned
+from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+
+_TEMPLATES = 4096
+"""Responses to keep encoded: one for each rank and mode in use."""
+
+
+class Router:
+    """Decides where requests go, and books them there."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        booking_table: BookingTable,
+        booking_leases: BookingLeases,
+        decisions: Decisions,
+        indexers: IndexerSource,
+        metrics: SchedulerMetrics,
+        *,
+        indexer_timeout_seconds: float,
+        rng: Random,
+        clock: Callable[[], float],
+        predictions: Predictions | None = None,
+        affinity: Affinity | None = None,
+        is_behind: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``predictions`` replace Indexers in approximate mode.
+
+        ``is_behind`` returns whether this Scheduler is overloaded, so that callers should shard their requests.
+        """
+        self.decisions = decisions
+        """Recent decisions, for Explain."""
+        self._pools = pools
+        self._booking_table = booking_table
+        self._booking_leases = booking_leases
+        self._indexers = indexers
+        self._metrics = metrics
+        self._indexer_timeout = indexer_timeout_seconds
+        self._rng = rng
+        self._clock = clock
+        self._predictions = predictions
+        self._affinity = Affinity(0) if affinity is None else affinity
+        self._is_behind = is_behind
+
+    def check(self, context: RequestContext) -> None:
+        """Checks that a request can be served: its session is open, its booking not freed, its worker registered.
+
+        Raises:
+            BadRequest, UnknownWorker, NoWorkers, RequestIdReused, SessionLost.
+        """
+        pool, booking = context.pool, context.booking
+        if booking.key is not None:
+            self._booking_leases.check_bookable(booking.key, booking.session_id, booking.opening_number)
+        if not pool.candidates:
+            raise NoWorkers(f"{pool.name} has no live worker")
+        check_pinned(pool.candidates, context.constraints, pool.name)
+
+    async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool | None = None) -> Overlaps:
+        """Returns the overlaps of the prompt with every rank that may compute it.
+
+        Failures of Indexers are part of the result. ``needed`` defaults to whether the request's mode uses overlaps.
+        """
+        if not (context.options.queries_indexer if needed is None else needed):
+            return NOT_QUERIED
+        elsewhere = context.prefill_pools
+        if not elsewhere or context.prompt.tokens < context.options.remote_prefill.min_tokens:
+            return await self._overlaps_in(context.pool, context.prompt, deadline)
+        own, *others = await asyncio.gather(
+            *(self._overlaps_in(pool, context.prompt, deadline) for pool in (context.pool, *elsewhere))
+        )
+        return own._replace(prefill={pool.name: each for pool, each in zip(elsewhere, others, strict=True)})
+
+    async def _overlaps_in(self, pool: Pool, prompt: Prompt, deadline: Deadline) -> Overlaps:
+        if self._predictions is not None:
+            return self._predictions.overlaps(pool, prompt)
+        return await ask(
+            self._indexers,
+            pool.name,
+            prompt,
+            block_size=pool.booked_load.block_size,
+            timeout_seconds=self._indexer_timeout,
+            deadline=deadline,
+        )
+
+    def conversation_rank(self, context: RequestContext) -> Rank | None:
+        """Returns the rank of the conversation's previous request; None without one."""
+        return self._affinity.rank(context.pool.name, context.conversation)
+
+    def snapshot(self, context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
+        """Returns a snapshot of every candidate at this moment."""
+        return snapshot(context, overlaps, now=self._clock())
+
+    def decide(self, context: RequestContext, overlaps: Overlaps, *, is_recorded: bool = True) -> Decision:
+        """Decides from the current state. ``is_recorded``: whether Explain may show a refusal.
+
+        Raises:
+            KvRouterError: the request can no longer be booked, or no rank can take it.
+        """
+        pool = context.pool
+        if self._pools.get(pool.name) is not pool:
+            raise NoWorkers(f"{pool.name} has gone, or has another block size")
+        self.check(context)
+        decision = decide(
+            context,
+            overlaps,
+            rng=self._rng,
+            now=self._clock(),
+            decision_id=self.decisions.next_id(),
+            conversation_rank=self.conversation_rank(context),
+        )
+        if decision.verdict is None:
+            refusal = decision.snapshot.refusal(pool.name)
+            if is_recorded:
+                self.decisions.add(decision.refused(refusal))
+            raise refusal.untraced()
+        return decision
+
+    def settle(self, context: RequestContext, overlaps: Overlaps, decision: Decision) -> SelectWorkerResponse:
+        """Books the rank of a decision made in the same step, if the request names a booking. Returns the response.
+
+        Raises:
+            KvRouterError: it cannot be booked.
+        """
+        key = context.booking.key
+        response = selection_response(decision, overlaps)
+        response.sharding_advised = self._is_behind()
+        response.ignored_overrides.extend(context.ignored_overrides)
+        if key is not None:
+            placement = Placement(decision.rank, decision.prefill_tokens)
+            response.prefill_tokens = placement.prefill_tokens
+            if not self._book(context, key, decision, placement, response):
+                repeated = self.earlier_outcome(context, key)  # at another Scheduler, which announced it meanwhile
+                if repeated is None:
+                    raise BookingFreed(key[0])
+                return repeated
+        context.pool.previous[decision.mode] = decision.rank
+        self.decisions.add(decision)
+        return response
+
+    def _book(
+        self,
+        context: RequestContext,
+        key: Key,
+        decision: Decision,
+        placement: Placement,
+        response: SelectWorkerResponse,
+    ) -> bool:
+        """Books a request on the decided rank. Returns False if its key is already booked."""
+        queried_indexer = context.options.queries_indexer and not decision.load_only
+        booking = Booking(
+            key,
+            context.pool,
+            context.prompt if self._predictions is not None else context.prompt.without_local_hashes(),
+            placement,
+            response,
+            audited=queried_indexer and not decision.is_prefilled_remotely,
+            most_overlap_blocks=int(decision.snapshot.overlap_blocks.max()),
+            session_id=context.booking.session_id,
+            lease_seconds=context.booking.lease_seconds,
+            conversation=context.conversation,
+        )
+        if not self._booking_leases.book(booking, self._clock(), forecast_ms=decision.forecast_ms):
+            return False
+        context.pool.booked_load.measure_prefill(key, placement.rank, placement.prefill_tokens)
+        return True
+
+    def earlier_outcome(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:
+        """Returns the response to an earlier selection with the same key; None if there was none.
+
+        A client repeats a selection, here or at another Scheduler, when it lost the response.
+
+        Raises:
+            RequestIdReused: the key is booked for another prompt or component, or was freed.
+            SessionLost: the session of the call is closed.
+        """
+        now = self._clock()
+        booking = self._booking_table.find(key, now)
+        if booking is None:
+            return None
+        if (
+            booking.component != context.pool.name
+            or booking.prompt.sequence_hashes != context.prompt.sequence_hashes
+            or booking.prompt.tokens != context.prompt.tokens
+        ):
+            raise RequestIdReused(key[0])
+        # Booked at another Scheduler, whose caller has come here.
+        options = context.booking
+        self._booking_leases.own(booking, options.session_id, options.lease_seconds, now, options.opening_number)
+        self._metrics.repeated.inc()
+        outcome = SelectWorkerResponse()
+        outcome.CopyFrom(booking.outcome)
+        outcome.repeated = True
+        return outcome
+
+
+def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerResponse:
+    """Returns the response for a decision that was made from ``overlaps``."""
+    candidate = decision.candidate
+    # To parse what is the same for each request of a rank takes a fifth of the time of building it from its parts.
+    response = SelectWorkerResponse.FromString(
+        _template(candidate.rank, candidate.endpoint, candidate.role, decision.component, decision.mode)
+    )
+    response.overlap_blocks = decision.overlap_blocks
+    response.prompt_blocks = decision.prompt_blocks
+    response.decision_id = decision.decision_id
+    response.load_only = decision.load_only
+    response.queued_us = int(decision.queued_seconds * 1e6)
+    if (prefill := prefill_message(decision.prefill)) is not None:
+        response.prefill.CopyFrom(prefill)
+    overlaps.write_cursor(candidate.rank, response)
+    return response
+
+
+@lru_cache(maxsize=_TEMPLATES)
+def _template(rank: Rank, endpoint: str, role: Role, component: ComponentName, mode: str) -> bytes:
+    return SelectWorkerResponse(
+        rank=rank_message(rank), endpoint=endpoint, role=role, component=component_message(component), mode=mode
+    ).SerializeToString()
