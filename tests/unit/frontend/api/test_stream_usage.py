@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
+from kvrouter.frontend.api.openai.engine_body import EngineBody
+from kvrouter.frontend.api.openai.usage import UsageRemover
 
 OTHERS = [
     b'data: {"choices":[{"delta":{"content":"\\"usage\\""}}],"usage":null}\n\n',
@@ -32,7 +33,7 @@ def test_an_event_without_end_is_not_kept_back_for_ever() -> None:
 
 @pytest.mark.parametrize("body", [b' {"stream": true, "unknown": [1]}', b'{"stream":1,"model":"m"}'])
 def test_a_stream_requests_its_usage(body: bytes) -> None:
-    requested = with_usage(body)
+    requested = EngineBody(body).with_usage()
     assert requested is not None
     assert json.loads(requested) == json.loads(body) | {"stream_options": {"include_usage": True}}
 
@@ -41,4 +42,4 @@ def test_a_stream_requests_its_usage(body: bytes) -> None:
     "body", [b"{}", b'{"stream": false}', b'{"stream": true, "stream_options": null}', b"[", b'{"stream": "\xff"}']
 )
 def test_other_bodies_stay_as_they_are(body: bytes) -> None:
-    assert with_usage(body) is None
+    assert EngineBody(body).with_usage() is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
-from kvrouter.frontend.lifecycle.continuation import is_inexact, remaining, why_not
+from kvrouter.frontend.lifecycle.continuation import is_inexact, migration_blocker, remaining
 from kvrouter.frontend.lifecycle.kept_output import KeptOutput
 from kvrouter.frontend.lifecycle.prompt_hashing import hash_prompt
 from kvrouter.frontend.worker_client.failures import WorkerFailure
@@ -86,7 +86,7 @@ def test_seeds_and_penalties_make_a_continuation_inexact(sampling: SamplingOptio
     ],
 )
 def test_what_cannot_continue_says_why(options: dict[str, object], why: str) -> None:
-    assert why_not(SamplingOptions(**options)) == why  # type: ignore[arg-type]
+    assert migration_blocker(SamplingOptions(**options)) == why  # type: ignore[arg-type]
 
 
 def test_attempts_begin_anew_after_each_migration() -> None:

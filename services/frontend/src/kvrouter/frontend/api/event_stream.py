@@ -1,4 +1,4 @@
-"""A response of server-sent events that is written without a coroutine for each event.
+"""A response of server-sent events, or other bytes, that is written without a coroutine for each event.
 
 aiohttp writes a part of a response in a coroutine. Events come from the reader of a worker's connection, which calls
 and does not wait. So this class writes the response to the transport itself, with the other events of the step, and
@@ -20,6 +20,8 @@ from aiohttp.base_protocol import BaseProtocol
 from kvrouter.net.response_buffer import MAX_UNREAD_BYTES
 from kvrouter.runtime.errors import TooLarge
 
+STREAM_TYPE = "text/event-stream"
+_EVENT_HEADERS = {"Content-Type": STREAM_TYPE, "Cache-Control": "no-cache"}
 _END_OF_BODY = b"0\r\n\r\n"
 _FRAMING_BYTES = len(b"data: \n\n")
 """What an event adds to its data."""
@@ -96,23 +98,45 @@ class NumberedEvents:
 
 
 class EventStream(web.StreamResponse):
-    """A response with status 200 that begins with its first event. The handler ends it, and returns it to aiohttp."""
+    """A response that begins with its first event, or other bytes. The handler ends it, and returns it to aiohttp."""
 
-    def __init__(self, request: web.Request, writer: StepWriter) -> None:
-        """Writes nothing yet. ``writer`` writes the events."""
-        super().__init__()
+    def __init__(
+        self,
+        request: web.Request,
+        writer: StepWriter,
+        *,
+        status: int = 200,
+        reason: str = "OK",
+        headers: Mapping[str, str] = _EVENT_HEADERS,
+    ) -> None:
+        """Creates it.
+
+        Args:
+            request: The request.
+            writer: Writes the events.
+            status: HTTP status of the response.
+            reason: Its phrase.
+            headers: Headers of the response. Without Content-Length it is sent in chunks.
+        """
+        super().__init__(status=status, reason=reason)
         self._writer = writer
         self.begun = False
         """Whether the head of the response is written."""
         self._added: dict[str, str] = {}
+        self.add_headers(headers)
+        names = {name.lower(): value for name, value in headers.items()}
+        has_length = "content-length" in names
+        self.is_events = names.get("content-type", "").startswith(STREAM_TYPE) and not has_length
+        """Whether it is a stream of events without a fixed length."""
         self._request = request
         self._protocol = request.protocol
         self._transport = request.transport
-        self._chunked = request.version >= HttpVersion11
+        self._is_new = request.version >= HttpVersion11
+        self._chunked = self._is_new and not has_length
         self._after = b"\n\n\r\n" if self._chunked else b"\n\n"
         """What follows the data of an event."""
-        # Without chunks, the end of the connection is the end of the body.
-        self._keeps_connection = request.keep_alive and self._chunked
+        # Without chunks and length, the end of the connection is the end of the body.
+        self._keeps_connection = request.keep_alive and (self._chunked or has_length)
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
         """Adds headers to the response, unless its head is written.
@@ -141,9 +165,16 @@ class EventStream(web.StreamResponse):
 
     def write_event(self, data: bytes) -> None:
         """Writes an event with this data, which must not contain a line break."""
+        self._send(self._before(len(data)) + data + self._after)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Writes bytes of any kind."""
+        if data:
+            self._send(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def _send(self, text: bytes) -> None:
         if self._transport is None:
             return  # aiohttp cancels the handler.
-        text = self._before(len(data)) + data + self._after
         if not self.begun:
             self.begun = True
             text = self._head() + text
@@ -172,8 +203,8 @@ class EventStream(web.StreamResponse):
     def end(self, *, close: bool = False) -> None:
         """Ends the response; with ``close`` also the connection, once the client has read the rest."""
         self._keeps_connection = self._keeps_connection and not close
-        if self._chunked and self._transport is not None:
-            self._writer.write(self._transport, _END_OF_BODY)
+        if self._chunked or not self.begun:
+            self._send(_END_OF_BODY if self._chunked else b"")
         self._writer.flush()  # What follows on this connection is written by aiohttp.
 
     async def drain(self) -> None:
@@ -193,14 +224,12 @@ class EventStream(web.StreamResponse):
 
     def _head(self) -> bytes:
         lines = [
-            "HTTP/1.1 200 OK" if self._chunked else "HTTP/1.0 200 OK",
-            "Content-Type: text/event-stream",
-            "Cache-Control: no-cache",
-            f"Date: {formatdate(usegmt=True)}",
+            f"HTTP/1.{int(self._is_new)} {self.status} {self.reason}",
             *(f"{name}: {value}" for name, value in self._added.items()),
+            f"Date: {formatdate(usegmt=True)}",
         ]
         if self._chunked:
             lines.append("Transfer-Encoding: chunked")
-        if not self._keeps_connection:
-            lines.append("Connection: close")
+        if not self._keeps_connection or not self._is_new:
+            lines.append(f"Connection: {'keep-alive' if self._keeps_connection else 'close'}")
         return "\r\n".join([*lines, "", ""]).encode()

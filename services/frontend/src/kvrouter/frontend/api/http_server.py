@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeVar
 
 import aiohttp
-import msgspec
 import structlog
 from aiohttp import web
 from kvrouter.frontend.access.http_middleware import authenticated
@@ -18,13 +17,14 @@ from kvrouter.frontend.api.completion_stream import CompletionStream
 from kvrouter.frontend.api.completions import WholeCompletion
 from kvrouter.frontend.api.cross_origin import add_cross_origin_headers, allowing, cross_origin_headers
 from kvrouter.frontend.api.event_stream import EventStream, StepWriter
+from kvrouter.frontend.api.forwarded_response import ForwardedResponse
 from kvrouter.frontend.api.http_body import read_body
 from kvrouter.frontend.api.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.api.http_tracing import traced
 from kvrouter.frontend.api.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.api.models import model_objects
 from kvrouter.frontend.api.openai.chat_request import parse_chat
-from kvrouter.frontend.api.openai.forwarding import ForwardedRequest, generate_request
+from kvrouter.frontend.api.openai.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
 from kvrouter.frontend.api.openai.streamed_response import StreamedResponse
 from kvrouter.frontend.api.openai.tenant_body import check_salted, permitted
@@ -242,8 +242,10 @@ class HttpApi:
         if access is not None:
             check_salted(access, routed, pools)
         routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
-        forwarded = ForwardedRequest(
+        response = ForwardedResponse(request, self._writer, routed.routed_on(view))
+        calls = EngineCalls(
             request,
+            response,
             passed,
             view,
             self._session,
@@ -256,19 +258,19 @@ class HttpApi:
         )
         request_id = requested_id(request.headers) or request_id_of(request)
         generate = generate_request(routed, request_id, pools)
-        forwarded.describe_sampling(generate)
-        prompt = routed.token_ids
+        calls.describe_sampling(generate)
+        run = self._frontend.runner.run
         try:
-            await self._frontend.runner.run(generate, prompt, forwarded, deadline=Deadline.never(), through=forwarded)
+            await run(generate, routed.token_ids, response, deadline=Deadline.never(), through=calls)
         except KvRouterError as error:
-            if forwarded.response is None:
-                if (engine_error := forwarded.engine_error(error)) is None:
+            if not response.has_begun:
+                if (engine_error := calls.engine_error(error)) is None:
                     raise
                 return with_retry_time(engine_error, error)
-            await forwarded.end_early(msgspec.json.encode(error_body(error)[1]))
-        if forwarded.response is not None:
-            await forwarded.response.write_eof()
-        return forwarded.response
+            response.fail(error_body(error)[1])
+        else:
+            response.end()
+        return response.stream
 
     async def _run_text(self, request: web.Request, text_request: TextRequest) -> web.StreamResponse:
         prepared = await prepare(self._frontend.models, self._frontend.runner.options.limits, text_request)

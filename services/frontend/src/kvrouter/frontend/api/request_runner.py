@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvrouter.frontend.access.access import Access
@@ -14,7 +15,7 @@ from kvrouter.frontend.api.served_models import ServedModels
 from kvrouter.frontend.api.validation import Limits, check_request, check_vocabulary, fitting_pools
 from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.lifecycle.attempt_budget import AttemptBudget
-from kvrouter.frontend.lifecycle.continuation import why_not
+from kvrouter.frontend.lifecycle.continuation import migration_blocker
 from kvrouter.frontend.lifecycle.generation import Generation
 from kvrouter.frontend.lifecycle.output_receiver import OutputComplete, OutputReceiver
 from kvrouter.frontend.lifecycle.request_pools import RequestPools
@@ -202,7 +203,9 @@ class RequestRunner:
             max_attempts=self.options.max_attempts,
             migration_limit=limit,
             pinned=request.constraints.HasField("worker_id"),
-            cannot_migrate=through.why_it_stays if through is not None else lambda: why_not(request.sampling_options),
+            migration_blocker=(
+                partial(migration_blocker, request.sampling_options) if through is None else through.migration_blocker
+            ),
         )
 
     def _prefill_stage(

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
-from kvrouter.frontend.api.openai.transfer_filter import TransferFilter
+from kvrouter.frontend.api.event_stream import STREAM_TYPE
+from kvrouter.frontend.api.openai.engine_response import EngineResponse
 from kvrouter.frontend.api.routing_fields import routed_on_text
 from kvrouter.frontend.endpoint_picker import responses
-from kvrouter.frontend.endpoint_picker.engine_response import EngineResponse
 from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions, GatewayRequest
 from kvrouter.frontend.endpoint_picker.header_map import header_values
 from kvrouter.frontend.endpoint_picker.metadata import code_details, served_endpoint
@@ -26,8 +26,6 @@ from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.endpoint_picker.picker import Picker
 from kvrouter.net.loop_budget import loop_budget
 from kvrouter.runtime.errors import BadRequest, DependencyAway, KvRouterError
-
-_STREAM_TYPE = "text/event-stream"
 
 Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
 
@@ -58,7 +56,7 @@ class Exchange:
         self._options = options
         self._begun = False
         self._refused = False
-        self._response = EngineResponse(is_stream=False, removes_usage=False)
+        self._response = EngineResponse(is_stream=False)
         self._has_begun_response = False
         self._full_duplex_response = False
         self._changes_response = False
@@ -218,17 +216,18 @@ class Exchange:
 
     async def _begin_response(self, message: ProcessingRequest) -> None:
         headers = header_values(message.response_headers.headers)
-        is_stream = headers.get("content-type", "").startswith(_STREAM_TYPE)
+        is_stream = headers.get("content-type", "").startswith(STREAM_TYPE)
         status = int(headers[":status"]) if headers.get(":status", "").isdigit() else int(HTTPStatus.OK)
         self._has_begun_response = status < HTTPStatus.INTERNAL_SERVER_ERROR
-        transfers: TransferFilter | None = None
-        if self._request.is_authenticated:
-            if headers.get("content-encoding", "identity") != "identity":
-                await self._refuse(DependencyAway("the engine compresses a response although nobody accepts that"))
-                return
-            transfers = TransferFilter(is_stream=is_stream, status=status)
+        hides_internal = self._request.is_authenticated
+        if hides_internal and headers.get("content-encoding", "identity") != "identity":
+            await self._refuse(DependencyAway("the engine compresses a response although nobody accepts that"))
+            return
         self._response = EngineResponse(
-            is_stream=is_stream, removes_usage=self._request.removes_usage, transfers=transfers
+            is_stream=is_stream,
+            status=status,
+            removes_usage=self._request.removes_usage,
+            hides_internal=hides_internal,
         )
         added: dict[str, str] = {}
         if (pick := self._request.pick) is not None:
@@ -241,7 +240,7 @@ class Exchange:
             added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request.id}
             added["x-kvrouter-overlap-blocks"] = str(pick.overlap_blocks)
             added["x-kvrouter-routed-on"] = routed_on_text(pick.routed_on)
-        removed = () if transfers is None else ("content-length",)
+        removed = ("content-length",) if hides_internal else ()
         await self._context.write(responses.response_headers(added, removed))
         if message.response_headers.end_of_stream:
             self._end()

@@ -14,9 +14,9 @@ from kvrouter.frontend.admission.body_room import BodyRoom, BodyTooLarge
 from kvrouter.frontend.admission.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.api.engine_headers import engine_request_id, may_reach_engine
 from kvrouter.frontend.api.http_body import ENCODINGS, inflated
-from kvrouter.frontend.api.openai.reported_usage import Usage
+from kvrouter.frontend.api.openai.engine_body import EngineBody
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
-from kvrouter.frontend.api.openai.stream_usage import with_usage
+from kvrouter.frontend.api.openai.usage import Usage
 from kvrouter.frontend.api.request_fields import RANK_HEADER, requested_id, requested_rank
 from kvrouter.frontend.endpoint_picker.header_map import header_list
 from kvrouter.frontend.endpoint_picker.metadata import allowed_endpoints
@@ -161,7 +161,7 @@ class GatewayRequest:
             self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
         )
         if self._options.requests_usage and may_remove_usage:
-            with_requested_usage = with_usage(bytes(self.body))
+            with_requested_usage = EngineBody(bytes(self.body)).with_usage()
             if with_requested_usage is not None:
                 self.removes_usage = True
                 self.body = bytearray(with_requested_usage)

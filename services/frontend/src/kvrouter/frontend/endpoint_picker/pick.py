@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvrouter.frontend.api.openai.event_reader import count_tokens
 from kvrouter.frontend.endpoint_picker.engine_watch import EngineWatch
 from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
 from kvrouter.frontend.scheduler_client.session_link import SchedulerLink
 from kvrouter.v1.frontend_pb2 import RoutedOn
-
-_EVENT = b"data:"
 
 
 class Pick:
@@ -52,7 +51,7 @@ class Pick:
         if not self.output_tokens:
             self._link.prefill_complete(self.booking)
             self.engine.responded()
-        self.output_tokens += max(1, piece.count(_EVENT)) if is_stream else 1
+        self.output_tokens += count_tokens(piece) if is_stream else 1
         if is_stream:
             self._link.report_output(self.booking, self.output_tokens)
 

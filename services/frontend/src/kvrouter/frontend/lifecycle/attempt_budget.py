@@ -25,7 +25,7 @@ class AttemptBudget:
         max_attempts: int,
         migration_limit: int,
         pinned: bool,
-        cannot_migrate: Callable[[], str] = str,
+        migration_blocker: Callable[[], str] = str,
     ) -> None:
         """Sets the limits.
 
@@ -33,7 +33,7 @@ class AttemptBudget:
             max_attempts: Maximum number of attempts in a row without output.
             migration_limit: Maximum number of migrations.
             pinned: Whether one worker alone may serve the request.
-            cannot_migrate: Returns why the request cannot continue elsewhere once it has output; empty if it can.
+            migration_blocker: Returns why the request cannot migrate once it has output; empty if it can.
         """
         self.migrations = 0
         """Migrations so far, those from drained workers included."""
@@ -42,7 +42,7 @@ class AttemptBudget:
         self._max_attempts = max_attempts
         self._migration_limit = migration_limit
         self._pinned = pinned
-        self._cannot_migrate: Callable[[], str] = _pinned if pinned else cannot_migrate
+        self._migration_blocker: Callable[[], str] = _pinned if pinned else migration_blocker
         self._failed_attempts = 0
         """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
         Scheduler may discover another worker later than this gateway does."""
@@ -75,7 +75,7 @@ class AttemptBudget:
         """Returns why the request cannot migrate; empty if it can."""
         if not self._migration_limit:
             return "its migration limit is 0"
-        if why := self._cannot_migrate():
+        if why := self._migration_blocker():
             return why
         if not is_drained and self._failed_migrations >= self._migration_limit:
             return f"it has migrated {self._failed_migrations} times, its limit"

@@ -15,7 +15,7 @@ _STRUCTURED = frozenset(
 """Options of engines for structured output. Its grammar begins anew on another worker, in the middle of the output."""
 
 
-def why_not(sampling: SamplingOptions) -> str:
+def migration_blocker(sampling: SamplingOptions) -> str:
     """Returns why a request with output cannot continue on another worker; empty if it can."""
     if sampling.n > 1:
         return f"it has {sampling.n} sequences"

@@ -30,8 +30,8 @@ class Workers(Protocol):
         """Returns whether a prefill worker can compute the prompt of what is started here."""
         ...
 
-    def why_it_stays(self) -> str:
-        """Returns why what is started here cannot continue elsewhere once it has output; empty if it can."""
+    def migration_blocker(self) -> str:
+        """Returns why a started request cannot migrate once it has output; empty if it can."""
         ...
 
     def start(
@@ -74,7 +74,7 @@ class WorkerClient:
         """Returns True: every worker has a Generate."""
         return True
 
-    def why_it_stays(self) -> str:
+    def migration_blocker(self) -> str:
         """Returns an empty text: all output is known as tokens."""
         return ""
 

@@ -1,9 +1,9 @@
 """Forwards requests to workers that have an OpenAI API of their own, with the body unchanged and the response as it is.
 
-The request is booked, retried and accounted for as any other. What its worker sends goes to the client byte for byte.
-The events of a stream are only counted, since they stand for tokens. Such a request is retried until the client gets
-the first byte; a whole response of up to 1 MiB is sent when it is complete. A stream whose events have token ids
-continues on another worker (``token_stream``).
+The request is booked, retried and accounted for as any other. The bytes of its worker go to the client unchanged, and
+each event of a stream counts as a token. Such a request is retried until the client gets the first byte; a whole
+response of up to 1 MiB is sent when it is complete. A stream whose events have token ids continues on another worker
+(``token_stream``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from kvrouter.frontend.api.engine_headers import engine_request_id
-from kvrouter.frontend.api.openai.continued_body import continued_body, sampling_state, why_it_stays
-from kvrouter.frontend.api.openai.reported_usage import Usage, UsageReader
+from kvrouter.frontend.api.event_stream import STREAM_TYPE
+from kvrouter.frontend.api.forwarded_response import ForwardedResponse
+from kvrouter.frontend.api.openai.engine_body import (
+    EngineBody,
+    continued_body,
+    decode_body,
+    prefill_body,
+    transfer_params,
+)
+from kvrouter.frontend.api.openai.engine_response import EngineResponse
+from kvrouter.frontend.api.openai.event_reader import count_tokens
 from kvrouter.frontend.api.openai.routed_body import RoutedBody
-from kvrouter.frontend.api.openai.stream_usage import UsageRemover, with_usage
 from kvrouter.frontend.api.openai.token_stream import TokenStream
-from kvrouter.frontend.api.openai.transfer_body import can_share, decode_body, prefill_body, transfer_params
-from kvrouter.frontend.api.openai.transfer_filter import TransferFilter
 from kvrouter.frontend.api.request_fields import RANK_HEADER
-from kvrouter.frontend.api.routing_fields import describe_routing, routing_headers
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.worker_client.attempt import WorkerAttempt
 from kvrouter.frontend.worker_client.client import WorkerClient
@@ -46,7 +51,7 @@ from kvrouter.runtime.discovery.openai_server import is_openai_server
 from kvrouter.runtime.engine_health import is_alive
 from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.common_pb2 import Stage
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
@@ -62,12 +67,13 @@ _ENCODING = frozenset({"accept-encoding"})
 _LENGTH = frozenset({"content-length"})
 _KEPT_OF_ERRORS = ("Content-Type", "Content-Encoding", "Retry-After")
 """Headers that an engine's error keeps, if no engine serves the request."""
-_STREAM_TYPE = "text/event-stream"
 _JSON_TYPE = "application/json"
 _BUSY_STATUS = 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
 _MAX_WHOLE_BYTES = 1 << 20
 """Size up to which a response that is no stream is kept until it is complete, so that another engine can give it."""
+_MOST_COUNTED = 1 << 20
+"""Maximum number of output tokens that a usage may report."""
 _MAX_PREFILL_BYTES = 16 << 20
 """Maximum size of the response of a prefill engine."""
 
@@ -94,12 +100,13 @@ def generate_request(
     return request
 
 
-class ForwardedRequest:
-    """One request. It calls workers in the place of a WorkerClient, and is the receiver of its own output."""
+class EngineCalls:
+    """The calls of one request to engines, in the place of a WorkerClient. Their output goes to a ForwardedResponse."""
 
     def __init__(
         self,
         request: web.Request,
+        response: ForwardedResponse,
         body: bytes,
         view: ComponentView,
         session: aiohttp.ClientSession,
@@ -111,95 +118,68 @@ class ForwardedRequest:
         engine_keys: EngineKeys,
         is_authenticated: bool = False,
     ) -> None:
-        """Calls nothing yet.
+        """Creates it.
 
         Args:
             request: The client's request.
+            response: Its response.
             body: Its body.
             view: The largest pool of workers.
             session: Connections to their OpenAI APIs.
             workers: Health and metrics of the workers.
             worker_at: Returns the worker with an address, in any pool.
-            routed: What routing needs of it.
+            routed: The parts of the body that routing needs.
             requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
             engine_keys: Keys that the workers' OpenAI APIs demand.
             is_authenticated: Whether the client has a key, so that it neither sets nor sees internal fields of engines.
         """
         self.health = workers.health
-        self.response: web.StreamResponse | None = None
-        """The response, once its first byte has arrived."""
         self.is_estimated = not routed.is_tokenized
         """Whether the length of its prompt is an estimate."""
         self.counted_prompt_tokens: int | None = None
         """Tokens of its prompt as the engine counted them; None until it reports them."""
         self._request = request
-        with_requested_usage = with_usage(body) if requests_usage else None
-        self._removes_usage = with_requested_usage is not None
-        self._body = with_requested_usage or body
+        self._response = response
+        fields = EngineBody(body)
+        with_usage = fields.with_usage() if requests_usage else None
+        self._removes_usage = with_usage is not None
+        self._body = with_usage or body
+        self._fields = fields
         self._view = view
         self._session = session
         self._workers = workers
         self._worker_at = worker_at
-        self._can_share = can_share(body)
         self._prompt_bytes = len(routed.token_ids)
         self._is_stream = routed.is_stream
         self._may_run_at = routed.may_run_at
-        self._why_it_stays = why_it_stays(request.path, body)
-        self._tokens = None if self._why_it_stays else TokenStream(routed.max_output_tokens)
-        self._routing: dict[str, Any] = {}
+        self._migration_blocker = fields.migration_blocker(request.path)
+        self._tokens = None if self._migration_blocker else TokenStream(routed.max_output_tokens)
         self._engine_error: web.Response | None = None
         """The error of the engine that was called last; None if it gave none that the client may see."""
-        self._metrics = workers.metrics
         self._engine_keys = engine_keys
         self._is_authenticated = is_authenticated
-        self._routed_on = routed.routed_on(view)
-        self._added: dict[str, str] = {}
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
-        return self._can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
+        return self._fields.can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
 
-    def why_it_stays(self) -> str:
+    def migration_blocker(self) -> str:
         """Returns why the request cannot continue on another engine once it has output; empty if it can."""
         if self._tokens is not None and not self._tokens.has_ids:
             return "its engine returns no token ids"
-        return self._why_it_stays and f"it was forwarded as it is: {self._why_it_stays}"
+        return self._migration_blocker and f"it was forwarded as it is: {self._migration_blocker}"
 
     def describe_sampling(self, request: FrontendServiceGenerateRequest) -> None:
         """Adds the options that make a continuation inexact. The body has all options."""
         if self._tokens is not None:
-            request.sampling_options.CopyFrom(sampling_state(self._body))
-
-    def routed(self, routing: RoutingInfo) -> None:
-        """Adds where the request runs."""
-        if not routing.load_only:
-            routing.routed_on = self._routed_on
-        self._routing = describe_routing(routing)
-        self._added |= routing_headers(routing)
-
-    def output(self, output: Output) -> None:
-        """Does nothing: the bytes are written as they arrive."""
+            request.sampling_options.CopyFrom(self._fields.sampling_state())
 
     def engine_error(self, error: KvRouterError) -> web.Response | None:
         """Returns the response of the engine that caused the error of this request; None if none did."""
         if self._engine_error is None or not isinstance(error, AllBusy | WorkerLost):
             return None
-        self._engine_error.headers.update(self._added)
+        self._engine_error.headers.update(self._response.headers)
         return self._engine_error
-
-    async def end_early(self, error: bytes) -> None:
-        """Ends a response that has begun: a stream of events with an error, which is JSON, as its last event.
-
-        For any other response the connection is closed, since no byte can say that it ended early.
-        """
-        response, transport = self.response, self._request.transport
-        if response is None or transport is None:
-            return
-        if response.content_type == _STREAM_TYPE and "Content-Length" not in response.headers:
-            # The empty line ends an event of which only a part has arrived.
-            await response.write(b"\n\ndata: %b\n\n" % error)
-        else:
-            transport.abort()
 
     def start(
         self,
@@ -221,7 +201,7 @@ class ForwardedRequest:
             worker_id,
             request.request_id,
             self.health.begin(endpoint, len(prompt) // TOKEN_BYTES if shows_progress else None),
-            self._metrics,
+            self._workers.metrics,
             on_output,
             max_tokens=_UNLIMITED_TOKENS,
             deadline=deadline,
@@ -236,9 +216,9 @@ class ForwardedRequest:
         output_tokens = (len(prompt) - self._prompt_bytes) // TOKEN_BYTES
         body = continued_body(self._body, prompt, output_tokens) if output_tokens else self._body
         body = prefill_body(body, params) if is_prefill else decode_body(body, params)
-        read = self._read_prefill if is_prefill else self._pass_on if self._tokens is None else self._pass_tokens_on
+        read = self._read_prefill if is_prefill else self._pass_on
         if self._tokens is not None and not is_prefill:
-            self._tokens.engine_begins(output_tokens, self._routing)
+            self._tokens.engine_begins(output_tokens, self._response.routing)
         attempt.start(
             lambda receiver: asyncio.create_task(self._call(worker, worker_id, request, body, read, receiver, deadline))
         )
@@ -344,99 +324,82 @@ class ForwardedRequest:
         receiver.on_end()
 
     async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
-        is_stream = answer.content_type == _STREAM_TYPE
-        remover = UsageRemover() if is_stream and self._removes_usage else None
-        reader = UsageReader(is_stream=is_stream)
-        transfers = self._transfer_filter(answer)
-        whole = bytearray()
-        async for chunk in chunks(answer):
-            reader.take(chunk)
-            if transfers is not None:
-                chunk = transfers.take(chunk)
-            if is_stream:
-                await self._write(answer, chunk if remover is None else remover.remove(chunk))
-                receiver.take(DetailedOutput(chunk.count(b"data: ") or 1))
-            else:
-                whole += chunk
-                if self.response is not None or len(whole) > _MAX_WHOLE_BYTES:
-                    await self._write(answer, bytes(whole))
-                    whole.clear()
-        last = b"" if transfers is None else transfers.take(b"", ends=True)
-        await self._write(answer, bytes(whole) + last if remover is None else remover.remove(last) + remover.rest())
-        usage = self._counted(reader.usage())
-        receiver.take(_last(0 if is_stream else _tokens_of(usage), usage))
+        """Passes on the response of the engine that generates the output."""
+        is_stream = answer.content_type == STREAM_TYPE
+        tokens = self._tokens if is_stream else None
+        if self._tokens is not None and tokens is None and self._response.has_begun:
+            why = self._shown((await failure_body(answer)).decode(errors="replace"))
+            raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why[:256]}")
+        response = EngineResponse(
+            is_stream=is_stream,
+            status=answer.status,
+            removes_usage=self._removes_usage,
+            hides_internal=self._is_authenticated,
+        )
+        is_changed = self._is_authenticated or (self._removes_usage and is_stream)
+        headers = _without(answer.headers, _NOT_RETURNED | (_LENGTH if is_changed else frozenset()))
+        self._response.answers(answer.status, answer.reason or "", headers)
+        if tokens is not None:
+            last = await self._pass_token_stream(answer, receiver, response, tokens)
+        elif is_stream:
+            last = await self._pass_stream(answer, receiver, response)
+        else:
+            last = await self._pass_whole(answer, receiver, response)
+        last.finish_reason = FinishReason.FINISH_REASON_STOP
+        if (usage := response.usage()) is not None:
+            last.cached_tokens = usage.cached_tokens
+            if usage.prompt_tokens is not None:
+                # At the end of its prompt the engine may have got output of earlier ones.
+                known = 0 if tokens is None else tokens.known_tokens
+                self.counted_prompt_tokens = max(0, usage.prompt_tokens - known)
+        receiver.take(last)
         receiver.on_end()
 
-    async def _pass_tokens_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
+    async def _pass_stream(
+        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse
+    ) -> DetailedOutput:
+        async for chunk in chunks(answer):
+            receiver.take(DetailedOutput(count_tokens(chunk), raw=response.take(chunk)))
+            await self._response.drain()
+        return DetailedOutput(raw=response.take(b"", ends=True))
+
+    async def _pass_whole(
+        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse
+    ) -> DetailedOutput:
+        """Keeps a response until it is complete, or too long: until then another engine can give it."""
+        kept, begun_tokens = bytearray(), 0
+        async for chunk in chunks(answer):
+            kept += response.take(chunk)
+            if begun_tokens or len(kept) > _MAX_WHOLE_BYTES:
+                receiver.take(DetailedOutput(0 if begun_tokens else 1, raw=bytes(kept)))
+                begun_tokens = 1
+                kept.clear()
+                await self._response.drain()
+        kept += response.take(b"", ends=True)
+        usage = response.usage()
+        output_tokens = 1 if usage is None else usage.completion_tokens or 1
+        return DetailedOutput(min(max(1, output_tokens), _MOST_COUNTED) - begun_tokens, raw=bytes(kept))
+
+    async def _pass_token_stream(
+        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse, tokens: TokenStream
+    ) -> DetailedOutput:
         """Passes on a stream whose tokens are kept, event by event."""
-        tokens = self._tokens
-        if tokens is None or answer.content_type != _STREAM_TYPE:
-            if self.response is not None:
-                why = self._shown((await failure_body(answer)).decode(errors="replace"))
-                raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why[:256]}")
-            await self._pass_on(answer, receiver)
-            return
-        remover = UsageRemover() if self._removes_usage else None
-        transfers = self._transfer_filter(answer)
-        reader = UsageReader(is_stream=True)
         try:
             async for chunk in chunks(answer):
-                events, output, failure = tokens.take(chunk)
-                if self.response is None and events:
-                    self.response = await self._begin(answer)
-                reader.take(chunk)
-                # Nothing waits between the two, so that exactly the tokens that are written are kept.
+                output, failure = tokens.take(chunk)
+                response.read(chunk)
+                output.raw = response.show(output.raw)
                 receiver.take(output)
-                shown = events if transfers is None else transfers.take(events)
-                passed = shown if remover is None else remover.remove(shown)
-                if passed and self.response is not None:
-                    await self.response.write(passed)
+                await self._response.drain()
                 if failure is not None:
                     raise failure
             if not tokens.is_done:
                 raise DependencyAway("its OpenAI API ends the stream without [DONE]")
         except (EngineFailed, DeadlineExceeded, DependencyAway):
-            if self.response is None or not tokens.is_finished:
+            if not self._response.has_begun or not tokens.is_finished:
                 raise
-            await self.response.write(tokens.end_of_output())
-        usage = self._counted(reader.usage(), tokens.known_tokens)
-        receiver.take(_last(0, usage))
-        receiver.on_end()
-
-    def _counted(self, usage: Usage | None, output_tokens: int = 0) -> Usage | None:
-        """Keeps the reported length of the prompt, at whose end the engine may have got output of earlier ones."""
-        if usage is not None and usage.prompt_tokens is not None:
-            self.counted_prompt_tokens = max(0, usage.prompt_tokens - output_tokens)
-        return usage
-
-    def _transfer_filter(self, answer: aiohttp.ClientResponse) -> TransferFilter | None:
-        if not self._is_authenticated:
-            return None
-        return TransferFilter(is_stream=answer.content_type == _STREAM_TYPE, status=answer.status)
-
-    async def _write(self, answer: aiohttp.ClientResponse, passed: bytes) -> None:
-        """Passes bytes on, and before the first ones the status and the headers."""
-        if self.response is None:
-            self.response = await self._begin(answer)
-        if passed:
-            await self.response.write(passed)
-
-    async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        is_filtered = self._is_authenticated or (self._removes_usage and answer.content_type == _STREAM_TYPE)
-        changed = _LENGTH if is_filtered else frozenset()
-        headers = _without(answer.headers, _NOT_RETURNED | changed) | self._added
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
-        await response.prepare(self._request)
-        return response
-
-
-def _last(tokens: int, usage: Usage | None) -> DetailedOutput:
-    cached = None if usage is None else usage.cached_tokens
-    return DetailedOutput(tokens, finish_reason=FinishReason.FINISH_REASON_STOP, cached_tokens=cached)
-
-
-def _tokens_of(usage: Usage | None) -> int:
-    return min(max(1, (usage.completion_tokens or 1) if usage is not None else 1), 1 << 20)
+            return DetailedOutput(raw=tokens.end_of_output())
+        return DetailedOutput()
 
 
 def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:

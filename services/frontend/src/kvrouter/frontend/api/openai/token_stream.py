@@ -6,14 +6,13 @@ the whole response, since its prompt has the output so far at its end.
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 import msgspec
+from kvrouter.frontend.api.openai.event_reader import EventReader, data_of
 from kvrouter.frontend.worker_client.output import DetailedOutput
 from kvrouter.runtime.errors import DependencyAway
 
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n")
 _MAX_EVENT_BYTES = 1 << 20
 _DONE = b"[DONE]"
 _HEAD = ("id", "created", "model")
@@ -42,9 +41,8 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class Tokens(NamedTuple):
-    """Events of a stream, and the tokens in them."""
+    """The tokens of some events, as an output whose raw bytes are these events."""
 
-    events: bytes
     output: DetailedOutput
     failure: DependencyAway | None
     """What the engine reports after these events, if it has failed."""
@@ -68,7 +66,7 @@ class TokenStream:
         self._is_later = False
         """Whether an earlier engine has begun the response."""
         self._notice: dict[str, Any] = {}
-        self._begun = bytearray()
+        self._events = EventReader()
 
     @property
     def is_finished(self) -> bool:
@@ -82,17 +80,16 @@ class TokenStream:
             known_tokens: Output tokens of earlier engines, which are at the end of its prompt.
             routing: How the request was routed, for the first event of a continuation.
         """
-        self._begun.clear()
+        self._events.rest()
         self.known_tokens = self._output_tokens = known_tokens
         self._is_later = bool(self._head)
         self._notice = {"kvrouter": routing} if known_tokens else {}
 
     def take(self, chunk: bytes) -> Tokens:
         """Returns the events that are complete now."""
-        self._begun += chunk
         passed, output, failure = bytearray(), DetailedOutput(), None
-        for event in self._complete():
-            data = event[len(b"data:") :].strip() if event.startswith(b"data:") else b""
+        for event in self._events.take(chunk):
+            data = data_of(event)
             if data == _DONE:
                 self.is_done = True
             elif data:
@@ -106,24 +103,16 @@ class TokenStream:
                 event = self._continued(data) if self._is_later else event
             passed += event
         self._output_tokens += output.tokens
-        if len(self._begun) > _MAX_EVENT_BYTES:
+        if len(self._events) > _MAX_EVENT_BYTES:
             failure = DependencyAway(f"its OpenAI API sends an event of more than {_MAX_EVENT_BYTES} bytes")
-        return Tokens(bytes(passed), output, failure)
+        output.raw = bytes(passed)
+        return Tokens(output, failure)
 
     def end_of_output(self) -> bytes:
         """Returns the events that end a stream whose engine was lost after its last token."""
         choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "token_ids": []}
         last = self._head | {"object": "text_completion", "choices": [choice]}
         return (b"" if self._has_finish_reason else _encoded(last)) + b"data: %b\n\n" % _DONE
-
-    def _complete(self) -> list[bytes]:
-        """Returns the events that are complete, and keeps the rest."""
-        events, at = [], 0
-        for end in _EVENT_END.finditer(self._begun):
-            events.append(bytes(self._begun[at : end.end()]))
-            at = end.end()
-        del self._begun[:at]
-        return events
 
     def _read(self, data: bytes) -> tuple[int, list[int]]:
         """Returns the number of tokens of an event, and their ids. An event without ids counts as one token.

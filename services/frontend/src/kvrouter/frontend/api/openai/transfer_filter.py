@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 import msgspec
+from kvrouter.frontend.api.openai.event_reader import EventReader
 from kvrouter.net.engine_fields import TRANSFER_RESULTS, quotes_internal, shown_failure
 from kvrouter.runtime.errors import DependencyAway
 
@@ -21,8 +22,6 @@ _MOST_BEGUN = 64
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]|"', re.DOTALL)
 _OPENING = tuple(map(bytearray, (b"{", b"[", b'"')))
 _SCALAR = re.compile(rb"[^,}\]\s]+")
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n")
 _ERROR_EVENT = re.compile(rb'data:\s*\{\s*"(?:error"|object"\s*:\s*"error")')
 _MAX_HELD_BYTES = 4 << 20
 """Maximum size of an event, an error or a value that is held until it is complete."""
@@ -36,6 +35,7 @@ class TransferFilter:
         """``status`` is that of the response. ``is_stream``: whether it is a stream of events."""
         self._is_stream = is_stream
         self._status = status
+        self._events = EventReader()
         self._held = bytearray()
 
     def take(self, piece: bytes, *, ends: bool = False) -> bytes:
@@ -44,29 +44,18 @@ class TransferFilter:
         Raises:
             DependencyAway: an event, an error or a value is too long to be held.
         """
-        self._held += piece
         if self._is_stream:
-            passed = self._events(ends=ends)
-        elif self._status >= _FIRST_ERROR:
-            passed = self._error() if ends else b""
+            events = self._events.take(piece)
+            passed = b"".join(map(_shown_event, [*events, self._events.rest()] if ends else events))
         else:
-            passed = _without_values(self._held, ends=ends)
-        if len(self._held) > _MAX_HELD_BYTES:
+            self._held += piece
+            if self._status < _FIRST_ERROR:
+                passed = _without_values(self._held, ends=ends)
+            else:
+                passed = self._error() if ends else b""
+        if len(self._held) + len(self._events) > _MAX_HELD_BYTES:
             raise DependencyAway(f"its OpenAI API sends an event, error or value of more than {_MAX_HELD_BYTES} bytes")
         return passed
-
-    def _events(self, *, ends: bool) -> bytes:
-        held = self._held
-        ends_at = (held.rfind(mark) + len(mark) for mark in _EVENT_ENDS if mark in held)
-        complete = len(held) if ends else max(ends_at, default=0)
-        events = bytes(held[:complete])
-        del held[:complete]
-        if not quotes_internal(events):
-            return events
-        starts = [0, *(end.end() for end in _EVENT_END.finditer(events))]
-        return b"".join(
-            _shown_event(events[start:end]) for start, end in zip(starts, [*starts[1:], len(events)], strict=True)
-        )
 
     def _error(self) -> bytes:
         body = bytes(self._held)
@@ -75,8 +64,10 @@ class TransferFilter:
 
 
 def _shown_event(event: bytes) -> bytes:
+    if not quotes_internal(event):
+        return event
     if _ERROR_EVENT.match(event):
-        return b"data: %b\n\n" % _replaced_error(500) if quotes_internal(event) else event
+        return b"data: %b\n\n" % _replaced_error(500)
     return _without_values(bytearray(event), ends=True)
 
 
