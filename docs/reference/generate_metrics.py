@@ -38,9 +38,9 @@ from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
 from kvrouter.runtime.telemetry.tls import TlsMetrics
 from kvrouter.runtime.tracing.metrics import TracingMetrics
-from kvrouter.scheduler.load.metrics import RankLoadMetrics
+from kvrouter.scheduler.load.pools import rank_load_gauges
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.queue.metrics import QueueMetrics
+from kvrouter.scheduler.queue.queued_requests import queue_gauges
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.sidecar.metrics import SidecarMetrics
 from prometheus_client import CollectorRegistry
@@ -104,8 +104,8 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     scheduler = CollectorRegistry()
     SchedulerMetrics(scheduler)
     SyncMetrics(scheduler)
-    scheduler.register(RankLoadMetrics(MagicMock()))
-    scheduler.register(QueueMetrics(MagicMock()))
+    scheduler.register(rank_load_gauges(MagicMock()))
+    scheduler.register(queue_gauges(MagicMock()))
     yield "Scheduler", scheduler
     indexer = CollectorRegistry()
     IndexerMetrics(indexer, {}, MemoryBudget())

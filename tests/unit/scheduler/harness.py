@@ -26,7 +26,7 @@ from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pools
-from kvrouter.scheduler.load.thresholds import OwnThresholds, ThresholdBoard
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.predictions import PredictionLimits, Predictions
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
@@ -250,7 +250,6 @@ class Parts:
             self.sessions,
             self.decisions,
             self.board,
-            OwnThresholds(self.board),
             status,
             Drains(self.registered, None),
             is_ready=lambda: True,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.runtime.errors import BadRequest
-from kvrouter.scheduler.load.thresholds import OwnThresholds, ThresholdBoard
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
 
 
 async def test_a_cleared_threshold_falls_back_to_the_option() -> None:
-    board = ThresholdBoard(Thresholds(decode_blocks=0.9))
-    own = OwnThresholds(board)
+    own = ThresholdBoard(Thresholds(decode_blocks=0.9))
     assert await own.update("m", ThresholdUpdate(Thresholds(0.5, 100))) == Thresholds(0.5, 100)
     assert await own.update("m", ThresholdUpdate(Thresholds(), clear_decode_blocks=True)) == Thresholds(0.9, 100)
     assert await own.update("m", ThresholdUpdate(Thresholds(), clear_prefill_tokens=True)) == Thresholds(0.9, None)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvrouter.runtime.errors import AllBusy, NoWorkers
 from kvrouter.scheduler.load.booked_load import Accounting, RankLoad
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.load.thresholds import why_busy
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.routing.context import RequestContext
@@ -25,6 +24,16 @@ from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 from ..harness import BLOCK, prompt, view, worker
+
+
+def is_busy(candidate: Candidate, thresholds: Thresholds, load: RankLoad, report: LoadReport | None) -> bool:
+    """Whether the greater of booked and reported load is above a threshold."""
+    shares = [load.active_blocks / candidate.total_blocks] if candidate.total_blocks else []
+    if report is not None and report.total_blocks:
+        shares.append(report.active_blocks / report.total_blocks)
+    tokens = max(load.prefill_tokens, 0 if report is None else report.prefill_tokens)
+    blocks, most = thresholds.decode_blocks, thresholds.prefill_tokens
+    return (blocks is not None and max(shares, default=0.0) > blocks) or (most is not None and tokens > most)
 
 
 class Row(NamedTuple):
@@ -151,15 +160,8 @@ def test_every_column_agrees_with_the_rules(
         assert row.overlap_blocks == (blocks if incarnation == row.candidate.incarnation else 0)
         uncached = max(0, request.prompt.tokens - row.overlap_blocks * BLOCK)
         assert row.new_prefill_tokens == (0 if constraints.stage == Stage.STAGE_DECODE else uncached)
-        assert bool(row.busy) == bool(
-            why_busy(
-                row.candidate,
-                thresholds,
-                active_blocks=before[rank].active_blocks,
-                prefill_tokens=loads[rank].prefill_tokens,
-                report=pool.reports.of(rank, now),
-            )
-        )
+        load = before[rank]._replace(prefill_tokens=loads[rank].prefill_tokens)
+        assert bool(row.busy) == is_busy(row.candidate, thresholds, load, pool.reports.of(rank, now))
     free = [row for row in rows if not row.busy]
     assert rows_of(found, found.free) == free
     assert set(found.excluded([row.candidate.rank for row in free])) == {each.rank for each in pool.candidates} - {

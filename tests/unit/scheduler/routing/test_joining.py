@@ -71,7 +71,7 @@ class Traffic:
 
     def active_blocks(self) -> list[int]:
         """Of the busy ones, and of the newcomer."""
-        return list(self.pool.booked_load.active_blocks().tolist())
+        return list(self.pool.booked_load.loads().active_blocks.tolist())
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong, UnknownWorker
 from kvrouter.scheduler.load.reported_load import LoadReports
-from kvrouter.scheduler.load.thresholds import why_busy
+from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, overridden
 from kvrouter.scheduler.request.prompt import read_prompt
 from kvrouter.scheduler.workers.candidates import (
@@ -84,9 +85,13 @@ def test_a_pinned_worker_has_to_be_there() -> None:
 def busy(
     thresholds: Thresholds, *, blocks: int = 0, tokens: int = 0, report: LoadReport | None = None, total: int = 100
 ) -> bool:
-    return bool(
-        why_busy(candidate(total_blocks=total), thresholds, active_blocks=blocks, prefill_tokens=tokens, report=report)
-    )
+    reports = LoadReports(10.0)
+    reports.set_ranks([((0, 0), 0)])
+    if report is not None:
+        assert reports.take(report.SerializeToString(), 0.0) == ""
+    load = Load.of(np.array([blocks]), np.array([tokens]), np.array([total]), reports.columns(0.0))
+    assert bool(load.above(thresholds)[0]) == bool(load.why(thresholds, 0))
+    return bool(load.why(thresholds, 0))
 
 
 def test_busy_is_strictly_above_the_greater_of_booked_and_reported() -> None:

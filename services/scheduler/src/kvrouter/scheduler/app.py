@@ -21,17 +21,15 @@ from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
-from kvrouter.scheduler.load.metrics import RankLoadMetrics
 from kvrouter.scheduler.load.overload import OverloadDetector
-from kvrouter.scheduler.load.pools import Pools
-from kvrouter.scheduler.load.report_listener import LoadListener
-from kvrouter.scheduler.load.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
+from kvrouter.scheduler.load.pools import Pools, rank_load_gauges
+from kvrouter.scheduler.load.reported_load import LoadListener
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import IndexerSource
 from kvrouter.scheduler.overlap.indexers import RemoteIndexers
 from kvrouter.scheduler.overlap.predictions import Predictions
-from kvrouter.scheduler.queue.metrics import QueueMetrics
-from kvrouter.scheduler.queue.queued_requests import QueuedRequests
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests, queue_gauges
 from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.scheduler.replication.nats_channel import MAX_OUTGOING
 from kvrouter.scheduler.replication.nats_link import SyncLink
@@ -75,10 +73,9 @@ async def running(
     BookingStatistics(metrics).follow(booking_table)
     booking_leases = BookingLeases(booking_table, session_grace_seconds=settings.session_grace_seconds)
     decisions = Decisions(settings.decisions_kept, log_formulas=settings.log_formulas)
-    board = ThresholdBoard(options.thresholds)
     listed = runtime.listed
-    shared = SharedThresholds(board, runtime.etcd, settings.namespace, runtime.quarantine) if listed is None else None
-    thresholds = shared or OwnThresholds(board)
+    etcd = runtime.etcd if listed is None else None
+    thresholds = ThresholdBoard(options.thresholds, etcd, settings.namespace, runtime.quarantine)
     remote_indexers = RemoteIndexers(runtime.directory, runtime.instance_id, runtime.call_streams.client("indexer"))
     predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
     affinity = Affinity(settings.conversations_kept)
@@ -121,7 +118,7 @@ async def running(
     )
     queued = QueuedRequests(router, metrics, max_queued_requests=settings.max_queued_requests, clock=clock)
     queued.follow(booking_table)
-    reader = RequestReader(pools, board, options, max_prompt_tokens=settings.max_prompt_tokens)
+    reader = RequestReader(pools, thresholds, options, max_prompt_tokens=settings.max_prompt_tokens)
     selector = Selector(reader, router, queued, metrics)
     bookings = BookingUpdates(booking_table, booking_leases, pools, metrics, clock)
     sessions = Sessions(
@@ -131,12 +128,12 @@ async def running(
         grace_seconds=settings.session_grace_seconds,
         clock=clock,
     )
-    listener = LoadListener(runtime.nats, runtime.directory, pools, metrics, clock, runtime.quarantine)
+    listener = LoadListener(runtime.nats, runtime.directory, pools.reports_of, metrics, clock, runtime.quarantine)
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
     _show_sizes(metrics, booking_table, booking_leases, decisions, affinity, predictions, overload)
-    runtime.registry.register(RankLoadMetrics(pools))
-    runtime.registry.register(QueueMetrics(queued))
+    runtime.registry.register(rank_load_gauges(pools))
+    runtime.registry.register(queue_gauges(queued))
     bounds = bounds_of(runtime.registry)
     bounds.add("decisions_kept", lambda: len(decisions), settings.decisions_kept, when_full="evicts")
     bounds.add("conversations", lambda: len(affinity), settings.conversations_kept, when_full="evicts")
@@ -153,7 +150,7 @@ async def running(
         booking_table,
         booking_leases,
         decisions,
-        board,
+        thresholds,
         queued,
         scheduler_id=runtime.instance_id,
         mode=options.mode,
@@ -168,10 +165,9 @@ async def running(
         bookings,
         sessions,
         decisions,
-        board,
         thresholds,
         status,
-        Drains(runtime.directory, runtime.etcd if listed is None else None),
+        Drains(runtime.directory, etcd),
         is_ready=lambda: runtime.directory.is_synced and thresholds.synced and (link is None or link.settled),
     )
     tasks = [
@@ -181,9 +177,9 @@ async def running(
         runtime.spawn(overload.run(), "overload detection"),
         runtime.spawn(queued.run(), "queued requests"),
     ]
-    if shared is not None:
-        tasks.append(runtime.spawn(shared.run(), "thresholds"))
-        tasks.append(runtime.spawn(write_descriptors(runtime.directory, runtime.etcd), "descriptors"))
+    if etcd is not None:
+        tasks.append(runtime.spawn(thresholds.run(), "thresholds"))
+        tasks.append(runtime.spawn(write_descriptors(runtime.directory, etcd), "descriptors"))
         tasks.append(runtime.spawn(listener.run(), "load reports"))
     if link is not None:
         tasks.append(runtime.spawn(link.run(), "replica sync"))

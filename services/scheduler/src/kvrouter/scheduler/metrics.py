@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.model_labels import model_label
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _QUEUED_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -15,18 +20,14 @@ class SchedulerMetrics:
     """Counters and histograms; one object for each Scheduler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self.selections = Counter(
-            "kvrouter_scheduler_selections",
-            "Selections by mode and outcome, a gRPC code.",
-            ["mode", "code"],
-            registry=registry,
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.selections = counter(
+            "kvrouter_scheduler_selections", "Selections by mode and outcome, a gRPC code.", ["mode", "code"]
         )
         self._selected: dict[tuple[str, str], Counter] = {}
-        self.repeated = Counter(
-            "kvrouter_scheduler_repeated_selections",
-            "Repeated selections, answered with the first outcome.",
-            registry=registry,
+        self.repeated = counter(
+            "kvrouter_scheduler_repeated_selections", "Repeated selections, answered with the first outcome."
         )
         self.select_seconds = LoopHistogram(
             "kvrouter_scheduler_select_seconds",
@@ -34,87 +35,59 @@ class SchedulerMetrics:
             buckets=_SECONDS,
             registry=registry,
         ).of()
-        self.queued = Counter(
+        self.queued = counter(
             "kvrouter_scheduler_queued_requests",
             "Queued requests by outcome: room, patience (sent without room), late, full, cancelled, refused.",
             ["outcome"],
-            registry=registry,
         )
-        self.queued_seconds = Histogram(
+        self.queued_seconds = histogram(
             "kvrouter_scheduler_queued_seconds",
             "Time that requests which were sent had been queued.",
             buckets=_QUEUED_SECONDS,
-            registry=registry,
         )
-        self.behind = Gauge(
-            "kvrouter_scheduler_sharding_advised",
-            "1 while clients are advised to shard requests over all Schedulers.",
-            registry=registry,
+        self.behind = gauge(
+            "kvrouter_scheduler_sharding_advised", "1 while clients are advised to shard requests over all Schedulers."
         )
-        self.load_only = Counter(
+        self.load_only = counter(
             "kvrouter_scheduler_load_only",
             "Selections that rest on load alone because no overlaps were available, by reason.",
             ["reason"],
-            registry=registry,
         )
-        self.bookings = Gauge("kvrouter_scheduler_bookings", "Bookings that are not freed.", registry=registry)
-        self.sessions = Gauge(
-            "kvrouter_scheduler_sessions", "Sessions that are open or within their grace period.", registry=registry
+        self.bookings = gauge("kvrouter_scheduler_bookings", "Bookings that are not freed.")
+        self.sessions = gauge("kvrouter_scheduler_sessions", "Sessions that are open or within their grace period.")
+        self.decisions = gauge("kvrouter_scheduler_decisions_kept", "Past decisions that Explain can show.")
+        self.conversations = gauge("kvrouter_scheduler_conversations", "Conversations whose rank is remembered.")
+        self.predicted_index_blocks = gauge(
+            "kvrouter_scheduler_predicted_index_blocks", "Blocks that ranks are predicted to hold, with --no-kv-events."
         )
-        self.decisions = Gauge(
-            "kvrouter_scheduler_decisions_kept", "Past decisions that Explain can show.", registry=registry
+        self.expired_leases = counter("kvrouter_scheduler_expired_leases", "Bookings whose lease expired.")
+        self.lost_bookings = counter(
+            "kvrouter_scheduler_session_bookings_dropped", "Bookings dropped with their session."
         )
-        self.conversations = Gauge(
-            "kvrouter_scheduler_conversations", "Conversations whose rank is remembered.", registry=registry
+        self.reasserted = counter(
+            "kvrouter_scheduler_reasserted_bookings", "Bookings made at another Scheduler and re-asserted here."
         )
-        self.predicted_index_blocks = Gauge(
-            "kvrouter_scheduler_predicted_index_blocks",
-            "Blocks that ranks are predicted to hold, with --no-kv-events.",
-            registry=registry,
+        self.unknown_frees = counter("kvrouter_scheduler_unknown_frees", "Frees of unknown bookings.")
+        self.reports_quarantined = counter(
+            "kvrouter_scheduler_load_reports_quarantined", "Load reports that were not used, by reason.", ["reason"]
         )
-        self.expired_leases = Counter(
-            "kvrouter_scheduler_expired_leases", "Bookings whose lease expired.", registry=registry
-        )
-        self.lost_bookings = Counter(
-            "kvrouter_scheduler_session_bookings_dropped", "Bookings dropped with their session.", registry=registry
-        )
-        self.reasserted = Counter(
-            "kvrouter_scheduler_reasserted_bookings",
-            "Bookings made at another Scheduler and re-asserted here.",
-            registry=registry,
-        )
-        self.unknown_frees = Counter(
-            "kvrouter_scheduler_unknown_frees", "Frees of unknown bookings.", registry=registry
-        )
-        self.reports_quarantined = Counter(
-            "kvrouter_scheduler_load_reports_quarantined",
-            "Load reports that were not used, by reason.",
-            ["reason"],
-            registry=registry,
-        )
-        self.predicted_blocks = Counter(
+        self.predicted_blocks = counter(
             "kvrouter_scheduler_predicted_cached_blocks",
             "Predicted cached blocks of requests whose worker reported its own count, without the last token's.",
             ["model"],
-            registry=registry,
         )
-        self.actual_blocks = Counter(
+        self.actual_blocks = counter(
             "kvrouter_scheduler_actual_cached_blocks",
             "Cached blocks that the workers reported for the same requests.",
             ["model"],
-            registry=registry,
         )
-        self.blocks_off = Histogram(
+        self.blocks_off = histogram(
             "kvrouter_scheduler_cached_blocks_off",
             "Reported minus predicted cached blocks of a request.",
             buckets=_BLOCKS_OFF,
-            registry=registry,
         )
-        self.predictions = Counter(
-            "kvrouter_scheduler_predictions",
-            "Requests whose prediction was exact, low or high.",
-            ["verdict"],
-            registry=registry,
+        self.predictions = counter(
+            "kvrouter_scheduler_predictions", "Requests whose prediction was exact, low or high.", ["verdict"]
         )
         self._verdicts: dict[str, Counter] = {}
         self._audited: dict[str, tuple[Counter, Counter]] = {}
@@ -141,3 +114,30 @@ class SchedulerMetrics:
         if counter is None:
             counter = self._verdicts[verdict] = self.predictions.labels(verdict)
         counter.inc()
+
+
+class ScrapedGauges(Collector):
+    """Gauges that are read when they are scraped."""
+
+    def __init__(
+        self,
+        documentation: Mapping[str, str],
+        labels: Sequence[str],
+        samples: Callable[[], Iterable[tuple[Sequence[str], Sequence[float]]]],
+    ) -> None:
+        """``samples`` returns label values, each with a value for every gauge or for the first ones."""
+        self._documentation = documentation
+        self._labels = labels
+        self._samples = samples
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Returns the families without samples, so that registering reads nothing."""
+        return iter([GaugeMetricFamily(name, text, labels=self._labels) for name, text in self._documentation.items()])
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Returns the families with their samples."""
+        families = list(self.describe())
+        for labels, values in self._samples():
+            for family, value in zip(families, values, strict=False):
+                family.add_metric(labels, value)
+        return iter(families)

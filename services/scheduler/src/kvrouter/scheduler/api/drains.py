@@ -13,14 +13,9 @@ from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.errors import BadRequest, DependencyAway, UnknownComponent, UnknownWorker
 from kvrouter.scheduler.load.pools import Components
+from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.registry_pb2 import WorkerDrain
-from kvrouter.v1.scheduler_pb2 import (
-    DrainWorkerRequest,
-    DrainWorkerResponse,
-    UndrainWorkerRequest,
-    UndrainWorkerResponse,
-)
 
 log = structlog.get_logger(component="scheduler")
 
@@ -33,7 +28,7 @@ class Drains:
         self._directory = directory
         self._etcd = etcd
 
-    async def drain(self, request: DrainWorkerRequest) -> DrainWorkerResponse:
+    async def drain(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
         """Drains a registered worker. A repeated call replaces the time of the migration.
 
         Raises:
@@ -51,9 +46,9 @@ class Drains:
         log.info(
             "worker.drained", worker=request.worker_id, component_name=str(view.name), migrate_after_ms=migrate_after
         )
-        return DrainWorkerResponse(was_draining=was_draining)
+        return pb.DrainWorkerResponse(was_draining=was_draining)
 
-    async def undrain(self, request: UndrainWorkerRequest) -> UndrainWorkerResponse:
+    async def undrain(self, request: pb.UndrainWorkerRequest) -> pb.UndrainWorkerResponse:
         """Ends the drain of a worker, also of one that has left.
 
         Raises:
@@ -63,9 +58,9 @@ class Drains:
         if not await self._write(view, request.worker_id, None):
             if request.worker_id not in view.workers:
                 raise UnknownWorker(request.worker_id, view.workers)
-            return UndrainWorkerResponse(was_draining=False)
+            return pb.UndrainWorkerResponse(was_draining=False)
         log.info("worker.undrained", worker=request.worker_id, component_name=str(view.name))
-        return UndrainWorkerResponse(was_draining=True)
+        return pb.UndrainWorkerResponse(was_draining=True)
 
     def _view(self, component: Component) -> ComponentView:
         name = component_name(component)

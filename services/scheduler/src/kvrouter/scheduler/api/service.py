@@ -13,39 +13,10 @@ from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.pools import Pools
-from kvrouter.scheduler.load.thresholds import OwnThresholds, SharedThresholds, ThresholdBoard
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.request.options import ThresholdUpdate
 from kvrouter.scheduler.routing.decisions import Decisions
-from kvrouter.v1.scheduler_pb2 import (
-    CloseSessionRequest,
-    CloseSessionResponse,
-    DrainWorkerRequest,
-    DrainWorkerResponse,
-    ExplainRequest,
-    ExplainResponse,
-    FreeRequest,
-    FreeResponse,
-    GetPotentialLoadsRequest,
-    GetPotentialLoadsResponse,
-    GetStatusRequest,
-    GetStatusResponse,
-    ListBusyThresholdsRequest,
-    ListBusyThresholdsResponse,
-    MarkPrefillCompleteRequest,
-    MarkPrefillCompleteResponse,
-    OpenSessionRequest,
-    OpenSessionResponse,
-    ReportOutputRequest,
-    ReportOutputResponse,
-    SelectWorkerRequest,
-    SelectWorkerResponse,
-    SetBusyThresholdRequest,
-    SetBusyThresholdResponse,
-    UndrainWorkerRequest,
-    UndrainWorkerResponse,
-    UpdateBookingsRequest,
-    UpdateBookingsResponse,
-)
+from kvrouter.v1 import scheduler_pb2 as pb
 
 
 class SchedulerService:
@@ -58,8 +29,7 @@ class SchedulerService:
         bookings: BookingUpdates,
         sessions: Sessions,
         decisions: Decisions,
-        board: ThresholdBoard,
-        shared_thresholds: SharedThresholds | OwnThresholds,
+        thresholds: ThresholdBoard,
         status: Status,
         drains: Drains,
         *,
@@ -71,8 +41,7 @@ class SchedulerService:
         self._bookings = bookings
         self._sessions = sessions
         self._decisions = decisions
-        self._board = board
-        self._shared_thresholds = shared_thresholds
+        self._thresholds = thresholds
         self._status = status
         self._drains = drains
         self._is_ready = is_ready
@@ -82,7 +51,7 @@ class SchedulerService:
         """Returns whether requests can be routed."""
         return self._is_ready()
 
-    async def select_worker(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+    async def select_worker(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Chooses a rank and books the request there, for the named session or under a lease.
 
         Raises:
@@ -95,10 +64,10 @@ class SchedulerService:
 
     async def mark_prefill_complete(
         self,
-        request: MarkPrefillCompleteRequest,
+        request: pb.MarkPrefillCompleteRequest,
         *,
-        deadline: Deadline,  # noqa: ARG002 - nothing waits
-    ) -> MarkPrefillCompleteResponse:
+        deadline: Deadline,
+    ) -> pb.MarkPrefillCompleteResponse:
         """Marks the prompt of a booking as computed.
 
         Raises:
@@ -106,7 +75,7 @@ class SchedulerService:
         """
         return self._bookings.mark_prefill_complete(request)
 
-    async def report_output(self, request: ReportOutputRequest, *, deadline: Deadline) -> ReportOutputResponse:  # noqa: ARG002
+    async def report_output(self, request: pb.ReportOutputRequest, *, deadline: Deadline) -> pb.ReportOutputResponse:
         """Records how many tokens a booking has generated.
 
         Raises:
@@ -114,7 +83,7 @@ class SchedulerService:
         """
         return self._bookings.report_output(request)
 
-    async def free(self, request: FreeRequest, *, deadline: Deadline) -> FreeResponse:  # noqa: ARG002
+    async def free(self, request: pb.FreeRequest, *, deadline: Deadline) -> pb.FreeResponse:
         """Ends a booking.
 
         Raises:
@@ -124,11 +93,11 @@ class SchedulerService:
 
     def open_session(
         self,
-        request: OpenSessionRequest,
+        request: pb.OpenSessionRequest,
         *,
-        deadline: Deadline,  # noqa: ARG002 - nothing waits
+        deadline: Deadline,
         connection: Connection | None = None,
-    ) -> OpenSessionResponse:
+    ) -> pb.OpenSessionResponse:
         """Opens a session. It is closed at once when the ``connection`` is lost.
 
         Raises:
@@ -136,7 +105,7 @@ class SchedulerService:
         """
         return self._sessions.open(request, connection)
 
-    def update_bookings(self, request: UpdateBookingsRequest, *, deadline: Deadline) -> UpdateBookingsResponse:  # noqa: ARG002
+    def update_bookings(self, request: pb.UpdateBookingsRequest, *, deadline: Deadline) -> pb.UpdateBookingsResponse:
         """Applies numbered updates of a session's bookings.
 
         Raises:
@@ -144,13 +113,13 @@ class SchedulerService:
         """
         return self._sessions.update(request)
 
-    def close_session(self, request: CloseSessionRequest, *, deadline: Deadline) -> CloseSessionResponse:  # noqa: ARG002
+    def close_session(self, request: pb.CloseSessionRequest, *, deadline: Deadline) -> pb.CloseSessionResponse:
         """Closes a session. Its bookings are dropped after the grace, unless it is opened again."""
         return self._sessions.close(request)
 
     async def get_potential_loads(
-        self, request: GetPotentialLoadsRequest, *, deadline: Deadline
-    ) -> GetPotentialLoadsResponse:
+        self, request: pb.GetPotentialLoadsRequest, *, deadline: Deadline
+    ) -> pb.GetPotentialLoadsResponse:
         """Returns the load that each rank would have with a request. Reads overlaps unless the weight is 0.
 
         Raises:
@@ -160,10 +129,10 @@ class SchedulerService:
 
     async def drain_worker(
         self,
-        request: DrainWorkerRequest,
+        request: pb.DrainWorkerRequest,
         *,
-        deadline: Deadline,  # noqa: ARG002 - calls to etcd have one of their own
-    ) -> DrainWorkerResponse:
+        deadline: Deadline,
+    ) -> pb.DrainWorkerResponse:
         """Stops new requests to a worker at every Scheduler and Frontend.
 
         Raises:
@@ -173,10 +142,10 @@ class SchedulerService:
 
     async def undrain_worker(
         self,
-        request: UndrainWorkerRequest,
+        request: pb.UndrainWorkerRequest,
         *,
-        deadline: Deadline,  # noqa: ARG002 - calls to etcd have one of their own
-    ) -> UndrainWorkerResponse:
+        deadline: Deadline,
+    ) -> pb.UndrainWorkerResponse:
         """Ends the drain of a worker.
 
         Raises:
@@ -186,10 +155,10 @@ class SchedulerService:
 
     async def set_busy_threshold(
         self,
-        request: SetBusyThresholdRequest,
+        request: pb.SetBusyThresholdRequest,
         *,
-        deadline: Deadline,  # noqa: ARG002 - calls to etcd have one of their own
-    ) -> SetBusyThresholdResponse:
+        deadline: Deadline,
+    ) -> pb.SetBusyThresholdResponse:
         """Sets or clears thresholds of a model. Returns those in force.
 
         Raises:
@@ -198,24 +167,24 @@ class SchedulerService:
         if request.model not in self._pools.models():
             raise UnknownModel(request.model, self._pools.models())
         update = ThresholdUpdate.of(request)
-        in_force = self._board.of(request.model)
+        in_force = self._thresholds.of(request.model)
         if update:
-            in_force = await self._shared_thresholds.update(request.model, update)
-        return SetBusyThresholdResponse(thresholds=in_force.to_message())
+            in_force = await self._thresholds.update(request.model, update)
+        return pb.SetBusyThresholdResponse(thresholds=in_force.to_message())
 
     async def list_busy_thresholds(
         self,
-        request: ListBusyThresholdsRequest,  # noqa: ARG002 - it asks for all
+        request: pb.ListBusyThresholdsRequest,
         *,
-        deadline: Deadline,  # noqa: ARG002 - nothing waits
-    ) -> ListBusyThresholdsResponse:
+        deadline: Deadline,
+    ) -> pb.ListBusyThresholdsResponse:
         """Returns the thresholds of every model that has one in force."""
-        in_force = self._board.in_force(self._pools.models())
-        return ListBusyThresholdsResponse(
+        in_force = self._thresholds.in_force(self._pools.models())
+        return pb.ListBusyThresholdsResponse(
             thresholds={model: thresholds.to_message() for model, thresholds in in_force.items()}
         )
 
-    async def explain(self, request: ExplainRequest, *, deadline: Deadline) -> ExplainResponse:  # noqa: ARG002
+    async def explain(self, request: pb.ExplainRequest, *, deadline: Deadline) -> pb.ExplainResponse:
         """Returns the terms of every candidate in a past decision.
 
         Raises:
@@ -235,9 +204,9 @@ class SchedulerService:
                 field="which",
                 advice="Ask the Scheduler that made it, or raise --decisions-kept.",
             )
-        return ExplainResponse(decision=decided.to_message())
+        return pb.ExplainResponse(decision=decided.to_message())
 
-    async def get_status(self, request: GetStatusRequest, *, deadline: Deadline) -> GetStatusResponse:  # noqa: ARG002
+    async def get_status(self, request: pb.GetStatusRequest, *, deadline: Deadline) -> pb.GetStatusResponse:
         """Returns the load of every rank as accounted here, the queue, and the last decisions.
 
         Raises:
@@ -246,7 +215,7 @@ class SchedulerService:
         return self._status.answer(request, ready=self.ready)
 
 
-def _decision_of(request: ExplainRequest) -> str:
+def _decision_of(request: pb.ExplainRequest) -> str:
     if request.WhichOneof("which") == "decision_id":
         return str(request.decision_id)
     return f"for request {request.request_id[:128]!r}"

@@ -14,16 +14,7 @@ from kvrouter.runtime.errors import BadRequest, Internal, KvRouterError, to_part
 from kvrouter.scheduler.bookings.leases import SILENT_TICKS, BookingLeases
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.identifiers import checked_key
-from kvrouter.v1.scheduler_pb2 import (
-    BookingUpdate,
-    CloseSessionRequest,
-    CloseSessionResponse,
-    OpenSessionRequest,
-    OpenSessionResponse,
-    RefusedUpdate,
-    UpdateBookingsRequest,
-    UpdateBookingsResponse,
-)
+from kvrouter.v1 import scheduler_pb2 as pb
 
 log = structlog.get_logger(component="scheduler")
 
@@ -58,7 +49,7 @@ class Sessions:
         self._opened_on: dict[Connection, set[str]] = {}
         """The same by connection."""
 
-    def open(self, request: OpenSessionRequest, connection: Connection | None = None) -> OpenSessionResponse:
+    def open(self, request: pb.OpenSessionRequest, connection: Connection | None = None) -> pb.OpenSessionResponse:
         """Opens a session. In the same step it frees the session's bookings that the client no longer lists.
 
         Args:
@@ -83,13 +74,13 @@ class Sessions:
             opening_number=request.opening_number,
             freed_bookings=freed,
         )
-        return OpenSessionResponse(
+        return pb.OpenSessionResponse(
             grace_ms=round(self._grace_seconds * 1000),
             scheduler_id=self._scheduler_id,
             acknowledged=session.acknowledged,
         )
 
-    def update(self, request: UpdateBookingsRequest) -> UpdateBookingsResponse:
+    def update(self, request: pb.UpdateBookingsRequest) -> pb.UpdateBookingsResponse:
         """Applies the updates that were not applied before. One that is refused does not affect the others.
 
         Raises:
@@ -98,7 +89,7 @@ class Sessions:
         """
         session_id = request.session_id
         session = self._booking_leases.check_open(session_id, request.opening_number)
-        response = UpdateBookingsResponse()
+        response = pb.UpdateBookingsResponse()
         updates = request.updates
         if updates:
             first = request.first_number
@@ -112,10 +103,10 @@ class Sessions:
         response.acknowledged = session.acknowledged
         return response
 
-    def close(self, request: CloseSessionRequest) -> CloseSessionResponse:
+    def close(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
         """Closes a session, unless it was opened again since."""
         was_open = self._close(request.session_id, "closed by its client", request.opening_number)
-        return CloseSessionResponse(was_open=was_open)
+        return pb.CloseSessionResponse(was_open=was_open)
 
     def close_silent(self) -> None:
         """Closes the sessions that no call has named for a while. A client that goes on opens its session again."""
@@ -123,7 +114,9 @@ class Sessions:
             log.warning("session.silent", session=session_id, seconds=SILENT_TICKS * TICK_SECONDS)
             self._close(session_id, "silent")
 
-    def _apply(self, number: int, update: BookingUpdate, session_id: str, response: UpdateBookingsResponse) -> None:
+    def _apply(
+        self, number: int, update: pb.BookingUpdate, session_id: str, response: pb.UpdateBookingsResponse
+    ) -> None:
         bookings = self._bookings
         try:
             match update.WhichOneof("update"):
@@ -189,6 +182,6 @@ def _check_number(field: str, number: int, *, least: int = 0) -> None:
         raise BadRequest(f"{field} is {number}", field=field, advice="Number the updates from 1 on.")
 
 
-def _refused(number: int, error: KvRouterError) -> RefusedUpdate:
+def _refused(number: int, error: KvRouterError) -> pb.RefusedUpdate:
     code, message, info = to_parts(error)
-    return RefusedUpdate(number=number, code=code, message=message, info=info)
+    return pb.RefusedUpdate(number=number, code=code, message=message, info=info)

@@ -43,6 +43,8 @@ class Booking:
     """Whether an Indexer predicted its overlap, so that the prediction can be compared with the worker's count."""
     most_overlap_blocks: int = 0
     """Overlap of the rank that held most of the prompt, if ``audited``."""
+    forecast_ms: float | None = None
+    """Forecast time to its first token; None if it is unsuitable for latency calibration."""
     session_id: str = ""
     """Session at this Scheduler that owns it; empty for a lease."""
     lease_seconds: float = 0.0

@@ -81,7 +81,7 @@ class BookingLeases:
         if self._booking_table.was_freed(key) or (not session_id and self._booking_table.is_gone(key)):
             raise BookingFreed(key[0])
 
-    def book(self, booking: Booking, now: float, *, forecast_ms: float | None = None) -> bool:
+    def book(self, booking: Booking, now: float) -> bool:
         """Books for the booking's session or lease. The key passed ``check_bookable``.
 
         Returns False, and changes nothing, if the key is booked.
@@ -90,7 +90,7 @@ class BookingLeases:
             TooLarge: the component has as many bookings as it may have.
         """
         booking.lease_until = now + booking.lease_seconds
-        is_booked = self._booking_table.book(booking, self._booking_table.here, forecast_ms=forecast_ms)
+        is_booked = self._booking_table.book(booking, self._booking_table.here)
         if is_booked:
             self._watch(booking)
         return is_booked

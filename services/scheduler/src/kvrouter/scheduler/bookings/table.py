@@ -114,13 +114,10 @@ class BookingTable:
         """Returns the keys that are remembered as dropped with their last owner, each with its progress."""
         return [(key, progress) for key, progress in self._gone.items() if progress is not None]
 
-    def book(self, booking: Booking, owner: SchedulerIncarnation, *, forecast_ms: float | None = None) -> bool:
-        """Books a request for its first owner. Returns False, and changes nothing, if the key is booked.
+    def book(self, booking: Booking, owner: SchedulerIncarnation) -> bool:
+        """Books a request, without owners so far, for its first owner.
 
-        Args:
-            booking: The booking, without owners.
-            owner: The Scheduler that owns it.
-            forecast_ms: Forecast time to its first token, if that is suitable for latency calibration.
+        Returns False, and changes nothing, if the key is booked.
 
         Raises:
             TooLarge: the component has as many bookings as it may have.
@@ -129,8 +126,8 @@ class BookingTable:
         if key in self._bookings:
             return False
         earlier = self._gone.get(key)
-        if earlier is not None and earlier.prefilled:
-            forecast_ms = None  # its first token was generated before
+        # The first token of a request that returns may have been generated before.
+        forecast_ms = None if earlier is not None and earlier.prefilled else booking.forecast_ms
         if not load.book(key, placement.rank, booking.prompt, placement.prefill_tokens, forecast_ms=forecast_ms):
             return False
         self._gone.pop(key, None)

@@ -11,16 +11,8 @@ from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, checked_key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey
-from kvrouter.v1.scheduler_pb2 import (
-    FreeRequest,
-    FreeResponse,
-    MarkPrefillCompleteRequest,
-    MarkPrefillCompleteResponse,
-    ReassertBooking,
-    ReportOutputRequest,
-    ReportOutputResponse,
-)
 
 
 class BookingUpdates:
@@ -41,23 +33,23 @@ class BookingUpdates:
         self._metrics = metrics
         self._clock = clock
 
-    def mark_prefill_complete(self, request: MarkPrefillCompleteRequest) -> MarkPrefillCompleteResponse:
+    def mark_prefill_complete(self, request: pb.MarkPrefillCompleteRequest) -> pb.MarkPrefillCompleteResponse:
         """Records that the prompt of a booking is computed."""
         booking = self._find(request.booking)
         if booking is not None:
             if request.handover_us and not booking.prefilled:
                 _note_handover(booking, request.handover_us)
             self._booking_table.prefill_complete(booking)
-        return MarkPrefillCompleteResponse(known=booking is not None)
+        return pb.MarkPrefillCompleteResponse(known=booking is not None)
 
-    def report_output(self, request: ReportOutputRequest) -> ReportOutputResponse:
+    def report_output(self, request: pb.ReportOutputRequest) -> pb.ReportOutputResponse:
         """Records how many tokens a booking has generated."""
         booking = self._find(request.booking)
         if booking is not None:
             self._booking_table.generated(booking, request.output_tokens)
-        return ReportOutputResponse(known=booking is not None)
+        return pb.ReportOutputResponse(known=booking is not None)
 
-    def free(self, request: FreeRequest) -> FreeResponse:
+    def free(self, request: pb.FreeRequest) -> pb.FreeResponse:
         """Releases a booking."""
         cached_tokens = request.cached_tokens if request.HasField("cached_tokens") else None
         booking = self._booking_table.free(
@@ -65,9 +57,9 @@ class BookingUpdates:
         )
         if booking is None:
             self._metrics.unknown_frees.inc()
-        return FreeResponse(known=booking is not None)
+        return pb.FreeResponse(known=booking is not None)
 
-    def reassert(self, request: ReassertBooking, session_id: str) -> None:
+    def reassert(self, request: pb.ReassertBooking, session_id: str) -> None:
         """Takes a live booking over into an open session, whoever made it. A freed one stays freed.
 
         Raises:
@@ -94,7 +86,7 @@ class BookingUpdates:
     def _find(self, key: BookingKey) -> Booking | None:
         return self._booking_table.find(checked_key(key), self._clock())
 
-    def _book_again(self, key: Key, request: ReassertBooking, session_id: str) -> Booking | None:
+    def _book_again(self, key: Key, request: pb.ReassertBooking, session_id: str) -> Booking | None:
         pool = self._pools.named(request.component.namespace, request.component.name)
         booking = replicated_booking(pool, key, request)
         booking.session_id = session_id

@@ -233,16 +233,6 @@ class BookedLoad:
         """Returns how slow a rank is, relative to the component; 1 if it is not registered."""
         return self.latency_calibration.relative.of(rank, self._clock())
 
-    def active_blocks(self) -> Column:
-        """Returns the distinct active blocks of each registered rank, in order of rank."""
-        active: Column = self._registered_of(self._sequences.loads())[0]
-        return active
-
-    def requests(self) -> Column:
-        """Returns the bookings of each registered rank, in order of rank."""
-        requests: Column = self._registered_of(self._sequences.loads())[2]
-        return requests
-
     def most_booked(self, rank: Rank) -> int:
         """Returns the most bookings of a rank since the report before the last, when another one arrives."""
         return self._peaks.reported(rank, self._bookings.get(rank, 0))

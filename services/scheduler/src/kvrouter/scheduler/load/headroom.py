@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from kvrouter.scheduler.identifiers import Key
-from kvrouter.scheduler.policies.forecast.policy import PREFILL_N0_MS, PREFILL_N1_MS, PREFILL_N2_MS
+from kvrouter.scheduler.policies.forecast.policy import step_ms
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
 from kvrouter.scheduler.request.options import Tenant
 
@@ -219,13 +219,8 @@ def delays(booked: Column, added: Column, typical: float) -> Mask:
         typical: Prompt tokens of a request of other tenants.
     """
     tokens: Amounts = np.add(booked, added, dtype=np.float64) + typical
-    delayed: Mask = (booked > 0) & (_compute_ms(tokens) > SLOWER * _compute_ms(np.array([typical])))
+    delayed: Mask = (booked > 0) & (step_ms(tokens) > SLOWER * step_ms(np.array([typical])))
     return delayed
-
-
-def _compute_ms(tokens: Amounts) -> Amounts:
-    """Returns the time of a step in ms that computes so many prompt tokens, by mode ``forecast``'s model."""
-    return (PREFILL_N2_MS * tokens + PREFILL_N1_MS) * tokens + PREFILL_N0_MS
 
 
 def takes_kept_room(before: Amounts, after: Amounts, kept: int) -> Mask:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -16,6 +16,8 @@ from kvrouter.scheduler.load.cache_hits import CacheHits, PredictionCheck
 from kvrouter.scheduler.load.headroom import Headroom
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.load.slots import capacity, free_slots
+from kvrouter.scheduler.load.thresholds import Load
+from kvrouter.scheduler.metrics import ScrapedGauges
 from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
@@ -80,6 +82,13 @@ class Pool:
         """
         return free_slots(self._slots_and_ahead(), self.worker_set.slots, requests, self.reports.others(now))
 
+    def judged_load(self, now: float) -> Load:
+        """Returns the load of each rank to compare with thresholds. ``now``: seconds, by the clock of load reports."""
+        loads = self.booked_load.loads()
+        return Load.of(
+            loads.active_blocks, loads.prefill_tokens, self.worker_set.total_blocks, self.reports.columns(now)
+        )
+
     def ahead(self) -> Amounts:
         """Returns how many requests may wait in the engine of each rank for the next slot, in order of rank."""
         slots = self.worker_set.slots
@@ -99,7 +108,7 @@ class Pool:
         ranks, accepting = self.worker_set, self.worker_set.accepting
         if not ranks.limits_requests:
             return None
-        places = np.flatnonzero(accepting & (self.free_slots(self.booked_load.requests(), now) >= 1))
+        places = np.flatnonzero(accepting & (self.free_slots(self.booked_load.loads().requests, now) >= 1))
         return {ranks.ranks[place] for place in places.tolist()}
 
     @property
@@ -135,6 +144,11 @@ class Pools:
     def __iter__(self) -> Iterator[Pool]:
         """Iterates over the registered components."""
         return iter([self._current(view) for view in self._views()])
+
+    def reports_of(self, name: ComponentName) -> LoadReports | None:
+        """Returns the load reports of a component; None if it is not registered."""
+        pool = self.get(name)
+        return None if pool is None else pool.reports
 
     def models(self) -> Collection[str]:
         """Returns the served models."""
@@ -208,3 +222,24 @@ class Pools:
 def _component_name(namespace: str, name: str) -> ComponentName:
     """Returns a checked name. Requests repeat the names of few components."""
     return ComponentName(namespace, name)
+
+
+def rank_load_gauges(pools: Pools) -> ScrapedGauges:
+    """Returns the load of every rank that is registered or has bookings, and its relative latency if registered."""
+
+    def samples() -> Iterator[tuple[Sequence[str], Sequence[float]]]:
+        for pool in pools:
+            latencies = dict(zip(pool.worker_set.ranks, pool.booked_load.relative_latency().tolist(), strict=True))
+            for rank, load in pool.booked_load.load_by_rank().items():
+                labels = (str(pool.name), str(rank[0]), str(rank[1]))
+                yield labels, (*load[:3], latencies[rank]) if rank in latencies else load[:3]
+
+    documentation = {
+        "kvrouter_scheduler_active_blocks": "Distinct blocks of booked requests.",
+        "kvrouter_scheduler_prefill_tokens": "Prompt tokens booked and not yet computed.",
+        "kvrouter_scheduler_active_requests": "Booked requests.",
+        "kvrouter_scheduler_relative_latency": (
+            "Measured prefill time over that of the component, as mode forecast learned it; 1 while unknown."
+        ),
+    }
+    return ScrapedGauges(documentation, ("component", "worker_id", "dp_rank"), samples)

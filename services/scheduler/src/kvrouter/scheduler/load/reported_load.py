@@ -1,17 +1,26 @@
-"""Load that the ranks of one component report."""
+"""Load that ranks report, received over NATS. While NATS is away, booked load alone counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
+import structlog
 from kvrouter.core import Rank
-from kvrouter.net.decoding import Undecodable, decode_message
+from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.scheduler.identifiers import rank_of
+from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.names import ComponentName
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from numpy.typing import NDArray
+
+log = structlog.get_logger(component="scheduler")
 
 _LARGEST = (1 << 63) - 1
 _REORDER_SECONDS = 2.0
@@ -136,3 +145,51 @@ class LoadReports:
         else:
             is_earlier = report.measured_unix_ns < before.measured_unix_ns
         return is_earlier and now - came <= _REORDER_SECONDS
+
+
+class LoadListener:
+    """Subscribes to the load reports of every component. ``run`` must be running."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[Client]],
+        directory: Directory,
+        reports_of: Callable[[ComponentName], LoadReports | None],
+        metrics: SchedulerMetrics,
+        clock: Callable[[], float],
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """``connect`` returns the connection once NATS is reachable; ``reports_of`` the reports of a component."""
+        self._quarantine = Quarantine() if quarantine is None else quarantine
+        self._connect = connect
+        self._directory = directory
+        self._reports_of = reports_of
+        self._metrics = metrics
+        self._clock = clock
+        self._subscriptions: dict[ComponentName, Subscription] = {}
+
+    async def run(self) -> None:
+        """Follows the components until cancelled."""
+        client = await self._connect()
+        async for directory in self._directory.changes():
+            for gone in self._subscriptions.keys() - directory.components.keys():
+                await self._subscriptions.pop(gone).unsubscribe()
+            for name in directory.components.keys() - self._subscriptions.keys():
+                self._subscriptions[name] = await client.subscribe(name.load_wildcard, cb=self._taker(name))
+                log.debug("load_report.subscribed", component_name=str(name))
+
+    def take(self, name: ComponentName, encoded: bytes, subject: str = "") -> None:
+        """Applies an encoded report of a component's rank; ``subject`` is the subject it arrived on."""
+        reports = self._reports_of(name)
+        refused = "unknown_component" if reports is None else reports.take(encoded, self._clock())
+        if refused:
+            self._metrics.reports_quarantined.labels(reason=refused).inc()
+            log.debug("load_report.quarantined", reason=refused, component_name=str(name))
+            if refused == "unparsable":
+                self._quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
+
+    def _taker(self, name: ComponentName) -> Callable[[Msg], Awaitable[None]]:
+        async def take(message: Msg) -> None:
+            self.take(name, message.data, message.subject)
+
+        return take

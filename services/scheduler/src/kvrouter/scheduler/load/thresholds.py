@@ -8,7 +8,7 @@ its blocks count only if their total is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -20,8 +20,6 @@ from kvrouter.runtime.errors import BadRequest, DependencyAway
 from kvrouter.scheduler.load.reported_load import Reported
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
 from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
-from kvrouter.scheduler.workers.candidates import Candidate
-from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import namespace_prefix, threshold_key
 from kvrouter.v1.registry_pb2 import BusyThresholdsRecord
 
@@ -32,67 +30,34 @@ _TRIES = 16
 
 
 class ThresholdBoard:
-    """Thresholds by model, as this process knows them."""
+    """Thresholds by model. With etcd, ``run`` must be running, which follows it."""
 
-    def __init__(self, at_start: Thresholds) -> None:
+    def __init__(
+        self,
+        at_start: Thresholds,
+        etcd: str | EtcdAccess | None = None,
+        namespace: str = "",
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """``at_start`` are those of the options. Without ``etcd``, thresholds are those of this process."""
         self._at_start = at_start
         self._set: dict[str, Thresholds] = {}
+        self._quarantine = Quarantine() if quarantine is None else quarantine
+        self._etcd = etcd
+        self._namespace = namespace
+        self._prefix = f"{namespace_prefix(namespace)}thresholds/"
+        self.synced = etcd is None
+        """Whether etcd has been read once, if there is one."""
 
     def of(self, model: str) -> Thresholds:
         """Returns the thresholds in force for a model."""
         was_set = self._set.get(model)
         return self._at_start if was_set is None else was_set.over(self._at_start)
 
-    def was_set(self, model: str) -> Thresholds:
-        """Returns the thresholds set at run time for a model, without those of the options."""
-        return self._set.get(model, Thresholds())
-
     def in_force(self, models: Iterable[str]) -> dict[str, Thresholds]:
         """Returns the thresholds of every model that has any, among the given models and those that were set."""
         every = {model: self.of(model) for model in sorted({*models, *self._set})}
         return {model: thresholds for model, thresholds in every.items() if thresholds.any_set}
-
-    def replace(self, thresholds: Mapping[str, Thresholds]) -> None:
-        """Replaces everything that was set."""
-        self._set = dict(thresholds)
-
-    def put(self, model: str, thresholds: Thresholds | None) -> None:
-        """Replaces what was set for one model; None removes it."""
-        if thresholds is None:
-            self._set.pop(model, None)
-        else:
-            self._set[model] = thresholds
-
-
-class OwnThresholds:
-    """Updates the thresholds of this process alone, without etcd."""
-
-    synced = True
-    """Always true: there is nothing to read."""
-
-    def __init__(self, board: ThresholdBoard) -> None:
-        self._board = board
-
-    async def update(self, model: str, update: ThresholdUpdate) -> Thresholds:
-        """Applies an update. Returns the thresholds in force."""
-        self._board.put(model, update.apply(self._board.was_set(model)))
-        log.info("busy_thresholds.set", model=model, **_shown(self._board.was_set(model)))
-        return self._board.of(model)
-
-
-class SharedThresholds:
-    """Follows the thresholds in etcd and writes updates there. ``run`` must be running."""
-
-    def __init__(
-        self, board: ThresholdBoard, etcd: str | EtcdAccess, namespace: str, quarantine: Quarantine | None = None
-    ) -> None:
-        self._quarantine = Quarantine() if quarantine is None else quarantine
-        self._board = board
-        self._etcd = etcd
-        self._namespace = namespace
-        self._prefix = f"{namespace_prefix(namespace)}thresholds/"
-        self.synced = False
-        """Whether etcd has been read once."""
 
     async def update(self, model: str, update: ThresholdUpdate) -> Thresholds:
         """Applies an update. Returns the thresholds in force.
@@ -100,6 +65,8 @@ class SharedThresholds:
         Raises:
             DependencyAway: etcd is unreachable, or others keep writing; nothing is set.
         """
+        if self._etcd is None:
+            return self._apply(model, update.apply(self._set.get(model, Thresholds())))
         key = threshold_key(self._namespace, model).encode()
         try:
             async with connect(self._etcd) as client:
@@ -115,31 +82,41 @@ class SharedThresholds:
                         failure=[],
                     )
                     if written:
-                        self._board.put(model, merged)
-                        log.info("busy_thresholds.set", model=model, **_shown(merged))
-                        return self._board.of(model)
+                        return self._apply(model, merged)
         except AWAY as error:
             raise DependencyAway(f"etcd is unreachable, the thresholds are unchanged: {error}") from None
         raise DependencyAway(
             f"others changed the thresholds of {model!r} at the same time; they are unchanged, try again"
         )
 
+    def _apply(self, model: str, thresholds: Thresholds) -> Thresholds:
+        self._set[model] = thresholds
+        log.info(
+            "busy_thresholds.set",
+            model=model,
+            decode_blocks=thresholds.decode_blocks,
+            prefill_tokens=thresholds.prefill_tokens,
+        )
+        return self.of(model)
+
     async def run(self) -> None:
         """Follows etcd until cancelled."""
+        if self._etcd is None:
+            return
         watch = watch_prefix(self._etcd, self._prefix, quarantine=self._quarantine)
         async with aclosing(watch) as changes:
             async for change in changes:
                 match change:
                     case Snapshot(entries):
                         read = {self._model(key): self._read(key, value) for key, value in entries.items()}
-                        self._board.replace({model: value for model, value in read.items() if value is not None})
+                        self._set = {model: value for model, value in read.items() if value is not None}
                         self.synced = True
                     case Put(key, value):
                         read_value = self._read(key, value)
                         if read_value is not None:
-                            self._board.put(self._model(key), read_value)
+                            self._set[self._model(key)] = read_value
                     case Delete(key):
-                        self._board.put(self._model(key), None)
+                        self._set.pop(self._model(key), None)
 
     def _model(self, key: str) -> str:
         return key.removeprefix(self._prefix)
@@ -156,10 +133,6 @@ class SharedThresholds:
             return None
         self._quarantine.release("etcd", key)
         return thresholds
-
-
-def _shown(thresholds: Thresholds) -> dict[str, float | int | None]:
-    return {"decode_blocks": thresholds.decode_blocks, "prefill_tokens": thresholds.prefill_tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,36 +160,9 @@ class Load:
 
     def why(self, thresholds: Thresholds, place: int) -> str:
         """Returns why the candidate at an index is busy; empty if it is not."""
-        return _why(thresholds, float(self.shares[place]), int(self.prefill_tokens[place]))
-
-
-def why_busy(
-    candidate: Candidate,
-    thresholds: Thresholds,
-    *,
-    active_blocks: int,
-    prefill_tokens: int,
-    report: LoadReport | None,
-) -> str:
-    """Returns why a rank is busy; empty if it is not.
-
-    Args:
-        candidate: The rank.
-        thresholds: Thresholds in force.
-        active_blocks: Distinct blocks of booked requests, without the request to place.
-        prefill_tokens: Prefill tokens booked and not computed.
-        report: Newest load report of the rank; None if there is no recent one.
-    """
-    shares = [active_blocks / candidate.total_blocks] if candidate.total_blocks else []
-    if report is not None and report.total_blocks:
-        shares.append(report.active_blocks / report.total_blocks)
-    tokens = max(prefill_tokens, 0 if report is None else report.prefill_tokens)
-    return _why(thresholds, max(shares, default=0.0), tokens)
-
-
-def _why(thresholds: Thresholds, share: float, tokens: int) -> str:
-    if thresholds.decode_blocks is not None and share > thresholds.decode_blocks:
-        return f"busy: {share:.3f} of its blocks are active, above {thresholds.decode_blocks:g}"
-    if thresholds.prefill_tokens is not None and tokens > thresholds.prefill_tokens:
-        return f"busy: {tokens} prefill tokens, above {thresholds.prefill_tokens}"
-    return ""
+        share, tokens = float(self.shares[place]), int(self.prefill_tokens[place])
+        if thresholds.decode_blocks is not None and share > thresholds.decode_blocks:
+            return f"busy: {share:.3f} of its blocks are active, above {thresholds.decode_blocks:g}"
+        if thresholds.prefill_tokens is not None and tokens > thresholds.prefill_tokens:
+            return f"busy: {tokens} prefill tokens, above {thresholds.prefill_tokens}"
+        return ""

@@ -168,11 +168,11 @@ class Policy(Protocol):
 
     name: ClassVar[str]
     """Name of the mode in options and requests."""
-    uses_overlap: ClassVar[bool]
+    uses_overlap: ClassVar[bool] = False
     """Whether ``overlap_blocks`` matters, and an Indexer is worth a query."""
-    needs_worker: ClassVar[bool]
+    needs_worker: ClassVar[bool] = False
     """Whether the request must name its worker."""
-    options: ClassVar[frozenset[str]]
+    options: ClassVar[frozenset[str]] = frozenset()
     """Routing options that matter; the others in ``kvrouter.scheduler.request.options.OF_POLICIES`` have no effect."""
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:

@@ -27,7 +27,7 @@ from kvrouter.scheduler.bookings.booking import Freed, Moved, OwnerRemoved, Pref
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.load.headroom import Headroom
-from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.metrics import SchedulerMetrics, ScrapedGauges
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import RequestQueue
@@ -386,3 +386,14 @@ def _answered(outcome: SelectWorkerResponse | KvRouterError) -> SelectWorkerResp
     if isinstance(outcome, KvRouterError):
         raise outcome.untraced()
     return outcome
+
+
+def queue_gauges(queued: QueuedRequests) -> ScrapedGauges:
+    """Returns length and oldest age of every component's queue."""
+    documentation = {
+        "kvrouter_scheduler_queue_length": "Queued requests.",
+        "kvrouter_scheduler_queued_oldest_seconds": "Time since the oldest queued request arrived.",
+    }
+    return ScrapedGauges(
+        documentation, ["component"], lambda: [([str(name)], depth) for name, depth in queued.depths().items()]
+    )

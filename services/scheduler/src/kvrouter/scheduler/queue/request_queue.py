@@ -90,26 +90,23 @@ class _Queued(Generic[T]):
     since: float
     deadline: float
     priority: int
-    room_tokens: int
-    use_tokens: int
-    work_ms: float
-    rank: Rank | None
-    for_slot: bool
+    wait: Wait
+    """The last decision."""
 
     @property
     def must_go(self) -> float:
         """Latest time in seconds at which the computation of its prompt may begin."""
-        return self.deadline - self.work_ms / 1e3
+        return self.deadline - self.wait.work_ms / 1e3
 
     @property
     def place(self) -> Place:
         """Sort key. Independent of the current time, because all requests age alike."""
-        return self.priority, self.room_tokens + AGING * self.since
+        return self.priority, self.wait.room_tokens + AGING * self.since
 
     @property
     def entry(self) -> Entry[T]:
         """Returns the request in the order of its tenant."""
-        return Entry(self.place, self.number, self.request, self.use_tokens or self.room_tokens)
+        return Entry(self.place, self.number, self.request, self.wait.use_tokens or self.wait.room_tokens)
 
 
 class RequestQueue(Generic[T]):
@@ -174,20 +171,7 @@ class RequestQueue(Generic[T]):
         if not self._queued:
             self._gone, self._counted_from = 0.0, now
         since = now if since is None else since
-        number = next(self._numbers)
-        queued = _Queued(
-            request,
-            tenant,
-            number,
-            since,
-            deadline,
-            priority,
-            wait.room_tokens,
-            wait.use_tokens,
-            wait.work_ms,
-            wait.rank,
-            wait.for_slot,
-        )
+        queued = _Queued(request, tenant, next(self._numbers), since, deadline, priority, wait)
         self._queued[request] = queued
         self._soonest = min(self._soonest, queued.must_go)
         self._order.add(tenant, queued.entry, since)
@@ -273,7 +257,7 @@ class RequestQueue(Generic[T]):
             queued = self._queued.get(request)
             if queued is None or queued.tenant.name in keeping:
                 continue
-            if without_room[queued.rank] >= TRIES_PER_RANK and queued.rank and request != impatient:
+            if without_room[queued.wait.rank] >= TRIES_PER_RANK and queued.wait.rank and request != impatient:
                 continue
             decided = decide(request)
             if request not in self._queued:
@@ -285,7 +269,7 @@ class RequestQueue(Generic[T]):
                     if decided.keeps_room:
                         keeping.add(queued.tenant.name)
                     # None passes the one that has lost its patience on its rank, so that room for it gathers there.
-                    without_room[queued.rank] += TRIES_PER_RANK if request == impatient else 1
+                    without_room[queued.wait.rank] += TRIES_PER_RANK if request == impatient else 1
                     self._next_look = now + INTERVAL_S * without_room.total() / TRIES
                     if without_room.total() >= TRIES:
                         self._order.pause(tried)
@@ -312,7 +296,11 @@ class RequestQueue(Generic[T]):
     def _may_have_room(self, request: T) -> bool:
         """Returns whether the cheapest rank of a request, when it was last decided, has a free slot now."""
         queued = self._queued.get(request)
-        return queued is not None and self._open is not None and (not queued.for_slot or queued.rank in self._open)
+        return (
+            queued is not None
+            and self._open is not None
+            and (not queued.wait.for_slot or queued.wait.rank in self._open)
+        )
 
     def next_due(self) -> float:
         """Returns the time in seconds of the next pass if nothing happens before; infinity if none is needed."""
@@ -332,7 +320,7 @@ class RequestQueue(Generic[T]):
         if self._forced is not None and now < self._forced[1] + STALL_S:
             return None
         request = self._order.impatient(now - PATIENCE_S)
-        if request is not None and self._queued[request].for_slot and now < self._next_turn:
+        if request is not None and self._queued[request].wait.for_slot and now < self._next_turn:
             return None
         return request
 
@@ -355,8 +343,7 @@ class RequestQueue(Generic[T]):
     def _keep_queued(self, queued: _Queued[T], wait: Wait) -> None:
         """Updates a request that stays, whose sort key may have changed."""
         before = queued.entry
-        queued.room_tokens, queued.use_tokens, queued.work_ms = wait.room_tokens, wait.use_tokens, wait.work_ms
-        queued.rank, queued.for_slot = wait.rank, wait.for_slot
+        queued.wait = wait
         self._soonest = min(self._soonest, queued.must_go)
         self._order.replace(queued.tenant, before, queued.entry)
 

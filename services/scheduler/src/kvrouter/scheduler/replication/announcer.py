@@ -23,16 +23,8 @@ from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import component_message, key_message
 from kvrouter.scheduler.replication.announced_bookings import AnnouncedBookings
 from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.v1 import sync_pb2 as pb
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.sync_pb2 import (
-    AddRequest,
-    FreeBooking,
-    MarkPrefillCompleted,
-    OutputProgress,
-    ReplicaSyncEvent,
-    SyncHeartbeat,
-)
-from kvrouter.v1.sync_pb2 import SessionEnded as SessionEndedEvent
 
 MAX_ANNOUNCED_BYTES = 768 << 10
 """Size above which a booking is not announced. With the other bookings of a chunk it must stay below the message limit
@@ -47,7 +39,7 @@ class Announcer:
         component: ComponentName,
         booking_table: BookingTable,
         metrics: SyncMetrics,
-        send: Callable[[ReplicaSyncEvent], None],
+        send: Callable[[pb.ReplicaSyncEvent], None],
         clock: Callable[[], float],
     ) -> None:
         """Announces nothing yet. ``send`` takes the events in order; ``clock`` returns seconds."""
@@ -61,7 +53,7 @@ class Announcer:
         self.next_sequence = 0
         """Sequence number of the next event."""
 
-    def announcement(self, booking: Booking) -> AddRequest:
+    def announcement(self, booking: Booking) -> pb.AddRequest:
         """Returns the announcement of a booking that this Scheduler owns."""
         return add_request(booking, booking.owners[self._booking_table.here], self._clock())
 
@@ -84,9 +76,9 @@ class Announcer:
                     self._announce_output(booking)
             case Freed(key, is_remote=is_remote):
                 if self.announced.drop(key) or not is_remote:
-                    self._send_event(free=FreeBooking(booking=key_message(key)))
+                    self._send_event(free=pb.FreeBooking(booking=key_message(key)))
             case SessionEnded(session_id):
-                self._send_event(session_ended=SessionEndedEvent(session_id=session_id))
+                self._send_event(session_ended=pb.SessionEnded(session_id=session_id))
             case _:
                 pass
 
@@ -103,24 +95,24 @@ class Announcer:
             self._announce_output(booking)
 
     def _announce_prefilled(self, booking: Booking) -> None:
-        self._send_event(mark_prefill_completed=MarkPrefillCompleted(booking=key_message(booking.key)))
+        self._send_event(mark_prefill_completed=pb.MarkPrefillCompleted(booking=key_message(booking.key)))
 
     def _announce_output(self, booking: Booking) -> None:
-        progress = OutputProgress(booking=key_message(booking.key), output_tokens=booking.output_tokens)
+        progress = pb.OutputProgress(booking=key_message(booking.key), output_tokens=booking.output_tokens)
         self._send_event(output_progress=progress)
 
-    def heartbeat(self) -> ReplicaSyncEvent:
+    def heartbeat(self) -> pb.ReplicaSyncEvent:
         """Returns a heartbeat with the sequence and the digest of this Scheduler."""
-        digest = SyncHeartbeat(digest=self.announced.digest, bookings=len(self.announced))
+        digest = pb.SyncHeartbeat(digest=self.announced.digest, bookings=len(self.announced))
         return self._event(heartbeat=digest)
 
     def _send_event(self, **event: object) -> None:
         self._send(self._event(**event))
         self.next_sequence += 1
 
-    def _event(self, **event: object) -> ReplicaSyncEvent:
+    def _event(self, **event: object) -> pb.ReplicaSyncEvent:
         incarnation, scheduler_id = self._booking_table.here
-        return ReplicaSyncEvent(
+        return pb.ReplicaSyncEvent(
             scheduler_id=scheduler_id,
             incarnation=incarnation,
             sequence=self.next_sequence,

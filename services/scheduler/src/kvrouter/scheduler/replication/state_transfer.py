@@ -15,15 +15,7 @@ from kvrouter.scheduler.bookings.table import Progress
 from kvrouter.scheduler.identifiers import Key, key_message, key_of
 from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas
-from kvrouter.v1.sync_pb2 import (
-    AddRequest,
-    BookingState,
-    FreeBooking,
-    MarkPrefillCompleted,
-    OutputProgress,
-    ReplicaSyncEvent,
-    SyncStateResponse,
-)
+from kvrouter.v1 import sync_pb2 as pb
 
 CHUNK_BYTES = 128 << 10
 """Size at which a chunk is sent, bytes: a few milliseconds of work, and far below the limit of NATS (1 MiB)."""
@@ -35,14 +27,14 @@ class StateBroken(Exception):
     """A state is incomplete, or is not the requested one."""
 
 
-def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
+def chunks(replicas: Replicas) -> Iterator[pb.SyncStateResponse]:
     """Yields the state of this Scheduler."""
     incarnation, scheduler_id = replicas.booking_table.here
     next_sequence = replicas.announcer.next_sequence
     numbers = itertools.count()
-    chunk, size = SyncStateResponse(), 0
+    chunk, size = pb.SyncStateResponse(), 0
 
-    def finished(*, last: bool) -> SyncStateResponse:
+    def finished(*, last: bool) -> pb.SyncStateResponse:
         chunk.scheduler_id, chunk.incarnation, chunk.next_sequence = scheduler_id, incarnation, next_sequence
         chunk.chunk, chunk.last = next(numbers), last
         return chunk
@@ -52,7 +44,7 @@ def chunks(replicas: Replicas) -> Iterator[SyncStateResponse]:
         size += item.ByteSize()
         if size >= CHUNK_BYTES:
             yield finished(last=False)
-            chunk, size = SyncStateResponse(), 0
+            chunk, size = pb.SyncStateResponse(), 0
     yield finished(last=True)
 
 
@@ -67,16 +59,16 @@ def _items(replicas: Replicas) -> Iterator[tuple[str, Message]]:
     for booking in all_bookings:
         is_remote = booking.component == replicas.component and not booking_table.is_here(booking)
         if is_remote and booking.has_local_progress:
-            yield "progress", _state(AddRequest(booking=key_message(booking.key)), booking)
+            yield "progress", _state(pb.AddRequest(booking=key_message(booking.key)), booking)
     for key, progress in dropped:
         if progress.component == replicas.component and progress.is_local:
-            yield "progress", _state(AddRequest(booking=key_message(key)), progress)
+            yield "progress", _state(pb.AddRequest(booking=key_message(key)), progress)
     for key in freed:
         yield "tombstones", key_message(key)
 
 
-def _state(announced: AddRequest, progress: Booking | Progress) -> BookingState:
-    return BookingState(request=announced, prefill_complete=progress.prefilled, output_tokens=progress.output_tokens)
+def _state(announced: pb.AddRequest, progress: Booking | Progress) -> pb.BookingState:
+    return pb.BookingState(request=announced, prefill_complete=progress.prefilled, output_tokens=progress.output_tokens)
 
 
 class Fetch:
@@ -91,7 +83,7 @@ class Fetch:
         self._before = (event_log.next_sequence, event_log.announced.digest)
         event_log.fetch()
 
-    def take(self, chunk: SyncStateResponse) -> bool:
+    def take(self, chunk: pb.SyncStateResponse) -> bool:
         """Applies a chunk. Returns whether it was the last.
 
         Raises:
@@ -134,14 +126,14 @@ class Fetch:
             self._replicas.apply(self._event_log, event)
 
 
-def _as_events(chunk: SyncStateResponse) -> Iterator[ReplicaSyncEvent]:
+def _as_events(chunk: pb.SyncStateResponse) -> Iterator[pb.ReplicaSyncEvent]:
     for state in itertools.chain(chunk.bookings, chunk.progress):
         key = state.request.booking
         if state.request.HasField("rank"):
-            yield ReplicaSyncEvent(add_request=state.request)
+            yield pb.ReplicaSyncEvent(add_request=state.request)
         if state.prefill_complete:
-            yield ReplicaSyncEvent(mark_prefill_completed=MarkPrefillCompleted(booking=key))
+            yield pb.ReplicaSyncEvent(mark_prefill_completed=pb.MarkPrefillCompleted(booking=key))
         if state.output_tokens:
-            yield ReplicaSyncEvent(output_progress=OutputProgress(booking=key, output_tokens=state.output_tokens))
+            yield pb.ReplicaSyncEvent(output_progress=pb.OutputProgress(booking=key, output_tokens=state.output_tokens))
     for key in chunk.tombstones:
-        yield ReplicaSyncEvent(free=FreeBooking(booking=key))
+        yield pb.ReplicaSyncEvent(free=pb.FreeBooking(booking=key))

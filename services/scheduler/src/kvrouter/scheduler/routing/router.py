@@ -187,11 +187,12 @@ class Router:
             response,
             audited=queried_indexer and not decision.is_prefilled_remotely,
             most_overlap_blocks=int(decision.snapshot.overlap_blocks.max()),
+            forecast_ms=decision.forecast_ms,
             session_id=context.booking.session_id,
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,
         )
-        if not self._booking_leases.book(booking, self._clock(), forecast_ms=decision.forecast_ms):
+        if not self._booking_leases.book(booking, self._clock()):
             return False
         context.pool.booked_load.measure_prefill(key, placement.rank, placement.prefill_tokens)
         return True

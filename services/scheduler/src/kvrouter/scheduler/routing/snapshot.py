@@ -123,9 +123,7 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
     judged: Load | None = None
     if thresholds.any_set:
         # Without the request itself: its own blocks could make every rank busy.
-        judged = Load.of(
-            pool.booked_load.active_blocks(), loads.prefill_tokens, worker_set.total_blocks, pool.reports.columns(now)
-        )
+        judged = pool.judged_load(now)
         free = fit[~judged.above(thresholds)[fit]]
     overlap_blocks = overlaps.on(worker_set)
     new_tokens = new_prefill_tokens(

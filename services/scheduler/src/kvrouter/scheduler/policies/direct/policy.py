@@ -12,16 +12,14 @@ from __future__ import annotations
 from random import Random
 from typing import ClassVar
 
-from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, draw_lowest
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Policy, SchedulingContext, draw_lowest
 
 
-class Rule:
+class Rule(Policy):
     """Takes the worker that the request names."""
 
     name: ClassVar[str] = "direct"
-    uses_overlap: ClassVar[bool] = False
     needs_worker: ClassVar[bool] = True
-    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the least loaded rank of the named worker."""

@@ -56,6 +56,7 @@ from kvrouter.scheduler.policies.interface import (
     Choice,
     Column,
     Explanation,
+    Policy,
     SchedulingContext,
     Wait,
     draw_lowest,
@@ -126,12 +127,11 @@ class Weighed(NamedTuple):
     """Whether the first token may be used for latency calibration."""
 
 
-class Rule:
+class Rule(Policy):
     """Minimizes the forecast time to first token plus the cost for other requests."""
 
     name: ClassVar[str] = "forecast"
     uses_overlap: ClassVar[bool] = True
-    needs_worker: ClassVar[bool] = False
     options: ClassVar[frozenset[str]] = frozenset({"max_queued_requests"})
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
@@ -272,9 +272,13 @@ def prefill_ms(tokens: Column, budget: Column, decode: Amounts) -> Amounts:
     """Returns the time in ms of the steps for ``tokens`` prompt tokens, each with ``decode`` ms of decoding."""
     full = np.floor(tokens / budget)
     rest = tokens - full * budget
-    step = PREFILL_N0_MS + decode
-    last = (rest > 0) * (step + (PREFILL_N2_MS * rest + PREFILL_N1_MS) * rest)
-    return full * (step + (PREFILL_N2_MS * budget + PREFILL_N1_MS) * budget) + last
+    return full * (decode + step_ms(budget)) + (rest > 0) * (decode + step_ms(rest))
+
+
+def step_ms(tokens: NDArray[Any]) -> Amounts:
+    """Returns the time in ms of a step for so many prompt tokens, without decoding."""
+    step: Amounts = (PREFILL_N2_MS * tokens + PREFILL_N1_MS) * tokens + PREFILL_N0_MS
+    return step
 
 
 def decode_ms(share: Amounts) -> Amounts:

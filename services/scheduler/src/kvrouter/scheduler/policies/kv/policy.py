@@ -28,18 +28,18 @@ from kvrouter.scheduler.policies.interface import (
     Amounts,
     Choice,
     Explanation,
+    Policy,
     SchedulingContext,
     draw_lowest,
     rank_label,
 )
 
 
-class Rule:
+class Rule(Policy):
     """Minimizes a weighted sum of prefill and decode blocks."""
 
     name: ClassVar[str] = "kv"
     uses_overlap: ClassVar[bool] = True
-    needs_worker: ClassVar[bool] = False
     options: ClassVar[frozenset[str]] = frozenset({"overlap_score_weight", "router_temperature"})
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:

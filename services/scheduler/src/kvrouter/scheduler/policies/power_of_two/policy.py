@@ -13,16 +13,20 @@ from random import Random
 from typing import ClassVar
 
 import numpy as np
-from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, draw_lowest, rank_label
+from kvrouter.scheduler.policies.interface import (
+    Choice,
+    Explanation,
+    Policy,
+    SchedulingContext,
+    draw_lowest,
+    rank_label,
+)
 
 
-class Rule:
+class Rule(Policy):
     """Compares two ranks drawn at random."""
 
     name: ClassVar[str] = "power-of-two"
-    uses_overlap: ClassVar[bool] = False
-    needs_worker: ClassVar[bool] = False
-    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the less loaded of two ranks."""

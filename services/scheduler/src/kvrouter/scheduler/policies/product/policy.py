@@ -17,16 +17,21 @@ from random import Random
 from typing import ClassVar
 
 import numpy as np
-from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, draw_lowest, rank_label
+from kvrouter.scheduler.policies.interface import (
+    Choice,
+    Explanation,
+    Policy,
+    SchedulingContext,
+    draw_lowest,
+    rank_label,
+)
 
 
-class Rule:
+class Rule(Policy):
     """Minimizes the product of tokens to compute and requests."""
 
     name: ClassVar[str] = "product"
     uses_overlap: ClassVar[bool] = True
-    needs_worker: ClassVar[bool] = False
-    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the rank with the lowest product."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import ClassVar
 
-from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Policy, SchedulingContext
 
 
-class Rule:
+class Rule(Policy):
     """Draws a rank."""
 
     name: ClassVar[str] = "random"
-    uses_overlap: ClassVar[bool] = False
-    needs_worker: ClassVar[bool] = False
-    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses any rank."""

@@ -12,16 +12,13 @@ from bisect import bisect_right
 from random import Random
 from typing import ClassVar
 
-from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext
+from kvrouter.scheduler.policies.interface import Choice, Explanation, Policy, SchedulingContext
 
 
-class Rule:
+class Rule(Policy):
     """Takes ranks in turn."""
 
     name: ClassVar[str] = "round-robin"
-    uses_overlap: ClassVar[bool] = False
-    needs_worker: ClassVar[bool] = False
-    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:  # noqa: ARG002 - nothing is left to chance
         """Chooses the next rank."""

@@ -18,19 +18,24 @@ from random import Random
 from typing import ClassVar
 
 import numpy as np
-from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, draw_lowest, rank_label
+from kvrouter.scheduler.policies.interface import (
+    Choice,
+    Explanation,
+    Policy,
+    SchedulingContext,
+    draw_lowest,
+    rank_label,
+)
 
 ROOM = 0.95
 """Share of the blocks above which decoding soon preempts."""
 
 
-class Rule:
+class Rule(Policy):
     """Follows the longest overlap."""
 
     name: ClassVar[str] = "sticky"
     uses_overlap: ClassVar[bool] = True
-    needs_worker: ClassVar[bool] = False
-    options: ClassVar[frozenset[str]] = frozenset()
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
         """Chooses the longest overlap that is not saturated."""
