@@ -90,6 +90,15 @@ async def refuse(request: web.Request, body: Any) -> web.StreamResponse:
     return web.Response(status=422, body=b'{"error": "as the engine says it"}', content_type="application/json")
 
 
+async def break_in_a_long_response(request: web.Request, body: Any) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(4 << 20)})
+    await response.prepare(request)
+    await response.write(b"x" * (2 << 20))
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
 @pytest.fixture
 async def stack() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as running:
@@ -208,6 +217,18 @@ async def test_a_stream_passes_unchanged(system: System, stack: AsyncExitStack) 
     response, received = await post(system, chat(stream=True))
     assert response.content_type == "text/event-stream"
     assert received == b"".join(EVENTS)
+    await system.until_idle()
+
+
+async def test_a_long_response_that_breaks_is_not_repeated_by_another_engine(
+    system: System, stack: AsyncExitStack
+) -> None:
+    engines = [await start_engine(system, stack, worker_id) for worker_id in (1, 2)]
+    for engine in engines:
+        engine.respond = break_in_a_long_response
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await post(system, chat())
+    assert sum(len(engine.bodies) for engine in engines) == 1
     await system.until_idle()
 
 
