@@ -78,14 +78,14 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "registration": ("errors",),
         "publish_only": ("errors",),
         "events": ("errors",),
-        "journal": ("config", "errors", "events"),
+        "journal": ("config", "errors"),
         "publishing": ("errors", "events", "journal"),
         "adapters": ("errors", "events", "publishing"),
         "zmq_sockets": ("adapters", "errors"),
         "zmq_publisher": ("errors", "events", "zmq_sockets"),
         "serving": ("errors",),
         # Checks a worker from outside.
-        "check": ("config", "errors", "events"),
+        "check": ("config", "errors", "journal"),
         "model_files": ("config",),
         "worker_server": ("errors", "model_files", "publishing", "serving"),
         "worker": (

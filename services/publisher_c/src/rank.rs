@@ -4,9 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvrouter_core::hash;
-use kvrouter_core::publisher::{
-    BatchHead, EventLog, MAX_BATCH_BYTES, NumberedEvent, RankState, Scope, StateSnapshot, encode_batch,
-};
+use kvrouter_core::publisher::{BatchHead, Error as Refusal, EventRecorder, Scope, StateSnapshot, TakenBatch};
 use tokio::sync::{Notify, watch};
 
 use crate::config::unix_ns;
@@ -56,8 +54,7 @@ pub struct Sent {
 }
 
 struct Recorded {
-    state: RankState,
-    events: EventLog,
+    recorder: EventRecorder,
     partial: bool,
 }
 
@@ -73,15 +70,14 @@ pub struct Rank {
 }
 
 impl Rank {
-    pub fn new(head: BatchHead, counted: bool, buffer_events: usize, buffer_bytes: usize) -> Self {
-        let state = RankState::new(head.incarnation, counted);
-        let events = EventLog::new(buffer_events, buffer_bytes);
+    pub fn new(head: BatchHead, buffer_events: usize, buffer_bytes: usize) -> Self {
+        let recorder = EventRecorder::new(head.clone(), buffer_events, buffer_bytes);
         Self {
             head,
             sent: Sent::default(),
             recorded: Notify::new(),
             settled: watch::Sender::new(0),
-            inner: Mutex::new(Recorded { state, events, partial: false }),
+            inner: Mutex::new(Recorded { recorder, partial: false }),
         }
     }
 
@@ -89,13 +85,15 @@ impl Rank {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn append(&self, mut recorded: MutexGuard<'_, Recorded>, events: Vec<NumberedEvent>) {
-        if events.is_empty() {
-            return;
+    /// Records a report, and wakes the sender if it has events. Returns what `report` returns.
+    fn record<T>(&self, report: impl FnOnce(&mut Recorded) -> Result<T, Refusal>) -> Result<T, Error> {
+        let mut recorded = self.lock();
+        let before = recorded.recorder.state().next_event_id;
+        let result = report(&mut recorded)?;
+        if recorded.recorder.state().next_event_id != before {
+            self.recorded.notify_one();
         }
-        recorded.events.extend(events);
-        drop(recorded);
-        self.recorded.notify_one();
+        Ok(result)
     }
 
     /// Reports stored blocks.
@@ -119,7 +117,7 @@ impl Rank {
         let scope = match (&blocks.scope, blocks.parent) {
             (Some(scope), _) => Some(Arc::new(scope.clone())),
             // An unknown parent is refused below.
-            (None, Some(parent)) => self.lock().state.get(parent).and_then(|block| block.scope.clone()),
+            (None, Some(parent)) => self.lock().recorder.state().get(parent).and_then(|block| block.scope.clone()),
             (None, None) => None,
         };
         let scope = scope.filter(|scope| **scope != Scope::default());
@@ -130,58 +128,45 @@ impl Rank {
         let mut locals = Vec::new();
         hash::local_hashes(&tokens, own as usize, seed, &blocks.multimodal, &mut locals);
         let parts = engine_size / own;
-        let mut recorded = self.lock();
-        let events = recorded.state.stored(
-            blocks.engine_hashes,
-            &locals,
-            blocks.parent,
-            blocks.tier,
-            scope,
-            !blocks.repeats,
-            parts,
-        )?;
-        self.append(recorded, events);
-        Ok(())
+        let (hashes, parent, tier) = (blocks.engine_hashes, blocks.parent, blocks.tier);
+        self.record(|recorded| recorded.recorder.stored(hashes, &locals, parent, tier, scope, !blocks.repeats, parts))
     }
 
     /// Reports that resident blocks are now in another tier too. Returns the number of these hashes that were
     /// recorded.
     pub fn stored_known(&self, engine_hashes: &[u64], tier: i32) -> Result<u64, Error> {
-        let mut recorded = self.lock();
-        let before = recorded.state.unplaced_blocks;
-        let events = recorded.state.stored_known(engine_hashes, tier)?;
-        let unplaced = recorded.state.unplaced_blocks - before;
-        self.append(recorded, events);
+        let unplaced = self.record(|recorded| {
+            let before = recorded.recorder.state().unplaced_blocks;
+            recorded.recorder.stored_known(engine_hashes, tier)?;
+            Ok(recorded.recorder.state().unplaced_blocks - before)
+        })?;
         Ok((engine_hashes.len() as u64).saturating_sub(unplaced))
     }
 
     /// Reports that blocks, or one physical copy of each, left a tier.
     pub fn removed(&self, engine_hashes: &[u64], tier: i32) -> Result<(), Error> {
-        let mut recorded = self.lock();
-        let events = recorded.state.removed(engine_hashes, tier)?;
-        self.append(recorded, events);
-        Ok(())
+        self.record(|recorded| recorded.recorder.removed(engine_hashes, tier))
     }
 
     /// Reports that all blocks left a tier, or every tier for 0. Returns whether the rank became complete by that.
     pub fn cleared(&self, tier: i32) -> Result<bool, Error> {
-        let mut recorded = self.lock();
-        let event = recorded.state.cleared(tier)?;
-        let completed = recorded.partial && tier == 0;
-        recorded.partial &= !completed;
-        self.append(recorded, vec![event]);
-        Ok(completed)
+        self.record(|recorded| {
+            recorded.recorder.cleared(tier)?;
+            let completed = recorded.partial && tier == 0;
+            recorded.partial &= !completed;
+            Ok(completed)
+        })
     }
 
     /// Reports that events of the engine were lost. Returns whether the rank was complete before.
     pub fn events_lost(&self, removals: bool) -> Result<bool, Error> {
-        let mut recorded = self.lock();
-        let is_news = !std::mem::replace(&mut recorded.partial, true);
-        if removals {
-            let event = recorded.state.cleared(0)?;
-            self.append(recorded, vec![event]);
-        }
-        Ok(is_news)
+        self.record(|recorded| {
+            let is_news = !std::mem::replace(&mut recorded.partial, true);
+            if removals {
+                recorded.recorder.cleared(0)?;
+            }
+            Ok(is_news)
+        })
     }
 
     pub fn is_partial(&self) -> bool {
@@ -190,28 +175,16 @@ impl Rank {
 
     /// Returns whether a block is resident in a tier, by what was reported.
     pub fn is_resident(&self, engine_hash: u64, tier: i32) -> Result<bool, Error> {
-        Ok(self.lock().state.is_resident(engine_hash, tier)?)
+        Ok(self.lock().recorder.state().is_resident(engine_hash, tier)?)
     }
 
-    /// Returns the next events to send; none if all were sent.
-    pub fn take(&self, max_bytes: usize) -> Vec<NumberedEvent> {
-        self.lock().events.take(max_bytes.min(MAX_BATCH_BYTES))
+    /// Takes the next events to send, at most `max_bytes` of them; a heartbeat if all were sent.
+    pub fn take_batch(&self, max_bytes: usize) -> TakenBatch {
+        self.lock().recorder.take_batch(max_bytes, unix_ns())
     }
 
     pub fn has_unsent(&self) -> bool {
-        self.lock().events.unsent() > 0
-    }
-
-    /// Returns an encoded batch of consecutive events, or a heartbeat if there are none.
-    pub fn encode(&self, events: &[NumberedEvent]) -> Vec<u8> {
-        let (next_event_id, digest) = match events.last() {
-            Some(last) => (last.id + 1, last.digest),
-            None => {
-                let recorded = self.lock();
-                (recorded.state.next_event_id, recorded.state.digest())
-            }
-        };
-        encode_batch(&self.head, events, next_event_id, digest, unix_ns())
+        self.lock().recorder.log().unsent() > 0
     }
 
     /// Notes that all events below an id are settled.
@@ -221,43 +194,42 @@ impl Rank {
 
     /// Waits until the events recorded so far are settled.
     pub async fn flush(&self) {
-        let next_event_id = self.lock().state.next_event_id;
+        let next_event_id = self.lock().recorder.state().next_event_id;
         // The sender of the channel lives as long as this rank.
         let _ = self.settled.subscribe().wait_for(|settled| *settled >= next_event_id).await;
     }
 
     /// Returns the state as of now.
     pub fn snapshot(&self) -> StateSnapshot {
-        self.lock().state.snapshot()
+        self.lock().recorder.snapshot()
     }
 
     /// Returns encoded batches with the events from an id to below `until` (0 for all); none if there are no newer ones.
-    pub fn events_since(&self, event_id: u64, until: u64) -> Result<Vec<Vec<u8>>, kvrouter_core::publisher::Error> {
-        let recorded = self.lock();
-        if event_id == recorded.state.next_event_id {
-            return Ok(Vec::new());
-        }
-        let runs = recorded.events.since(event_id, until, MAX_BATCH_BYTES)?;
-        drop(recorded);
-        Ok(runs.iter().map(|events| self.encode(events)).collect())
+    pub fn events_since(
+        &self,
+        event_id: u64,
+        until: u64,
+    ) -> Result<impl Iterator<Item = Vec<u8>> + Send + use<>, Refusal> {
+        self.lock().recorder.batches(event_id, until, unix_ns())
     }
 
     pub fn stats(&self) -> RankStats {
         let recorded = self.lock();
+        let (state, log) = (recorded.recorder.state(), recorded.recorder.log());
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         RankStats {
-            next_event_id: recorded.state.next_event_id,
-            digest: recorded.state.digest(),
-            blocks: recorded.state.len() as u64,
+            next_event_id: state.next_event_id,
+            digest: state.digest(),
+            blocks: state.len() as u64,
             partial: recorded.partial,
-            unknown_removals: recorded.state.unknown_removals,
-            unplaced_blocks: recorded.state.unplaced_blocks,
+            unknown_removals: state.unknown_removals,
+            unplaced_blocks: state.unplaced_blocks,
             batches_sent: count(&self.sent.batches),
             heartbeats_sent: count(&self.sent.heartbeats),
             bytes_sent: count(&self.sent.bytes),
             retries: count(&self.sent.retries),
-            events_dropped: recorded.events.dropped + count(&self.sent.refused),
-            unsent_events: recorded.events.unsent() as u64,
+            events_dropped: log.dropped + count(&self.sent.refused),
+            unsent_events: log.unsent() as u64,
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use kvrouter_core::publisher::NumberedEvent;
+use kvrouter_core::publisher::TakenBatch;
 
 use crate::backoff::Backoff;
 use crate::log::Log;
@@ -37,12 +37,13 @@ impl BatchSender {
         };
         let mut heartbeat_due = true;
         loop {
-            let events = self.rank.take(self.transport.room_for_events());
-            if !events.is_empty() || heartbeat_due {
-                self.deliver(&events, secret).await;
+            let batch = self.rank.take_batch(self.transport.room_for_events());
+            let (events, next_event_id) = (batch.next_event_id - batch.first_event_id, batch.next_event_id);
+            if events > 0 || heartbeat_due {
+                self.deliver(batch, secret).await;
             }
-            if let Some(last) = events.last() {
-                self.rank.settle(last.id + 1);
+            if events > 0 {
+                self.rank.settle(next_event_id);
             }
             heartbeat_due = false;
             if !self.rank.has_unsent() {
@@ -52,11 +53,12 @@ impl BatchSender {
     }
 
     /// Sends a batch again until the transport has accepted or refused it.
-    async fn deliver(&self, events: &[NumberedEvent], secret: u64) {
-        let payload = bytes::Bytes::from(self.rank.encode(events));
+    async fn deliver(&self, batch: TakenBatch, secret: u64) {
+        let payload = bytes::Bytes::from(batch.encoded);
         let head = &self.rank.head;
-        let message_id =
-            events.first().zip(events.last()).map(|(first, last)| format!("{secret:x}.{}-{}", first.id, last.id));
+        let events = batch.next_event_id - batch.first_event_id;
+        let message_id = (events > 0)
+            .then(|| format!("{secret:x}.{}-{}", batch.first_event_id, batch.next_event_id.saturating_sub(1)));
         let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
         let mut tries = 0;
         let sent = &self.rank.sent;
@@ -64,8 +66,8 @@ impl BatchSender {
             match self.transport.send(&self.subject, payload.clone(), message_id.as_deref()).await {
                 Ok(()) => break,
                 Err(SendError::Refused(reason)) => {
-                    sent.refused.fetch_add(events.len() as u64, Ordering::Relaxed);
-                    let (rank, events, size) = (head.dp_rank, events.len(), payload.len());
+                    sent.refused.fetch_add(events, Ordering::Relaxed);
+                    let (rank, size) = (head.dp_rank, payload.len());
                     self.log.error(
                         "publish.rejected",
                         format_args!("rank={rank} events={events} bytes={size} error={reason}"),
@@ -87,7 +89,7 @@ impl BatchSender {
             self.log.info("publish.recovered", format_args!("rank={} retries={tries}", head.dp_rank));
         }
         sent.bytes.fetch_add(payload.len() as u64, Ordering::Relaxed);
-        let counter = if events.is_empty() { &sent.heartbeats } else { &sent.batches };
+        let counter = if events == 0 { &sent.heartbeats } else { &sent.batches };
         counter.fetch_add(1, Ordering::Relaxed);
     }
 }

@@ -89,8 +89,7 @@ impl WorkerService for Server {
     ) -> Result<Response<Self::GetRankStateStream>, Status> {
         let rank = self.rank(request.into_inner().dp_rank)?.clone();
         // Copying and sorting a large rank takes a while.
-        let counting = rank.head.counting;
-        let chunks = tokio::task::spawn_blocking(move || rank.snapshot().into_chunks(counting, CHUNK_BLOCKS))
+        let chunks = tokio::task::spawn_blocking(move || rank.snapshot().into_chunks(CHUNK_BLOCKS))
             .await
             .map_err(|error| Status::internal(error.to_string()))?;
         let decoded = chunks.map(|chunk| {
@@ -117,7 +116,7 @@ impl WorkerService for Server {
         }
         let batches =
             rank.events_since(from.next_event_id, request.until_event_id).map_err(|error| gone(&error.to_string()))?;
-        let decoded = batches.into_iter().map(|batch| {
+        let decoded = batches.map(|batch| {
             let batch = KvEventBatch::decode(batch.as_slice()).map_err(|error| Status::internal(error.to_string()))?;
             Ok(GetEventsResponse { batch: Some(batch) })
         });

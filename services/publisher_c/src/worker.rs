@@ -18,7 +18,7 @@ use tonic_health::server::HealthReporter;
 use crate::backoff::Backoff;
 use crate::config::Config;
 use crate::contract::worker_service_server::WorkerServiceServer;
-use crate::contract::{CopyCounting, LoadReport, Rank as RankName, Transport as Kind, WorkerRegistration};
+use crate::contract::{LoadReport, Rank as RankName, Transport as Kind, WorkerRegistration};
 use crate::error::{Error, Status};
 use crate::leased_key::LeasedKey;
 use crate::loads::Loads;
@@ -393,7 +393,7 @@ fn new_rank(config: &Config, dp_rank: u32, incarnation: u64) -> Rank {
         block_size: config.block_size,
         counting: config.counting.into(),
     };
-    Rank::new(head, config.counting != CopyCounting::Set, config.buffer_events, config.buffer_bytes)
+    Rank::new(head, config.buffer_events, config.buffer_bytes)
 }
 
 /// Joins the component and begins an incarnation, as soon as etcd answers. Returns it and the transport.

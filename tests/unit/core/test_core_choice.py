@@ -13,6 +13,7 @@ NAMES = {
     "local_hashes",
     "sequence_hashes",
     "EventBatch",
+    "EventRecorder",
     "MemoryBudget",
     "PrefixIndex",
     "PredictedIndex",

@@ -13,19 +13,20 @@ pub struct StateSnapshot {
     incarnation: u64,
     next_event_id: u64,
     digest: u64,
+    counting: i32,
     blocks: Vec<(u64, Block)>,
 }
 
 impl StateSnapshot {
-    pub fn new(incarnation: u64, next_event_id: u64, digest: u64, blocks: Vec<(u64, Block)>) -> Self {
-        Self { incarnation, next_event_id, digest, blocks }
+    /// `counting` is the CopyCounting of the rank.
+    pub fn new(incarnation: u64, next_event_id: u64, digest: u64, counting: i32, blocks: Vec<(u64, Block)>) -> Self {
+        Self { incarnation, next_event_id, digest, counting, blocks }
     }
 
     /// Returns the encoded GetRankStateResponses, by depth and engine hash, so parents before children; at least one.
     ///
     /// A parent is included only if it is still resident at the position that it had when its child was stored.
-    /// `counting` is the CopyCounting of the rank.
-    pub fn into_chunks(mut self, counting: i32, chunk_blocks: usize) -> impl Iterator<Item = Vec<u8>> {
+    pub fn into_chunks(mut self, chunk_blocks: usize) -> impl Iterator<Item = Vec<u8>> {
         let places: HashMap<u64, u64> = self.blocks.iter().map(|(hash, block)| (*hash, block.sequence)).collect();
         self.blocks.sort_unstable_by_key(|(engine_hash, block)| (block.depth, *engine_hash));
         let chunk_blocks = chunk_blocks.max(1);
@@ -46,7 +47,7 @@ impl StateSnapshot {
             if self.digest != 0 {
                 chunk.fixed64(4, self.digest);
             }
-            chunk.varint(5, counting as u64);
+            chunk.varint(5, self.counting as u64);
             chunk.0
         })
     }

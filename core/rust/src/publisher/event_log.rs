@@ -37,9 +37,9 @@ impl EventLog {
         self.unsent.len()
     }
 
-    /// Yields the unsent events.
-    pub fn waiting(&self) -> impl Iterator<Item = &NumberedEvent> {
-        self.unsent.iter()
+    /// Yields the events from an id on.
+    pub fn from(&self, event_id: u64) -> impl Iterator<Item = &NumberedEvent> {
+        self.sent.iter().chain(&self.unsent).filter(move |event| event.id >= event_id)
     }
 
     /// Appends events in order of their ids.

@@ -7,11 +7,11 @@ mod batch;
 mod blocks;
 mod chunks;
 mod event_log;
+mod recorder;
 mod state;
 mod table;
 
-pub use batch::{BatchHead, MAX_BATCH_BYTES, encode_batch};
-pub use blocks::{Block, Error, NumberedEvent, Scope, TIERS, part_hashes, tier_index};
+pub use batch::BatchHead;
+pub use blocks::{Error, NumberedEvent, Scope};
 pub use chunks::{CHUNK_BLOCKS, StateSnapshot};
-pub use event_log::EventLog;
-pub use state::{MAX_EVENT_BLOCKS, RankState};
+pub use recorder::{BlockNote, EventRecorder, TakenBatch};

@@ -68,9 +68,9 @@ impl RankState {
         Ok(self.get(engine_hash).and_then(|block| block.copies.get(index)).is_some_and(|copies| *copies > 0))
     }
 
-    /// Returns the number of physical copies of all blocks in a tier.
-    pub fn copies_in(&self, tier: i32) -> Result<u64, Error> {
-        Ok(self.blocks.copies.get(tier_index(tier)?).copied().unwrap_or_default())
+    /// Returns the number of physical copies of all blocks in device memory.
+    pub fn device_copies(&self) -> u64 {
+        self.blocks.copies.first().copied().unwrap_or_default()
     }
 
     /// Returns the engine hashes of a chunk of blocks that ends with this one, in order.
@@ -250,10 +250,15 @@ impl RankState {
         self.blocks.roll_back();
     }
 
-    /// Returns the state as of now, from which its chunks are encoded later.
-    pub fn snapshot(&self) -> StateSnapshot {
+    /// Returns the engine hashes of the blocks that changed since `begin`.
+    pub fn changed(&self) -> impl Iterator<Item = u64> {
+        self.blocks.changed()
+    }
+
+    /// Returns the state as of now, from which its chunks are encoded later. `counting` is the CopyCounting of the rank.
+    pub fn snapshot(&self, counting: i32) -> StateSnapshot {
         let blocks = self.blocks.iter().map(|(engine_hash, block)| (engine_hash, block.clone())).collect();
-        StateSnapshot::new(self.incarnation, self.next_event_id, self.digest(), blocks)
+        StateSnapshot::new(self.incarnation, self.next_event_id, self.digest(), counting, blocks)
     }
 
     /// Stores blocks, and returns an event for each run of blocks that follow each other.

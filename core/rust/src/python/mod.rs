@@ -3,7 +3,7 @@
 mod buffers;
 mod dump;
 mod event_batch;
-mod event_log;
+mod event_recorder;
 mod exclusive;
 mod forecast;
 mod hashing;
@@ -11,20 +11,18 @@ mod json_tokens;
 mod outputs;
 mod predicted;
 mod prefix_index;
-mod rank_state;
 mod sequences;
 mod shared;
 mod vocabulary;
 
 pub use event_batch::EventBatch;
-pub use event_log::{EventLog, encode_event_batch};
+pub use event_recorder::EventRecorder;
 pub use forecast::ForecastModel;
 pub use hashing::{local_hashes, sequence_hashes};
 pub use json_tokens::{find_json_value, json_flaw, tokens_from_json, tokens_to_json};
 pub use outputs::read_tokens;
 pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};
-pub use rank_state::RankState;
 pub use sequences::ActiveSequences;
 pub use vocabulary::first_token_outside;
 

@@ -30,6 +30,7 @@ _NAMES = (
     "local_hashes",
     "sequence_hashes",
     "EventBatch",
+    "EventRecorder",
     "MemoryBudget",
     "PrefixIndex",
     "PredictedIndex",
@@ -87,26 +88,17 @@ IMPLEMENTATION = "native" if all(one == "native" for one in IMPLEMENTATIONS.valu
 
 FORECAST_MODEL: Any = None
 """The class ``interface.ForecastModel`` of the native core; None without the native core."""
-RANK_STATE: Any = None
-"""The native class behind a publisher's rank state; None without the native core."""
-EVENT_LOG: Any = None
-"""The native class behind a publisher's event log; None without the native core."""
-ENCODE_EVENT_BATCH: Any = None
-"""The native function that encodes a publisher's batches; None without the native core."""
 if IMPLEMENTATION == "native":
     from kvrouter.core import _native
 
     FORECAST_MODEL = _native.ForecastModel
-    RANK_STATE = _native.RankState
-    # As of the names above, the native one is taken if it is built.
-    EVENT_LOG = getattr(_native, "EventLog", None)
-    ENCODE_EVENT_BATCH = getattr(_native, "encode_event_batch", None)
 
 if TYPE_CHECKING:
     # Type checkers see the reference. Tests check that the native core has the same interface.
     from kvrouter.core.reference import (
         ActiveSequences,
         EventBatch,
+        EventRecorder,
         MemoryBudget,
         PredictedIndex,
         PrefixIndex,
@@ -123,17 +115,15 @@ else:
     globals().update((name, chosen) for name, (_, chosen) in _chosen.items())
 
 __all__ = [
-    "ENCODE_EVENT_BATCH",
-    "EVENT_LOG",
     "FORECAST_MODEL",
     "IMPLEMENTATION",
     "IMPLEMENTATIONS",
-    "RANK_STATE",
     "REQUESTED",
     "ActiveSequences",
     "ApplySummary",
     "BookingRequest",
     "EventBatch",
+    "EventRecorder",
     "IndexStats",
     "InvalidDump",
     "LoadColumns",

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.core import local_hashes
+from kvrouter.core import EventRecorder, local_hashes
 from kvrouter.publisher.errors import UnknownParent
-from kvrouter.publisher.events.rank_state import RankState
 from kvrouter.publisher.journal import journal as journal_module
 from kvrouter.publisher.journal.journal import NO_POSITION, Head, Journal, JournalPath, Recovered, Unusable, recover
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -24,22 +23,23 @@ BLOCK = 2
 HEAD = Head(7, 0, 99, BLOCK, CopyCounting.COPY_COUNTING_COUNTED, "life")
 
 
-def content(state: RankState) -> list[GetRankStateResponse]:
-    return list(state.chunks(HEAD.copy_counting))
+def content(recorder: EventRecorder) -> list[GetRankStateResponse]:
+    return [GetRankStateResponse.FromString(chunk) for chunk in recorder.state_chunks()]
 
 
 class Kept:
     """A state and its file, written whenever the test says so."""
 
     def __init__(self, path: Path, recovered: Recovered | None = None) -> None:
-        self.state = recovered.state if recovered else RankState(HEAD.incarnation)
+        head = (HEAD.worker_id, HEAD.dp_rank, HEAD.incarnation, HEAD.block_size, HEAD.copy_counting)
+        self.state = recovered.recorder if recovered else EventRecorder(head, 100_000, 1 << 24)
         self.journal = Journal(JournalPath(path, HEAD, recovered), self.state, threading.RLock())
         self.journal._write()
 
     def message(self, rng: random.Random, position: int) -> None:
-        events = []
+        self.state.begin()
         for _ in range(rng.randrange(4)):
-            held = [engine_hash for engine_hash, _ in self.state.blocks()]
+            held = [block.engine_hash for chunk in content(self.state) for block in chunk.blocks]
             tier = rng.choice([Tier.TIER_DEVICE, Tier.TIER_HOST])
             dice = rng.random()
             if dice < 0.6:
@@ -47,12 +47,13 @@ class Kept:
                 parent = rng.choice([*held, None]) if held else None
                 if parent not in names:
                     tokens = [rng.randrange(5) for _ in range(BLOCK * len(names))]
-                    events += self.state.stored(names, local_hashes(tokens, BLOCK), parent, tier)
+                    self.state.stored(names, local_hashes(tokens, BLOCK), parent, tier)
             elif dice < 0.95:
-                events += self.state.removed(rng.sample(held, min(len(held), 3)), tier)
+                self.state.removed(rng.sample(held, min(len(held), 3)), tier)
             else:
-                events += self.state.cleared(rng.choice([Tier.TIER_UNSPECIFIED, tier]))
-        self.journal.add(events, position)
+                self.state.cleared(rng.choice([Tier.TIER_UNSPECIFIED, tier]))
+        self.journal.add(self.state.group()[0], position)
+        self.state.commit()
 
 
 @given(seed=st.integers(0, 2**32), share=st.floats(0, 1))
@@ -72,14 +73,14 @@ def test_a_file_that_is_cut_anywhere_gives_the_last_whole_message(
     path.write_bytes(path.read_bytes()[:cut])
     found = recover(path, replace(HEAD, incarnation=0))
     at = max(size for size in sizes if size <= cut)
-    assert (found.position, content(found.state)) == sizes[at]
+    assert (found.position, content(found.recorder)) == sizes[at]
     # And it goes on from there.
     again = Kept(path, found)
     for position in range(found.position + 1, found.position + 10):
         again.message(rng, position)
     again.journal._write()
     last = recover(path, HEAD)
-    assert (last.position, content(last.state)) == (found.position + 9, content(again.state))
+    assert (last.position, content(last.recorder)) == (found.position + 9, content(again.state))
 
 
 @given(seed=st.integers(0, 2**32))
@@ -123,7 +124,7 @@ def test_the_file_is_written_anew_when_the_log_outgrows_the_state(
         largest = max(largest, path.stat().st_size)
     assert largest < 15_000
     found = recover(path, HEAD)
-    assert (found.position, content(found.state)) == (499, content(kept.state))
+    assert (found.position, content(found.recorder)) == (499, content(kept.state))
 
 
 def test_a_disk_that_is_too_slow_gets_the_state_instead_of_the_log(
@@ -138,7 +139,7 @@ def test_a_disk_that_is_too_slow_gets_the_state_instead_of_the_log(
         assert kept.journal.queued_bytes <= 2000
     kept.journal._write()
     found = recover(path, HEAD)
-    assert (found.position, content(found.state)) == (199, content(kept.state))
+    assert (found.position, content(found.recorder)) == (199, content(kept.state))
 
 
 async def test_a_file_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
@@ -185,7 +186,8 @@ async def test_a_message_counts_whole_or_not_at_all(tmp_path: Path) -> None:
     running.cancel()
     await asyncio.wait({running})
     found = recover(path, HEAD)
-    assert (found.position, len(found.state), len(found.tail)) == (2, 2, 4)
+    counts = found.recorder.counts()
+    assert (found.position, counts.blocks, counts.unsent_events) == (2, 2, 4)
     again = publisher_at(path, found)
     assert (again.stats().next_event_id, again.stats().unsent_events, again.stats().digest) == (
         4,

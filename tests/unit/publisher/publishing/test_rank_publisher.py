@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from kvrouter.core import Scope, local_hashes
+from kvrouter.core.interface import MAX_BATCH_BYTES
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
-from kvrouter.publisher.events.batches import MAX_BATCH_BYTES
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.transport import MessageRefused, TransportAway
 from kvrouter.v1.common_pb2 import Cursor
@@ -233,6 +233,24 @@ def test_tokens_that_do_not_make_the_blocks_are_refused(tokens: list[int]) -> No
     with pytest.raises(InvalidEvent):
         rank.stored(token_ids=tokens, engine_hashes=[1])
     assert rank.stats().next_event_id == 0
+
+
+def test_signed_and_unsigned_hashes_are_one() -> None:
+    rank = publisher()
+    rank.stored(token_ids=[5] * BLOCK, engine_hashes=[-1])
+    assert rank.is_resident((1 << 64) - 1)
+    rank.removed([(1 << 64) - 1])
+    assert rank.stats().blocks == 0
+
+
+@pytest.mark.parametrize("engine_hash", [1 << 64, -(1 << 63) - 1])
+def test_a_hash_beyond_64_bits_changes_nothing(engine_hash: int) -> None:
+    rank = publisher()
+    store(rank, 99)
+    before = rank.stats()
+    with pytest.raises(InvalidEvent):
+        rank.stored(token_ids=[1] * BLOCK, engine_hashes=[engine_hash])
+    assert rank.stats() == before
 
 
 def test_the_limit_leaves_room_below_the_contract() -> None:

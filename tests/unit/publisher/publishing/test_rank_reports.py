@@ -132,7 +132,7 @@ def test_a_restarted_relay_repeats_a_message_whose_body_raised(tmp_path: Path) -
     asyncio.run(report())
     found = recover(path, head)
     assert found.position == 0
-    assert found.state.copies_in(Tier.TIER_DEVICE) == 1
+    assert found.recorder.counts().device_copies == 1
 
 
 def test_repeated_blocks_are_no_new_copies() -> None:

@@ -4,6 +4,18 @@ Hashes are passed packed: ``bytes`` of little-endian u64, or any contiguous buff
 integers. Functions that take them raise TypeError for anything else. Ranks are pairs ``(worker_id, dp_rank)``.
 """
 
+from kvrouter.core.interface.event_recorder import (
+    MAX_BATCH_BYTES,
+    BatchHead,
+    BlockNote,
+    EventRecorder,
+    EventsGone,
+    InvalidEvent,
+    PublisherError,
+    RecordedEvent,
+    RecorderCounts,
+    UnknownParent,
+)
 from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, EventBatch, RefusedBatch
 from kvrouter.core.interface.forecast import ForecastModel
 from kvrouter.core.interface.load import ActiveSequences, BookingRequest, LoadColumns
@@ -13,22 +25,32 @@ from kvrouter.core.interface.ranks import Rank, RankInfo
 from kvrouter.core.interface.tokens import NotATokenId, Scope, TokenBuffer
 
 __all__ = [
+    "MAX_BATCH_BYTES",
     "MAX_EVENT_BLOCKS",
     "ActiveSequences",
     "ApplySummary",
+    "BatchHead",
+    "BlockNote",
     "BookingRequest",
     "EventBatch",
+    "EventRecorder",
+    "EventsGone",
     "ForecastModel",
     "IndexStats",
     "InvalidDump",
+    "InvalidEvent",
     "LoadColumns",
     "MemoryBudget",
     "NotATokenId",
     "PredictedIndex",
     "PrefixIndex",
+    "PublisherError",
     "Rank",
     "RankInfo",
+    "RecordedEvent",
+    "RecorderCounts",
     "RefusedBatch",
     "Scope",
     "TokenBuffer",
+    "UnknownParent",
 ]

@@ -5,6 +5,7 @@ Randomized tests compare the Rust core with it. It also runs on machines without
 
 from kvrouter.core.reference.active_sequences import ActiveSequences
 from kvrouter.core.reference.event_batch import EventBatch
+from kvrouter.core.reference.event_recorder import EventRecorder
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
 from kvrouter.core.reference.json_tokens import find_json_value, json_flaw, tokens_from_json, tokens_to_json
 from kvrouter.core.reference.memory_budget import MemoryBudget
@@ -16,6 +17,7 @@ from kvrouter.core.reference.vocabulary import first_token_outside
 __all__ = [
     "ActiveSequences",
     "EventBatch",
+    "EventRecorder",
     "MemoryBudget",
     "PredictedIndex",
     "PrefixIndex",

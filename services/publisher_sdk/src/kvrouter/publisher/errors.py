@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import grpc
+from kvrouter.core.interface import EventsGone, InvalidEvent, PublisherError, UnknownParent
 from kvrouter.net.calls import CallRefused
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
-
-class PublisherError(Exception):
-    """Base of the SDK's exceptions."""
+__all__ = [
+    "DescriptorMismatch",
+    "EventsGone",
+    "InvalidConfig",
+    "InvalidEvent",
+    "InvalidLoad",
+    "PublisherError",
+    "RequestRefused",
+    "UnknownParent",
+    "UnknownRank",
+]
 
 
 class InvalidConfig(PublisherError, ValueError):
     """A setting of the worker is out of range; the message names it."""
-
-
-class InvalidEvent(PublisherError, ValueError):
-    """A report of stored or removed blocks is inconsistent. Nothing of it was recorded or published."""
-
-
-class UnknownParent(InvalidEvent):
-    """Blocks were stored below a parent that the rank does not have. Nothing was recorded or published."""
-
-    def __init__(self, parent: int) -> None:
-        super().__init__(f"the parent {parent:#018x} is not resident: report it as stored before its children")
-        self.parent = parent
 
 
 class InvalidLoad(PublisherError, ValueError):
@@ -57,10 +54,6 @@ class DescriptorMismatch(PublisherError):
             f"`kvrouter component forget {component}`"
         )
         self.differences = dict(differences)
-
-
-class EventsGone(PublisherError):
-    """Requested events are no longer stored or do not exist yet: fetch the rank's state instead."""
 
 
 class RequestRefused(PublisherError):

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
-from kvrouter.core import Scope, local_hashes, sequence_hashes
+from kvrouter.core import EventRecorder, Scope, local_hashes, sequence_hashes
 from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
 from kvrouter.publisher.check.worker_under_test import CLIENT_ERRORS, Output, RankSnapshot, WorkerUnderTest
 from kvrouter.publisher.errors import InvalidEvent
-from kvrouter.publisher.events.blocks import BASE_SCOPE
-from kvrouter.publisher.events.rank_state import RankState
+from kvrouter.publisher.journal.journal import replay
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason
 
+_BASE_SCOPE = Scope()
 _OTHER_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CLIENT_SERVES_ELSEWHERE = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
 
@@ -215,7 +215,7 @@ async def _check_hit(worker: WorkerUnderTest, prompt: Sequence[int]) -> str:
     )
 
 
-async def published_blocks(worker: WorkerUnderTest, prompt: Sequence[int], scope: Scope = BASE_SCOPE) -> int:
+async def published_blocks(worker: WorkerUnderTest, prompt: Sequence[int], scope: Scope = _BASE_SCOPE) -> int:
     """Returns the number of leading blocks of a prompt in the rank's state."""
     found = {block.sequence_hash for block in (await worker.snapshot()).blocks}
     count = 0
@@ -230,10 +230,10 @@ async def check_event_log(worker: WorkerUnderTest, probe: CacheProbe) -> str:
     """Checks that the events since the first request lead from the state before it to the current one."""
     before = _sent(probe)
     for snapshot in (before, after := await worker.snapshot()):
-        state = _state_of(snapshot)
-        if state.digest != snapshot.digest:
+        digest = _recorder_of(snapshot).counts().digest
+        if digest != snapshot.digest:
             raise CheckFailed(
-                expected=f"digest {state.digest:#018x}, the sum over the blocks of GetRankState",
+                expected=f"digest {digest:#018x}, the sum over the blocks of GetRankState",
                 received=f"{snapshot.digest:#018x}",
                 advice="compute the digest as KvEventBatch.digest defines it: consumers compare it to find drift.",
             )
@@ -243,7 +243,8 @@ async def check_event_log(worker: WorkerUnderTest, probe: CacheProbe) -> str:
         if error.code() == grpc.StatusCode.OUT_OF_RANGE:
             raise CheckSkipped(f"the worker does not keep the events: {error.details()}") from None
         raise
-    state, applied = _state_of(before), 0
+    recorder, applied = _recorder_of(before), 0
+    state = recorder.counts()
     for batch in batches:
         for event in batch.events:
             if event.event_id >= after.cursor.next_event_id:
@@ -255,7 +256,7 @@ async def check_event_log(worker: WorkerUnderTest, probe: CacheProbe) -> str:
                     advice="number events from 0 without gaps in each incarnation.",
                 )
             try:
-                state.replay(event)
+                state = replay(recorder, event)
             except InvalidEvent as error:
                 raise CheckFailed(
                     expected="events that apply to the state before them",
@@ -266,16 +267,16 @@ async def check_event_log(worker: WorkerUnderTest, probe: CacheProbe) -> str:
     if (state.next_event_id, state.digest) != (after.cursor.next_event_id, after.digest):
         raise CheckFailed(
             expected=f"the state after event {after.cursor.next_event_id - 1}, with {len(after.blocks)} blocks",
-            received=f"event {state.next_event_id - 1} as the last one of GetEvents, and {len(state)} blocks",
+            received=f"event {state.next_event_id - 1} as the last one of GetEvents, and {state.blocks} blocks",
             advice="GetEvents and GetRankState must agree: record a change once, in both.",
         )
     return f"{applied} events, {len(after.blocks)} blocks"
 
 
-def _state_of(snapshot: RankSnapshot) -> RankState:
-    state = RankState(snapshot.cursor.incarnation, snapshot.copy_counting)
-    state.load(snapshot.cursor.next_event_id, snapshot.blocks)
-    return state
+def _recorder_of(snapshot: RankSnapshot) -> EventRecorder:
+    recorder = EventRecorder((0, 0, snapshot.cursor.incarnation, 0, snapshot.copy_counting), 1, 1)
+    recorder.load(snapshot.cursor.next_event_id, [block.SerializeToString() for block in snapshot.blocks])
+    return recorder
 
 
 def _sent(probe: CacheProbe) -> RankSnapshot:
@@ -284,7 +285,7 @@ def _sent(probe: CacheProbe) -> RankSnapshot:
     return probe.before
 
 
-def _sequences(prompt: Sequence[int], block_size: int, scope: Scope = BASE_SCOPE) -> list[int]:
+def _sequences(prompt: Sequence[int], block_size: int, scope: Scope = _BASE_SCOPE) -> list[int]:
     return _unpacked(sequence_hashes(local_hashes(prompt, block_size, scope)))
 
 

@@ -7,11 +7,10 @@ so their removals do not follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from kvrouter.core.interface import EventRecorder, RecorderCounts
 from kvrouter.net.logs import get_logger
-from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hashes_of
-from kvrouter.publisher.events.rank_state import RankState
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 
 log = get_logger(__name__)
@@ -31,36 +30,34 @@ class CopyCountingCheck:
         self._total_blocks = total_blocks
         self._stored_again: set[tuple[int, Tier]] = set()
 
-    def storing(self, engine_hashes: Iterable[EngineHash], state: RankState, tier: Tier) -> None:
+    def storing(self, engine_hashes: Sequence[int], recorder: EventRecorder, tier: Tier) -> None:
         """Notes blocks that are resident in the tier and about to be stored again."""
-        if not self._is_set:
-            return
-        for engine_hash in engine_hashes_of(engine_hashes):
-            if len(self._stored_again) < _MAX_REMEMBERED and state.is_resident(engine_hash, tier):
-                self._stored_again.add((engine_hash, tier))
+        if self._is_set:
+            for engine_hash in recorder.resident(engine_hashes, tier):
+                if len(self._stored_again) < _MAX_REMEMBERED:
+                    self._stored_again.add((engine_hash, tier))
 
-    def stored(self, state: RankState, tier: Tier) -> None:
+    def stored(self, counts: RecorderCounts, tier: Tier) -> None:
         """Compares the copies in device memory with the capacity."""
         if self._is_set or tier != Tier.TIER_DEVICE or not self._total_blocks:
             return
-        copies = state.copies_in(tier)
-        if copies > self._total_blocks:
+        if counts.device_copies > self._total_blocks:
             self._doubt(
                 expected=f"at most {self._total_blocks} copies in device memory",
-                received=f"{copies} copies",
+                received=f"{counts.device_copies} copies",
                 advice="set copy_counting to COPY_COUNTING_SET, or report repeated blocks with new_copies=False",
             )
 
-    def removed_unknown(self, engine_hashes: Iterable[EngineHash], state: RankState, tier: Tier) -> None:
+    def removed_unknown(self, engine_hashes: Sequence[int], recorder: EventRecorder, tier: Tier) -> None:
         """Looks for blocks that were stored twice among removals of blocks that are not resident."""
-        for engine_hash in engine_hashes_of(engine_hashes) if self._is_set else ():
-            if (engine_hash, tier) in self._stored_again and not state.is_resident(engine_hash, tier):
-                self._stored_again.discard((engine_hash, tier))
-                self._doubt(
-                    expected="one removal of a block, however often it was stored",
-                    received="a removal for each copy",
-                    advice="set copy_counting to COPY_COUNTING_COUNTED",
-                )
+        twice = [engine_hash for engine_hash in engine_hashes if (engine_hash, tier) in self._stored_again]
+        for engine_hash in {*twice}.difference(recorder.resident(twice, tier)):
+            self._stored_again.discard((engine_hash, tier))
+            self._doubt(
+                expected="one removal of a block, however often it was stored",
+                received="a removal for each copy",
+                advice="set copy_counting to COPY_COUNTING_COUNTED",
+            )
 
     def cleared(self) -> None:
         """Forgets all blocks."""

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import operator
-import struct
 from collections.abc import Iterable
 from typing import SupportsIndex
 
 from kvrouter.publisher.errors import InvalidEvent
-from xxhash import xxh3_64_intdigest
 
 EngineHash = SupportsIndex | bytes
 """A block's id: a number of 64 bits, signed or unsigned (an int, a numpy integer), or a digest of at least 8 bytes."""
 
 _U64 = (1 << 64) - 1
-_PART_SEED = 1337
-_pair = struct.Struct("<2Q").pack
 
 
 def engine_hash_of(value: EngineHash) -> int:
@@ -49,12 +45,3 @@ def engine_hashes_of(values: Iterable[EngineHash]) -> list[int]:
         return [engine_hash_of(value) for value in values]
     except TypeError:
         raise InvalidEvent(f"expected a sequence of engine hashes, received {type(values).__name__}") from None
-
-
-def part_hashes(engine_hash: int, parts: int) -> list[int]:
-    """Returns engine hashes for the blocks that an engine's larger block consists of; the last one has its own hash.
-
-    So a child finds its parent, and equal blocks have equal parts.
-    """
-    derived = [xxh3_64_intdigest(_pair(engine_hash, number), _PART_SEED) for number in range(parts - 1)]
-    return [*derived, engine_hash]

@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
-from kvrouter.core import Scope
+from kvrouter.core import EventRecorder, Scope
+from kvrouter.core.interface import BlockNote, RecordedEvent, RecorderCounts
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import InvalidEvent
-from kvrouter.publisher.events.blocks import BlockNote, NumberedEvent
-from kvrouter.publisher.events.native_rank_state import make_rank_state
-from kvrouter.publisher.events.rank_state import RankState
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.events_pb2 import KvEvent
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
@@ -71,9 +69,8 @@ class Recovered:
     """Content of a file."""
 
     head: Head
-    state: RankState
-    tail: list[NumberedEvent]
-    """The newest events, which consumers may lack."""
+    recorder: EventRecorder
+    """The rank's blocks, and the newest events, which consumers may lack."""
     position: int
     """The engine's number of the last message that is in the state."""
     partial: bool
@@ -82,8 +79,8 @@ class Recovered:
     """Bytes of the file up to the last complete record."""
 
 
-def recover(path: Path, desired: Head) -> Recovered:
-    """Reads a file. The incarnation of ``desired`` is ignored.
+def recover(path: Path, desired: Head, buffer_events: int = 200_000, buffer_bytes: int = 32 << 20) -> Recovered:
+    """Reads a file. The incarnation of ``desired`` is ignored; ``buffer_*`` limit the events that the recorder keeps.
 
     Raises:
         Unusable: the file does not exist, belongs to another engine, or is damaged.
@@ -93,12 +90,12 @@ def recover(path: Path, desired: Head) -> Recovered:
     except OSError as error:
         raise Unusable(error.strerror or "the file cannot be read") from None
     try:
-        return _read(data, desired)
+        return _read(data, desired, buffer_events, buffer_bytes)
     except (ValueError, TypeError, struct.error, DecodeError) as error:
         raise Unusable(f"the file is damaged: {error}") from None
 
 
-def _read(data: bytes, desired: Head) -> Recovered:
+def _read(data: bytes, desired: Head, buffer_events: int, buffer_bytes: int) -> Recovered:
     records = _records(data)
     kind, body, end = next(records, (b"", b"", 0))
     if kind != _HEAD:
@@ -109,9 +106,9 @@ def _read(data: bytes, desired: Head) -> Recovered:
     ]
     if differences:
         raise Unusable(f"the file belongs to another worker or engine: it differs in {', '.join(differences)}")
-    state = make_rank_state(head.incarnation, head.copy_counting)
-    chunks, position, tail, whole = [], NO_POSITION, list[NumberedEvent](), False
-    partial, notes = False, list[BlockNote]()
+    identity = (head.worker_id, head.dp_rank, head.incarnation, head.block_size, head.copy_counting)
+    recorder = EventRecorder(identity, buffer_events, buffer_bytes)
+    chunks, position, whole, partial = [], NO_POSITION, False, False
     noted: bytes | None = None
     for kind, body, size in records:
         if kind == _STATE and not whole:
@@ -119,31 +116,30 @@ def _read(data: bytes, desired: Head) -> Recovered:
             chunks.append(GetRankStateResponse.FromString(body[_group.size :]))
             whole = chunks[-1].last
             if whole:
-                state.load(chunks[-1].cursor.next_event_id, [block for chunk in chunks for block in chunk.blocks])
-                if state.digest != chunks[-1].digest:
+                blocks = [block.SerializeToString() for chunk in chunks for block in chunk.blocks]
+                recorder.load(chunks[-1].cursor.next_event_id, blocks)
+                if recorder.counts().digest != chunks[-1].digest:
                     raise Unusable("the file is damaged: its state does not have the recorded digest")
         elif kind == _NOTES and whole:
             # Applied after the next record: if that one is torn off, the notes are void.
             noted = body
             continue
         elif kind == _UNSENT and whole:
-            tail += [
-                NumberedEvent(KvEvent.FromString(encoded).event_id, encoded, digest)
-                for digest, encoded in _unpacked(body)
-            ]
+            recorder.extend(
+                [(KvEvent.FromString(encoded).event_id, encoded, digest) for digest, encoded in _unpacked(body)]
+            )
         elif kind == _GROUP and whole:
-            numbered, position = _replay(state, body, position)
-            tail += numbered
+            position = _replay(recorder, body, position)
         else:
             raise Unusable(f"the file is damaged: unexpected record of kind {kind!r}")
         if noted is not None:
             partial, notes = _read_notes(noted)
-            state.annotate(notes)
+            recorder.annotate(notes)
             noted = None
         end = size
     if not whole:
         raise Unusable("the file is truncated within its state")
-    return Recovered(head, state, tail, position, partial, end)
+    return Recovered(head, recorder, position, partial, end)
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
@@ -162,35 +158,53 @@ def _records(data: bytes) -> Iterator[tuple[bytes, bytes, int]]:
         yield kind, body, at
 
 
-def _replay(state: RankState, body: bytes, before: int) -> tuple[list[NumberedEvent], int]:
+def replay(recorder: EventRecorder, event: KvEvent) -> RecorderCounts:
+    """Reports the change of an event. Returns the numbers after it.
+
+    Raises:
+        InvalidEvent: the event does not apply to the recorded blocks.
+    """
+    match event.WhichOneof("change"):
+        case "stored":
+            stored = event.stored
+            hashes = struct.pack(f"<{len(stored.local_hashes)}Q", *stored.local_hashes)
+            parent = stored.parent_engine_hash if stored.HasField("parent_engine_hash") else None
+            return recorder.stored(list(stored.engine_hashes), hashes, parent, event.tier)
+        case "removed":
+            return recorder.removed(list(event.removed.engine_hashes), event.tier)
+        case _:
+            return recorder.cleared(event.tier)
+
+
+def _replay(recorder: EventRecorder, body: bytes, before: int) -> int:
+    """Reports the events of a record. Returns the engine's number of its message, or ``before`` if it has none."""
     (position,) = _group.unpack_from(body)
-    numbered: list[NumberedEvent] = []
     for digest, encoded in _unpacked(body):
+        event = KvEvent.FromString(encoded)
         try:
-            again = state.replay(KvEvent.FromString(encoded))
+            counts = replay(recorder, event)
         except InvalidEvent as error:
             raise Unusable(f"the file is damaged: {error}") from None
-        if [event.digest for event in again] != [digest]:
+        if (counts.next_event_id, counts.digest) != (event.event_id + 1, digest):
             raise Unusable("the file is damaged: an event does not lead to the recorded digest")
-        numbered += again
-    return numbered, before if position == NO_POSITION else position
+    return before if position == NO_POSITION else position
 
 
 def _encoded_notes(partial: bool, notes: Iterable[BlockNote]) -> bytes:
-    blocks = [[asdict(note.scope), note.parts, note.engine_hashes] for note in notes]
+    blocks = [[asdict(scope), parts, engine_hashes] for scope, parts, engine_hashes in notes]
     return _encoded(_NOTES, json.dumps({"partial": partial, "blocks": blocks}).encode())
 
 
 def _read_notes(body: bytes) -> tuple[bool, list[BlockNote]]:
     found = json.loads(body)
-    blocks = [BlockNote(Scope(**scope), parts, engine_hashes) for scope, parts, engine_hashes in found["blocks"]]
+    blocks = [(Scope(**scope), parts, engine_hashes) for scope, parts, engine_hashes in found["blocks"]]
     return bool(found["partial"]), blocks
 
 
-def _packed(events: Iterable[NumberedEvent], position: int) -> bytes:
+def _packed(events: Iterable[RecordedEvent], position: int) -> bytes:
     parts = [_group.pack(position)]
-    for event in events:
-        parts += (_event.pack(event.digest, len(event.encoded)), event.encoded)
+    for _, encoded, digest in events:
+        parts += (_event.pack(digest, len(encoded)), encoded)
     return b"".join(parts)
 
 
@@ -218,18 +232,18 @@ class Journal:
     def __init__(
         self,
         place: JournalPath,
-        state: RankState,
+        recorder: EventRecorder,
         lock: threading.RLock,
-        unsent: Callable[[], Iterable[NumberedEvent]] = tuple,
+        unsent: Callable[[], Iterable[RecordedEvent]] = tuple,
     ) -> None:
         """Resumes the file if something was recovered, otherwise starts a new one.
 
-        ``lock`` guards ``state`` and ``unsent``, which returns the events that may not have been sent, oldest first.
+        ``lock`` guards ``recorder`` and ``unsent``, which returns the events that may not have been sent, oldest first.
         """
         recovered = place.recovered
         self._path = place.path
         self._head = place.head
-        self._state = state
+        self._recorder = recorder
         self._lock = lock
         self._unsent = unsent
         self._position = recovered.position if recovered else NO_POSITION
@@ -249,7 +263,7 @@ class Journal:
         """Whether the file could not be written and was abandoned."""
 
     def add(
-        self, events: Sequence[NumberedEvent], position: int, *, partial: bool = False, notes: Sequence[BlockNote] = ()
+        self, events: Sequence[RecordedEvent], position: int, *, partial: bool = False, notes: Sequence[BlockNote] = ()
     ) -> None:
         """Queues the events of one message of the engine with its number (NO_POSITION for none).
 
@@ -309,10 +323,10 @@ class Journal:
             written = self._added
             anew = self._anew or self._log_bytes > max(_LEAST_LOG_BYTES, self._state_bytes)
             self._anew = False
-            chunks = self._state.chunks(self._head.copy_counting) if anew else None
+            chunks = self._recorder.state_chunks() if anew else None
             position = self._position
             unsent = list(self._unsent()) if anew else []
-            notes = _encoded_notes(self._partial, self._state.notes()) if anew else b""
+            notes = _encoded_notes(self._partial, self._recorder.notes()) if anew else b""
         if chunks is not None:
             self._replace(chunks, position, notes, unsent)
         elif queue:
@@ -321,10 +335,10 @@ class Journal:
 
     def _replace(
         self,
-        chunks: Iterable[GetRankStateResponse],
+        chunks: Iterable[bytes],
         position: int,
         notes: bytes,
-        unsent: Sequence[NumberedEvent],
+        unsent: Sequence[RecordedEvent],
     ) -> None:
         if self._file is not None:
             self._file.close()
@@ -333,7 +347,7 @@ class Journal:
         self._file = new.open("wb", buffering=0)
         size = self._append([_encoded(_HEAD, json.dumps(asdict(self._head)).encode())])
         for chunk in chunks:
-            size += self._append([_encoded(_STATE, _group.pack(position) + chunk.SerializeToString())])
+            size += self._append([_encoded(_STATE, _group.pack(position) + chunk)])
         size += self._append([notes, _encoded(_UNSENT, _packed(unsent, NO_POSITION))])
         new.replace(self._path)
         self._state_bytes, self._log_bytes = size, 0

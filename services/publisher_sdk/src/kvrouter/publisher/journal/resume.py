@@ -33,7 +33,7 @@ def recover_worker(config: WorkerConfig) -> dict[int, Recovered]:
     for rank in config.ranks:
         place = _place(config, config.journal_path, rank)
         try:
-            found[rank] = recover(place, _head(config, rank, 0))
+            found[rank] = recover(place, _head(config, rank, 0), config.buffer_events, config.buffer_bytes)
         except Unusable as error:
             log.info("journal.not_recovered", path=str(place), reason=str(error))
             return {}

@@ -6,16 +6,11 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
+from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder, RecordedEvent
 from kvrouter.net.logs import get_logger
-from kvrouter.publisher.events.batches import MAX_BATCH_BYTES
-from kvrouter.publisher.events.blocks import NumberedEvent
-from kvrouter.publisher.events.event_log import EventLog
-from kvrouter.publisher.events.native_event_log import encode_batch
-from kvrouter.publisher.events.rank_state import RankState
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway, check_cancelled
-from kvrouter.v1.events_pb2 import KvEventBatch
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 log = get_logger(__name__)
@@ -30,35 +25,32 @@ class BatchSender:
         self,
         *,
         subject: str,
-        head: KvEventBatch,
-        state: RankState,
-        events: EventLog,
+        dp_rank: int,
+        recorder: EventRecorder,
         lock: threading.RLock,
         kept: Callable[[], Awaitable[None]],
     ) -> None:
         """Args:
         subject: Where to send.
-        head: Fields that all batches of the rank have.
-        state: The rank's state, for heartbeats.
-        events: The rank's events.
-        lock: Guards state and events.
+        dp_rank: Data-parallel rank.
+        recorder: The rank's events.
+        lock: Guards the recorder.
         kept: Waits until all recorded events are in the journal.
         """  # noqa: D205
         self.batches_sent = self.heartbeats_sent = self.bytes_sent = self.retries = self.refused = 0
         self._subject = subject
-        self._head = head
-        self._rank = head.dp_rank
-        self._state = state
-        self._events = events
+        self._rank = dp_rank
+        self._recorder = recorder
         self._lock = lock
         self._kept = kept
         # The stream drops a message whose id it has seen, whoever sent that one: other workers must not guess the ids.
         self._secret = secrets.token_hex(8)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting = asyncio.Event()
+        self._recorded = asyncio.Event()
+        self._sleeps = False
         self._sent = asyncio.Condition()
-        self._in_flight: list[NumberedEvent] = []
-        self._dropped_reported = 0
+        counts = recorder.counts()
+        self._taken_id = self._sent_id = counts.next_event_id - counts.unsent_events
         self._waits_since: float | None = None
         self._waits_for = ""
 
@@ -72,16 +64,15 @@ class BatchSender:
         """Error of its last attempt; empty if none waits."""
         return self._waits_for
 
-    def unsent(self) -> list[NumberedEvent]:
-        """Returns the events that may not have been sent, oldest first."""
-        return [*self._in_flight, *self._events.waiting()]
+    def unsent(self) -> list[RecordedEvent]:
+        """Returns the events that may not have been sent, oldest first. The caller owns the lock."""
+        return self._recorder.events(self._sent_id)
 
-    def add(self, events: Sequence[NumberedEvent]) -> None:
-        """Records events to send. The caller owns the lock."""
-        idle = not self._events.unsent
-        self._events.extend(events)
-        if idle and events and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._waiting.set)
+    def wake(self) -> None:
+        """Announces new events. The caller owns the lock."""
+        if self._sleeps and self._loop is not None:
+            self._sleeps = False
+            self._loop.call_soon_threadsafe(self._recorded.set)
 
     async def run(
         self, transport: Transport, *, heartbeat_seconds: float, max_batch_bytes: Callable[[], int] | None = None
@@ -92,16 +83,15 @@ class BatchSender:
         At the start, and after each ``heartbeat_seconds`` without events, a heartbeat reports cursor and digest.
         """
         self._loop = asyncio.get_running_loop()
-        self._waiting.set()
+        self._recorded.set()
         heartbeat_due = True
         try:
             while True:
-                limit = min(MAX_BATCH_BYTES, max_batch_bytes() if max_batch_bytes else MAX_BATCH_BYTES)
-                events = self._take(limit)
-                if events or heartbeat_due:
-                    await self._deliver(transport, events)
+                first, after, payload = self._take(max_batch_bytes() if max_batch_bytes else MAX_BATCH_BYTES)
+                if after > first or heartbeat_due:
+                    await self._deliver(transport, payload, first, after)
                 async with self._sent:
-                    self._in_flight = []
+                    self._sent_id = after
                     self._sent.notify_all()
                 heartbeat_due = not await self._recorded_within(heartbeat_seconds)
         finally:
@@ -110,47 +100,37 @@ class BatchSender:
     async def flush(self) -> None:
         """Waits until all recorded events are sent, which needs ``run`` to be running."""
         async with self._sent:
-            await self._sent.wait_for(lambda: not self._events.unsent and not self._in_flight)
+            await self._sent.wait_for(self._all_sent)
+
+    def _all_sent(self) -> bool:
+        with self._lock:
+            return self._sent_id == self._taken_id and not self._recorder.counts().unsent_events
 
     async def _recorded_within(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                await self._waiting.wait()
+                await self._recorded.wait()
         except TimeoutError:
             return False
         return True
 
-    def _take(self, max_bytes: int) -> list[NumberedEvent]:
+    def _take(self, max_bytes: int) -> tuple[int, int, bytes]:
+        """Takes a batch, or a heartbeat if there are no events; see ``EventRecorder.take_batch``."""
         with self._lock:
-            events = self._events.take(max_bytes)
-            self._in_flight = events
-            if not events:
-                self._waiting.clear()
-            dropped = self._events.dropped
-        if dropped > self._dropped_reported:
-            log.warning("publish.events_dropped", rank=self._rank, events=dropped - self._dropped_reported)
-            self._dropped_reported = dropped
-        return events
+            first, after, payload = self._recorder.take_batch(max_bytes)
+            if first == after:
+                self._recorded.clear()
+                self._sleeps = True
+        if first > self._taken_id:
+            log.warning("publish.events_dropped", rank=self._rank, events=first - self._taken_id)
+        self._taken_id = after
+        return first, after, payload
 
-    def encode(self, events: Sequence[NumberedEvent]) -> bytes:
-        """Returns a batch of consecutive events, or a heartbeat if there are none."""
-        if events:
-            next_event_id, digest = events[-1].event_id + 1, events[-1].digest
-        else:
-            with self._lock:
-                next_event_id, digest = self._state.next_event_id, self._state.digest
-        head = KvEventBatch(next_event_id=next_event_id, digest=digest, published_unix_ns=time.time_ns())
-        head.MergeFrom(self._head)
-        return encode_batch(head, events)
-
-    async def _deliver(self, transport: Transport, events: list[NumberedEvent]) -> None:
-        payload = self.encode(events)
+    async def _deliver(self, transport: Transport, payload: bytes, first: int, after: int) -> None:
         await self._kept()
-        message_id = None
-        if events:
-            # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
-            span = f"{events[0].event_id}-{events[-1].event_id}"
-            message_id = f"{self._secret}.{span}"
+        events = after - first
+        # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
+        message_id = f"{self._secret}.{first}-{after - 1}" if events else None
         try:
             async for attempt in AsyncRetrying(
                 retry=retry_if_exception_type(TransportAway),
@@ -164,8 +144,8 @@ class BatchSender:
                         check_cancelled()
         except MessageRefused as error:
             self._end_wait()
-            self.refused += len(events)
-            log.error("publish.rejected", rank=self._rank, events=len(events), bytes=len(payload), error=str(error))
+            self.refused += events
+            log.error("publish.rejected", rank=self._rank, events=events, bytes=len(payload), error=str(error))
             return
         self._end_wait()
         self.bytes_sent += len(payload)
@@ -185,7 +165,7 @@ class BatchSender:
                 "publish.delayed",
                 rank=self._rank,
                 error=self._waits_for,
-                unsent_events=self._events.unsent,
+                unsent_events=self._recorder.counts().unsent_events,
                 consequence="events are buffered, and Indexers read the rank over gRPC",
             )
 

@@ -6,16 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvrouter.core import Scope, TokenBuffer, local_hashes, multimodal_hash
+from kvrouter.core import EventRecorder, Scope, TokenBuffer, local_hashes, multimodal_hash
+from kvrouter.core.interface import RecorderCounts
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
-from kvrouter.publisher.events.batches import MAX_BATCH_BYTES
-from kvrouter.publisher.events.blocks import BASE_SCOPE, NumberedEvent
 from kvrouter.publisher.events.copy_counting import CopyCountingCheck
 from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
-from kvrouter.publisher.events.native_event_log import make_event_log
-from kvrouter.publisher.events.native_rank_state import make_rank_state
-from kvrouter.publisher.events.state_chunks import CHUNK_BLOCKS
 from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
 from kvrouter.publisher.publishing.batch_sender import BatchSender
 from kvrouter.publisher.publishing.rank_stats import RankStats
@@ -57,32 +53,22 @@ class RankPublisher:
         """Data-parallel rank."""
         self.incarnation = incarnation
         """Incarnation of the cache that is reported."""
-        self._block_size = block_size
-        self._copy_counting = copy_counting
-        self._lock = threading.RLock()
-        found = journal.recovered if journal else None
-        self._state = found.state if found else make_rank_state(incarnation, copy_counting)
         self.on_partial: Callable[[], None] | None = None
         """Called when ``is_partial`` has changed; from any thread."""
+        self._block_size = block_size
+        self._lock = threading.RLock()
+        recovered = journal.recovered if journal else None
+        head = (worker_id, dp_rank, incarnation, block_size, copy_counting)
+        self._recorder = recovered.recorder if recovered else EventRecorder(head, buffer_events, buffer_bytes)
+        self._counts = self._recorder.counts()
         self._check = CopyCountingCheck(dp_rank, copy_counting, total_blocks)
-        self._partial = found is not None and found.partial
-        self._announced_partial = self._partial
+        self._partial = self._announced_partial = recovered is not None and recovered.partial
         self._losses = self._restarts = 0
-        self._noted: list[int] = []
-        self._events = make_event_log(buffer_events, buffer_bytes)
-        self._events.extend(found.tail if found else ())
-        head = KvEventBatch(
-            worker_id=worker_id,
-            dp_rank=dp_rank,
-            incarnation=incarnation,
-            block_size=block_size,
-            copy_counting=copy_counting,
-        )
+        self._grouped = False
         self._sender = BatchSender(
-            subject=subject, head=head, state=self._state, events=self._events, lock=self._lock, kept=self.kept
+            subject=subject, dp_rank=dp_rank, recorder=self._recorder, lock=self._lock, kept=self.kept
         )
-        self._journal = Journal(journal, self._state, self._lock, self._sender.unsent) if journal else None
-        self._reported: list[NumberedEvent] | None = None
+        self._journal = Journal(journal, self._recorder, self._lock, self._sender.unsent) if journal else None
 
     def stored(
         self,
@@ -113,7 +99,7 @@ class RankPublisher:
                 a multiple of the component's block size. 0 for the component's.
 
         Raises:
-            InvalidEvent: tokens and hashes do not match; see ``RankState.stored``.
+            InvalidEvent: tokens and hashes do not match; see ``EventRecorder.stored``.
             UnknownParent: the parent is not resident.
         """
         parts, rest = divmod(block_size or self._block_size, self._block_size)
@@ -151,7 +137,7 @@ class RankPublisher:
         ``scope`` is the one that is in these hashes; None for the parent's.
 
         Raises:
-            InvalidEvent: see ``RankState.stored``.
+            InvalidEvent: see ``EventRecorder.stored``.
             UnknownParent: the parent is not resident.
         """
         scope = self._inherited(parent) if scope is None else scope
@@ -166,10 +152,11 @@ class RankPublisher:
         Raises:
             InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
         """
+        hashes = engine_hashes_of(engine_hashes)
         with self._lock:
-            before = self._state.unplaced_blocks
-            self._append(self._state.stored_known(engine_hashes, tier))
-            return max(0, len(engine_hashes) - (self._state.unplaced_blocks - before))
+            before = self._counts.unplaced_blocks
+            counts = self._record(lambda: self._recorder.stored_known(hashes, tier))
+            return max(0, len(hashes) - (counts.unplaced_blocks - before))
 
     def is_resident(self, engine_hash: EngineHash, *, tier: Tier = Tier.TIER_DEVICE) -> bool:
         """Returns whether a block is resident in a tier, by what was reported.
@@ -178,15 +165,15 @@ class RankPublisher:
             InvalidEvent: the hash does not fit into 64 bits, or the tier is unknown.
         """
         with self._lock:
-            return self._state.is_resident(engine_hash, tier)
+            return bool(self._recorder.resident([engine_hash_of(engine_hash)], tier))
 
     def chunk(self, engine_hash: EngineHash, blocks: int) -> list[int]:
-        """Returns the engine hashes of the ``blocks`` resident blocks that end with this one; see ``RankState.chunk``.
+        """Returns the engine hashes of a chunk of blocks that ends with this one; see ``EventRecorder.chunk``.
 
         For engines that name a chunk of blocks by its last one.
         """
         with self._lock:
-            return self._state.chunk(engine_hash, blocks)
+            return self._recorder.chunk(engine_hash_of(engine_hash), blocks)
 
     @property
     def is_partial(self) -> bool:
@@ -201,12 +188,11 @@ class RankPublisher:
         Raises:
             InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
         """
+        hashes = engine_hashes_of(engine_hashes)
         with self._lock:
-            before = self._state.unknown_removals
-            events = self._state.removed(engine_hashes, tier)
-            if self._state.unknown_removals > before:
-                self._check.removed_unknown(engine_hashes, self._state, tier)
-            self._append(events)
+            before = self._counts.unknown_removals
+            if self._record(lambda: self._recorder.removed(hashes, tier)).unknown_removals > before:
+                self._check.removed_unknown(hashes, self._recorder, tier)
 
     def cleared(self, *, tier: Tier = Tier.TIER_UNSPECIFIED) -> None:
         """Reports that all blocks left a tier, or every tier for TIER_UNSPECIFIED.
@@ -232,8 +218,7 @@ class RankPublisher:
                 self._clear(Tier.TIER_UNSPECIFIED, partial=True)
             elif is_news:
                 self._partial = True
-                if self._reported is None:
-                    self._commit([], NO_POSITION)
+                self._record(self._recorder.counts)
         if is_news:
             log.warning("publish.engine_events_lost", rank=self.dp_rank, dropped=removals)
 
@@ -253,28 +238,17 @@ class RankPublisher:
         the body should be quick.
         """
         with self._lock:
-            if self._reported is not None:
+            if self._grouped:
                 raise InvalidEvent("expected no reporting() inside of another one")
-            self._reported = []
-            partial, losses, restarts = self._partial, self._losses, self._restarts
-            self._state.begin()
-            try:
+            with self._group(position):
                 yield
-            except BaseException:
-                self._state.roll_back()
-                self._reported, self._noted = None, []
-                self._partial, self._losses, self._restarts = partial, losses, restarts
-                raise
-            self._state.commit()
-            events, self._reported = self._reported, None
-            self._commit(events, position)
 
     def _inherited(self, parent: EngineHash | None) -> Scope:
         if parent is None:
-            return BASE_SCOPE
+            return Scope()
         with self._lock:
             # An unknown parent is refused later.
-            return self._state.scope_of(engine_hash_of(parent)) or BASE_SCOPE
+            return self._recorder.scope_of(engine_hash_of(parent)) or Scope()
 
     def _store(
         self,
@@ -287,43 +261,77 @@ class RankPublisher:
         new_copies: bool,
         parts: int,
     ) -> None:
+        hashes = engine_hashes_of(engine_hashes)
+        above = None if parent is None else engine_hash_of(parent)
         with self._lock:
-            self._check.storing(engine_hashes, self._state, tier)
-            events = self._state.stored(
-                engine_hashes, hashed, parent, tier, scope=scope, new_copies=new_copies, parts=parts
+            self._check.storing(hashes, self._recorder, tier)
+            counts = self._record(
+                lambda: self._recorder.stored(
+                    hashes, hashed, above, tier, scope=scope, new_copies=new_copies, parts=parts
+                )
             )
-            self._check.stored(self._state, tier)
-            if scope != BASE_SCOPE or parts > 1:
-                self._noted += engine_hashes_of(engine_hashes)
-            self._append(events)
+            self._check.stored(counts, tier)
 
     def _clear(self, tier: Tier, *, partial: bool) -> None:
-        events = self._state.cleared(tier)
+        def clear() -> RecorderCounts:
+            counts = self._recorder.cleared(tier)
+            self._partial = partial
+            return counts
+
+        self._record(clear)
         self._check.cleared()
-        self._partial = partial
-        self._append(events)
 
-    def _append(self, events: list[NumberedEvent]) -> None:
-        if self._reported is not None:
-            self._reported += events
-        elif events:
-            self._commit(events, NO_POSITION)
+    def _record(self, report: Callable[[], RecorderCounts]) -> RecorderCounts:
+        """Makes a report, in a group of its own if there is a journal. Returns the numbers after it.
 
-    def _commit(self, events: list[NumberedEvent], position: int) -> None:
+        The caller owns the lock.
+        """
+        before = self._counts
+        if self._grouped:
+            self._counts = report()
+        elif self._journal is not None:
+            with self._group(NO_POSITION):
+                self._counts = report()
+        else:
+            self._counts = report()
+            self._announce(before)
+        return self._counts
+
+    @contextmanager
+    def _group(self, position: int) -> Iterator[None]:
+        """Groups the reports in the body; undoes them if it raises. The caller owns the lock."""
+        before = self._counts
+        partial, losses, restarts = self._partial, self._losses, self._restarts
+        self._grouped = True
+        self._recorder.begin()
+        try:
+            yield
+        except BaseException:
+            self._recorder.roll_back()
+            self._counts = before
+            self._partial, self._losses, self._restarts = partial, losses, restarts
+            raise
+        finally:
+            self._grouped = False
         if self._journal is not None:
-            notes = self._state.notes(self._noted)
+            events, notes = self._recorder.group()
             self._journal.add(events, position, partial=self._partial, notes=notes)
-        self._noted = []
+        self._recorder.commit()
+        self._announce(before)
+
+    def _announce(self, before: RecorderCounts) -> None:
+        """Tells others of changes since ``before``."""
         if self._partial != self._announced_partial:
             self._announced_partial = self._partial
             if self.on_partial is not None:
                 self.on_partial()
-        self._sender.add(events)
+        if self._counts.next_event_id != before.next_event_id:
+            self._sender.wake()
 
-    def state_chunks(self, chunk_blocks: int = CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
+    def state_chunks(self, chunk_blocks: int = 4096) -> Iterator[GetRankStateResponse]:
         """Returns the rank's state as of now in chunks. Later changes do not affect the chunks."""
         with self._lock:
-            return self._state.chunks(self._copy_counting, chunk_blocks)
+            return map(GetRankStateResponse.FromString, self._recorder.state_chunks(chunk_blocks))
 
     def events(self, from_: Cursor, until_event_id: int = 0) -> Iterator[KvEventBatch]:
         """Returns the events from a cursor to below ``until_event_id`` (0 for all) in batches; none if up to date.
@@ -334,10 +342,7 @@ class RankPublisher:
         if from_.incarnation != self.incarnation:
             raise EventsGone(f"expected a cursor of incarnation {self.incarnation}, received {from_.incarnation}")
         with self._lock:
-            if from_.next_event_id == self._state.next_event_id:
-                return iter(())
-            runs = self._events.since(from_.next_event_id, until_event_id, MAX_BATCH_BYTES)
-        return (KvEventBatch.FromString(self._sender.encode(events)) for events in runs)
+            return map(KvEventBatch.FromString, self._recorder.batches(from_.next_event_id, until_event_id))
 
     async def run(
         self, transport: Transport, *, heartbeat_seconds: float, max_batch_bytes: Callable[[], int] | None = None
@@ -362,25 +367,26 @@ class RankPublisher:
     def stats(self) -> RankStats:
         """Returns the current statistics."""
         with self._lock:
+            counts = self._recorder.counts()
             return RankStats(
                 dp_rank=self.dp_rank,
                 incarnation=self.incarnation,
-                next_event_id=self._state.next_event_id,
-                digest=self._state.digest,
-                blocks=len(self._state),
+                next_event_id=counts.next_event_id,
+                digest=counts.digest,
+                blocks=counts.blocks,
                 partial=self._partial,
                 events_lost=self._losses,
                 restarts=self._restarts,
-                unknown_removals=self._state.unknown_removals,
-                unplaced_blocks=self._state.unplaced_blocks,
+                unknown_removals=counts.unknown_removals,
+                unplaced_blocks=counts.unplaced_blocks,
                 copy_counting_doubts=self._check.doubts,
                 batches_sent=self._sender.batches_sent,
                 heartbeats_sent=self._sender.heartbeats_sent,
                 bytes_sent=self._sender.bytes_sent,
                 retries=self._sender.retries,
-                events_dropped=self._events.dropped + self._sender.refused,
-                unsent_events=self._events.unsent,
-                unsent_bytes=self._events.unsent_bytes,
+                events_dropped=counts.dropped_events + self._sender.refused,
+                unsent_events=counts.unsent_events,
+                unsent_bytes=counts.unsent_bytes,
                 waiting_seconds=self._sender.waiting_seconds,
                 waiting_reason=self._sender.waiting_reason,
                 unkept_bytes=self._journal.queued_bytes if self._journal else 0,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.publisher.errors import EventsGone
-from kvrouter.publisher.events.blocks import NumberedEvent
-from kvrouter.publisher.events.event_log import EventLog
+from kvrouter.core.interface import EventsGone
+from kvrouter.core.reference.event_log import EventLog
+from kvrouter.core.reference.rank_state import NumberedEvent
 
 
 def event(number: int, size: int = 10) -> NumberedEvent:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvrouter.publisher.events.blocks import TIERS, Block
+from kvrouter.core.reference.block_table import Block
+from kvrouter.core.reference.rank_blocks import TIERS
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor
 from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse, TierCopies
 

@@ -6,12 +6,57 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvrouter.publisher.events.blocks import TIERS, Block
+from kvrouter.core.interface import InvalidEvent, Scope
+from kvrouter.core.reference.hashing import SEED
+from kvrouter.core.reference.rank_blocks import TIERS
+from kvrouter.v1.common_pb2 import Tier
 from xxhash import xxh3_64_intdigest
 
+BASE_SCOPE = Scope()
+"""Scope of blocks without adapter, salt and tenant."""
+
 _U64 = (1 << 64) - 1
-_DIGEST_SEED = 1337
+_pair = struct.Struct("<2Q").pack
 _term = struct.Struct("<4Q").pack
+
+
+class Block(NamedTuple):
+    """A resident block."""
+
+    parent: int | None
+    """Engine hash of the parent block when this block was stored; None at the start of a sequence."""
+    parent_place: int
+    """Sequence hash of the parent block; 0 at the start of a sequence."""
+    local_hash: int
+    sequence_hash: int
+    depth: int
+    """Position in the sequence, from 0."""
+    copies: tuple[int, ...]
+    """Physical copies in device memory, host memory, disk and shared storage."""
+    scope: Scope = BASE_SCOPE
+    """Scope of its sequence, which its children inherit."""
+    parts: int = 1
+    """Number of blocks that its engine's block consists of; above 1, this is the last of them."""
+
+
+def tier_index(tier: Tier) -> int:
+    """Returns the place of a tier in ``TIERS``.
+
+    Raises:
+        InvalidEvent: the tier is unknown.
+    """
+    if not 1 <= tier <= len(TIERS):
+        raise InvalidEvent(f"expected device, host, disk or shared as the tier, received {tier}")
+    return tier - 1
+
+
+def part_hashes(engine_hash: int, parts: int) -> list[int]:
+    """Returns engine hashes for the blocks that an engine's larger block consists of; the last one has its own hash.
+
+    So a child finds its parent, and equal blocks have equal parts.
+    """
+    derived = [xxh3_64_intdigest(_pair(engine_hash, number), SEED) for number in range(parts - 1)]
+    return [*derived, engine_hash]
 
 
 class _Undo(NamedTuple):
@@ -100,6 +145,10 @@ class BlockTable:
         """Begins changes that ``roll_back`` can undo."""
         self._undo = _Undo(self.digest, list(self.copies), {})
 
+    def changed(self) -> list[int]:
+        """Returns the engine hashes of the blocks that changed since ``begin``."""
+        return [] if self._undo is None else list(self._undo.blocks)
+
     def commit(self) -> None:
         """Ends changes, which stay."""
         self._undo = None
@@ -134,5 +183,5 @@ class BlockTable:
         return block
 
     def _count(self, engine_hash: int, block: Block, index: int, copies: int, sign: int) -> None:
-        term = xxh3_64_intdigest(_term(engine_hash, block.sequence_hash, TIERS[index], copies), _DIGEST_SEED)
+        term = xxh3_64_intdigest(_term(engine_hash, block.sequence_hash, TIERS[index], copies), SEED)
         self.digest = (self.digest + sign * term) & _U64

@@ -1,21 +1,15 @@
-"""The blocks of one rank, and the numbered events that led to them.
-
-A block is identified by its engine hash and positioned by its sequence hash, which chains the local hashes from the
-start of the sequence. ``kvrouter.core.interface`` defines the effect of stores and removals on both. This module
-follows that definition, so that an index that applied every event has the same blocks and the same digest.
-"""
+"""The blocks of one rank, and the numbered events that led to them."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from kvrouter.core import Scope, sequence_hashes
-from kvrouter.publisher.errors import InvalidEvent, UnknownParent
-from kvrouter.publisher.events.block_table import BlockTable
-from kvrouter.publisher.events.blocks import BASE_SCOPE, TIERS, Block, BlockNote, NumberedEvent, tier_index
-from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of, part_hashes
-from kvrouter.publisher.events.state_chunks import CHUNK_BLOCKS, state_chunks
+from kvrouter.core.interface import BlockNote, InvalidEvent, Scope, UnknownParent
+from kvrouter.core.reference.block_table import BASE_SCOPE, Block, BlockTable, part_hashes, tier_index
+from kvrouter.core.reference.hashing import chain, unpack
+from kvrouter.core.reference.rank_blocks import TIERS
+from kvrouter.core.reference.state_chunks import state_chunks
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse
@@ -24,14 +18,20 @@ MAX_EVENT_BLOCKS = 8192
 """Maximum number of blocks in one event: 128 KiB of hashes, so that events fill batches of 512 KiB well."""
 
 _FIRST_COPY = ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))
-_le64 = struct.Struct("<Q")
+
+
+class NumberedEvent(NamedTuple):
+    """An encoded event with its id."""
+
+    event_id: int
+    encoded: bytes
+    """A KvEvent."""
+    digest: int
+    """Digest of the rank's state after the event."""
 
 
 class RankState:
-    """Blocks, digest and event numbers of one rank in one incarnation. Not thread-safe.
-
-    The definition of what the Rust core does (``NativeRankState``), and what runs without it.
-    """
+    """Blocks, digest and event numbers of one rank in one incarnation. Not thread-safe."""
 
     def __init__(self, incarnation: int, copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED) -> None:
         self.incarnation = incarnation
@@ -49,41 +49,34 @@ class RankState:
         """Returns the number of resident blocks, in any tier."""
         return len(self._blocks)
 
-    def __contains__(self, engine_hash: EngineHash) -> bool:
-        return self._blocks.get(engine_hash_of(engine_hash)) is not None
+    def __contains__(self, engine_hash: int) -> bool:
+        return self._blocks.get(engine_hash) is not None
 
-    def is_resident(self, engine_hash: EngineHash, tier: Tier) -> bool:
-        """Returns whether a block is resident in a tier.
+    def is_resident(self, engine_hash: int, tier: Tier) -> bool:
+        """Returns whether a block is resident in a tier."""
+        index = tier_index(tier)
+        block = self._blocks.get(engine_hash)
+        return block is not None and block.copies[index] > 0
 
-        Raises:
-            InvalidEvent: the hash is none, or the tier is unknown.
-        """
-        block = self._blocks.get(engine_hash_of(engine_hash))
-        return block is not None and block.copies[tier_index(tier)] > 0
+    @property
+    def device_copies(self) -> int:
+        """Number of physical copies of all blocks in device memory."""
+        return self._blocks.copies[0]
 
-    def copies_in(self, tier: Tier) -> int:
-        """Returns the number of physical copies of all blocks in a tier."""
-        return self._blocks.copies[tier_index(tier)]
-
-    def scope_of(self, engine_hash: EngineHash) -> Scope | None:
+    def scope_of(self, engine_hash: int) -> Scope | None:
         """Returns the scope of a resident block; None if it is not resident."""
-        block = self._blocks.get(engine_hash_of(engine_hash))
+        block = self._blocks.get(engine_hash)
         return None if block is None else block.scope
 
-    def chunk(self, engine_hash: EngineHash, blocks: int) -> list[int]:
-        """Returns the engine hashes of a chunk of blocks that ends with this one, in order.
-
-        Blocks that are not resident, and those before them, are missing. A block that consists of parts is a chunk by
-        itself.
-        """
-        found: list[int] = []
-        place = engine_hash_of(engine_hash)
-        while (block := self._blocks.get(place)) is not None and len(found) < blocks:
-            found.append(place)
+    def chunk(self, engine_hash: int, blocks: int) -> list[int]:
+        """Returns the engine hashes of a chunk of blocks that ends with this one, in order."""
+        chunk: list[int] = []
+        while (block := self._blocks.get(engine_hash)) is not None and len(chunk) < blocks:
+            chunk.append(engine_hash)
             if block.parent is None or block.parts > 1 or not self._has_parent(block):
                 break
-            place = block.parent
-        return found[::-1]
+            engine_hash = block.parent
+        return chunk[::-1]
 
     @property
     def digest(self) -> int:
@@ -99,36 +92,26 @@ class RankState:
         """Returns (engine hash, block) of all blocks, as a copy."""
         return self._blocks.items()
 
-    def chunks(self, copy_counting: CopyCounting, chunk_blocks: int = CHUNK_BLOCKS) -> Iterator[GetRankStateResponse]:
+    def chunks(self, copy_counting: CopyCounting, chunk_blocks: int) -> Iterator[GetRankStateResponse]:
         """Returns the state as of now in chunks. Later changes do not affect the chunks."""
         return state_chunks(self.cursor, self.digest, self.blocks(), copy_counting, chunk_blocks)
 
     def stored(
         self,
-        engine_hashes: Iterable[EngineHash],
+        engine_hashes: Sequence[int],
         local_hashes: bytes,
-        parent: EngineHash | None = None,
+        parent: int | None = None,
         tier: Tier = Tier.TIER_DEVICE,
         *,
         scope: Scope = BASE_SCOPE,
         new_copies: bool = True,
         parts: int = 1,
     ) -> list[NumberedEvent]:
-        """Records a chain of blocks below ``parent``, or at the start of a sequence if it is None.
-
-        ``local_hashes`` are packed little-endian u64, ``parts`` for each engine hash: an engine's block may consist of
-        several blocks. Without ``new_copies`` blocks that are resident in the tier already stay as they are. Returns
-        the resulting events.
-
-        Raises:
-            InvalidEvent: the lengths differ, a hash occurs twice or is the parent's, or the tier is unknown.
-            UnknownParent: the parent is not resident.
-        """
+        """Records a chain of blocks. Returns the resulting events."""
         index = tier_index(tier)
-        named = engine_hashes_of(engine_hashes)
-        if len(set(named)) != len(named):
+        if len(set(engine_hashes)) != len(engine_hashes):
             raise InvalidEvent("expected each engine hash once in a chain, received one twice")
-        hashes = named if parts == 1 else [part for engine_hash in named for part in part_hashes(engine_hash, parts)]
+        hashes = [part for engine_hash in engine_hashes for part in part_hashes(engine_hash, parts)]
         if len(local_hashes) != 8 * len(hashes):
             raise InvalidEvent(
                 f"expected 8 bytes of local hashes per block ({len(hashes)}), received {len(local_hashes)} bytes"
@@ -137,41 +120,28 @@ class RankState:
             return []
         place, depth = 0, -1
         if parent is not None:
-            parent = engine_hash_of(parent)
             if parent in hashes:
                 raise InvalidEvent("expected a parent outside of the stored blocks, received one of them")
             above = self._blocks.get(parent)
             if above is None:
                 raise UnknownParent(parent)
             place, depth = above.sequence_hash, above.depth
-        locals_ = struct.unpack(f"<{len(hashes)}Q", local_hashes)
-        # The chain continues from the parent's sequence hash as if that were the local hash of a first block.
-        chain = (
-            sequence_hashes(local_hashes) if parent is None else sequence_hashes(_le64.pack(place) + local_hashes)[8:]
-        )
+        locals_ = unpack(local_hashes)
+        sequences = chain(None if parent is None else place, locals_)
         blocks = []
-        for number, (engine_hash, local, sequence) in enumerate(
-            zip(hashes, locals_, struct.unpack(f"<{len(hashes)}Q", chain), strict=True), start=1
-        ):
+        for number, (engine_hash, local, sequence) in enumerate(zip(hashes, locals_, sequences, strict=True), start=1):
             own = 1 if number % parts else parts
             block = Block(parent, place, local, sequence, depth + number, _FIRST_COPY[index], scope, own)
             blocks.append((engine_hash, block))
             parent, place = engine_hash, sequence
         return self._store_chains(blocks, index, tier, new_copies=new_copies)
 
-    def stored_known(self, engine_hashes: Iterable[EngineHash], tier: Tier) -> list[NumberedEvent]:
-        """Records that resident blocks are now in ``tier`` too. Returns the resulting events.
-
-        Blocks that are not resident, or whose parents are not, are counted in ``unplaced_blocks`` and not published:
-        the index could not place them.
-
-        Raises:
-            InvalidEvent: the tier is unknown.
-        """
+    def stored_known(self, engine_hashes: Iterable[int], tier: Tier) -> list[NumberedEvent]:
+        """Records resident blocks in ``tier`` too. Returns the resulting events."""
         index = tier_index(tier)
         blocks = []
-        for named in engine_hashes_of(engine_hashes):
-            for engine_hash in self._parts_of(named):
+        for whole in engine_hashes:
+            for engine_hash in self._parts_of(whole):
                 block = self._blocks.get(engine_hash)
                 if block is None or not self._has_parent(block):
                     self.unplaced_blocks += 1
@@ -179,18 +149,12 @@ class RankState:
                     blocks.append((engine_hash, block._replace(copies=_FIRST_COPY[index])))
         return self._store_chains(blocks, index, tier, new_copies=True)
 
-    def removed(self, engine_hashes: Iterable[EngineHash], tier: Tier = Tier.TIER_DEVICE) -> list[NumberedEvent]:
-        """Records that blocks, or one physical copy of each, left a tier, in any order. Returns the resulting events.
-
-        Blocks that are not resident there are counted and not published.
-
-        Raises:
-            InvalidEvent: the tier is unknown.
-        """
+    def removed(self, engine_hashes: Iterable[int], tier: Tier = Tier.TIER_DEVICE) -> list[NumberedEvent]:
+        """Records the removal of blocks, or one physical copy of each, from a tier. Returns the resulting events."""
         index = tier_index(tier)
         events = []
         gone: dict[int, None] = {}
-        for engine_hash in [part for named in engine_hashes_of(engine_hashes) for part in self._parts_of(named)]:
+        for engine_hash in [part for whole in engine_hashes for part in self._parts_of(whole)]:
             # A repeated hash means two copies, which need two events.
             if engine_hash in gone or len(gone) == MAX_EVENT_BLOCKS:
                 events.append(self._numbered(KvEvent(tier=tier, removed=BlocksRemoved(engine_hashes=gone))))
@@ -204,11 +168,7 @@ class RankState:
         return events
 
     def cleared(self, tier: Tier = Tier.TIER_UNSPECIFIED) -> list[NumberedEvent]:
-        """Records that all blocks left a tier, or every tier for TIER_UNSPECIFIED. Returns the resulting event.
-
-        Raises:
-            InvalidEvent: the tier is unknown.
-        """
+        """Records the removal of all blocks from a tier, or from all for TIER_UNSPECIFIED. Returns the event."""
         if tier == Tier.TIER_UNSPECIFIED:
             self._blocks.clear_all()
         else:
@@ -216,7 +176,7 @@ class RankState:
         return [self._numbered(KvEvent(tier=tier, cleared=BlocksCleared()))]
 
     def load(self, next_event_id: int, records: Iterable[BlockRecord]) -> None:
-        """Fills an empty state from ``block_records``, in which parents precede children."""
+        """Fills an empty state from records, in which parents precede children."""
         self.next_event_id = next_event_id
         for record in records:
             parent = record.parent_engine_hash if record.HasField("parent_engine_hash") else None
@@ -227,18 +187,21 @@ class RankState:
             block = Block(parent, place, record.local_hash, record.sequence_hash, record.depth, copies)
             self._blocks.add(record.engine_hash, block)
 
+    def changed(self) -> list[int]:
+        """Returns the engine hashes of the blocks that changed since ``begin``."""
+        return self._blocks.changed()
+
     def notes(self, engine_hashes: Iterable[int] | None = None) -> list[BlockNote]:
-        """Returns what a journal must add to the blocks' records: scopes and parts. All blocks', or the given ones'."""
-        chosen = self._blocks if engine_hashes is None else engine_hashes
+        """Returns the notes on resident blocks: all blocks, or the given ones."""
         noted: dict[tuple[Scope, int], list[int]] = {}
-        for engine_hash in chosen:
+        for engine_hash in self._blocks if engine_hashes is None else engine_hashes:
             block = self._blocks.get(engine_hash)
             if block is not None and (block.scope != BASE_SCOPE or block.parts > 1):
                 noted.setdefault((block.scope, block.parts), []).append(engine_hash)
-        return [BlockNote(scope, parts, hashes) for (scope, parts), hashes in noted.items()]
+        return [(scope, parts, hashes) for (scope, parts), hashes in noted.items()]
 
     def annotate(self, notes: Iterable[BlockNote]) -> None:
-        """Applies notes of a journal to resident blocks; others are ignored."""
+        """Applies notes to resident blocks; others are ignored."""
         for scope, parts, hashes in notes:
             for engine_hash in hashes:
                 block = self._blocks.get(engine_hash)
@@ -258,23 +221,6 @@ class RankState:
         """Undoes all changes since ``begin``."""
         self.next_event_id, self.unknown_removals, self.unplaced_blocks = self._before
         self._blocks.roll_back()
-
-    def replay(self, event: KvEvent) -> list[NumberedEvent]:
-        """Applies an event from a journal, and returns the equal event that results.
-
-        Raises:
-            InvalidEvent: the event does not apply to this state.
-        """
-        match event.WhichOneof("change"):
-            case "stored":
-                stored = event.stored
-                hashes = struct.pack(f"<{len(stored.local_hashes)}Q", *stored.local_hashes)
-                parent = stored.parent_engine_hash if stored.HasField("parent_engine_hash") else None
-                return self.stored(stored.engine_hashes, hashes, parent, event.tier)
-            case "removed":
-                return self.removed(event.removed.engine_hashes, event.tier)
-            case _:
-                return self.cleared(event.tier)
 
     def _numbered(self, event: KvEvent) -> NumberedEvent:
         event.event_id = self.next_event_id

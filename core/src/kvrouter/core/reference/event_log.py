@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from kvrouter.publisher.errors import EventsGone
-from kvrouter.publisher.events.blocks import NumberedEvent
+from kvrouter.core.interface import EventsGone
+from kvrouter.core.reference.rank_state import NumberedEvent
 
 
 class EventLog:
@@ -40,9 +40,9 @@ class EventLog:
         """Number of unsent events that were discarded."""
         return self._dropped
 
-    def waiting(self) -> list[NumberedEvent]:
-        """Returns the unsent events."""
-        return list(self._unsent)
+    def events(self, from_event_id: int) -> list[NumberedEvent]:
+        """Returns the events from an id on."""
+        return [event for event in (*self._sent, *self._unsent) if event.event_id >= from_event_id]
 
     def extend(self, events: Iterable[NumberedEvent]) -> None:
         """Appends events in order of their ids."""
