@@ -131,7 +131,13 @@ async def running(
     listener = LoadListener(runtime.nats, runtime.directory, pools.reports_of, metrics, clock, runtime.quarantine)
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
-    _show_sizes(metrics, booking_table, booking_leases, decisions, affinity, predictions, overload)
+    # Read when the metrics are scraped.
+    metrics.behind.set_function(lambda: overload.behind)
+    metrics.bookings.set_function(lambda: len(booking_table))
+    metrics.sessions.set_function(lambda: booking_leases.sessions)
+    metrics.decisions.set_function(lambda: len(decisions))
+    metrics.conversations.set_function(lambda: len(affinity))
+    metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
     runtime.registry.register(rank_load_gauges(pools))
     runtime.registry.register(queue_gauges(queued))
     bounds = bounds_of(runtime.registry)
@@ -192,24 +198,6 @@ async def running(
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-def _show_sizes(
-    metrics: SchedulerMetrics,
-    booking_table: BookingTable,
-    booking_leases: BookingLeases,
-    decisions: Decisions,
-    affinity: Affinity,
-    predictions: Predictions | None,
-    overload: OverloadDetector,
-) -> None:
-    """Connects the size metrics to the objects that they measure, which are read when the metrics are scraped."""
-    metrics.behind.set_function(lambda: overload.behind)
-    metrics.bookings.set_function(lambda: len(booking_table))
-    metrics.sessions.set_function(lambda: booking_leases.sessions)
-    metrics.decisions.set_function(lambda: len(decisions))
-    metrics.conversations.set_function(lambda: len(affinity))
-    metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
 
 
 async def _every(seconds: float, action: Callable[[], None]) -> None:

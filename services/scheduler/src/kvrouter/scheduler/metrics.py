@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.model_labels import model_label
@@ -25,7 +25,8 @@ class SchedulerMetrics:
         self.selections = counter(
             "kvrouter_scheduler_selections", "Selections by mode and outcome, a gRPC code.", ["mode", "code"]
         )
-        self._selected: dict[tuple[str, str], Counter] = {}
+        self.selected = cache(self.selections.labels)
+        """Returns the counter of a mode and an outcome. Kept, because a look-up by labels takes longer."""
         self.repeated = counter(
             "kvrouter_scheduler_repeated_selections", "Repeated selections, answered with the first outcome."
         )
@@ -89,15 +90,8 @@ class SchedulerMetrics:
         self.predictions = counter(
             "kvrouter_scheduler_predictions", "Requests whose prediction was exact, low or high.", ["verdict"]
         )
-        self._verdicts: dict[str, Counter] = {}
+        self._judged = cache(self.predictions.labels)
         self._audited: dict[str, tuple[Counter, Counter]] = {}
-
-    def selected(self, mode: str, code: str) -> Counter:
-        """Returns the counter of selections with a mode and an outcome. To look it up by its labels takes longer."""
-        counter = self._selected.get((mode, code))
-        if counter is None:
-            counter = self._selected[mode, code] = self.selections.labels(mode, code)
-        return counter
 
     def audit(self, model: str, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the number that the worker reported."""
@@ -109,11 +103,7 @@ class SchedulerMetrics:
         audited[0].inc(predicted)
         audited[1].inc(actual)
         self.blocks_off.observe(actual - predicted)
-        verdict = "exact" if actual == predicted else "low" if actual > predicted else "high"
-        counter = self._verdicts.get(verdict)
-        if counter is None:
-            counter = self._verdicts[verdict] = self.predictions.labels(verdict)
-        counter.inc()
+        self._judged("exact" if actual == predicted else "low" if actual > predicted else "high").inc()
 
 
 class ScrapedGauges(Collector):

@@ -45,11 +45,8 @@ def replicated_booking(pool: Pool, key: Key, announced: ReassertBooking | AddReq
     """
     local_hashes, conversation = b"", b""
     if isinstance(announced, AddRequest):
-        hashes, local_hashes, conversation = (
-            announced.sequence_hashes,
-            announced.local_hashes,
-            announced.conversation,
-        )
+        hashes, local_hashes = announced.sequence_hashes, announced.local_hashes
+        conversation = announced.conversation
     else:
         hashes = pack_sequence_hashes(announced)
     block_size = pool.booked_load.block_size

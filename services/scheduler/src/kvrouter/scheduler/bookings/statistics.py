@@ -26,7 +26,11 @@ class BookingStatistics:
         if booking is None:
             return
         if change.is_expired:
-            self._lease_expired(booking)
+            self._metrics.expired_leases.inc()
+            request_id, attempt, _ = booking.key
+            log.warning(
+                "booking.lease_expired", request_id=request_id, attempt=attempt, component_name=str(booking.component)
+            )
         if change.cached_tokens is not None:
             self._compare_prediction(booking, change.cached_tokens)
 
@@ -34,13 +38,6 @@ class BookingStatistics:
         bookings = len(change.bookings)
         self._metrics.lost_bookings.inc(bookings)
         log.info("session.expired", session=change.session_id, client=change.client_name, bookings=bookings)
-
-    def _lease_expired(self, booking: Booking) -> None:
-        self._metrics.expired_leases.inc()
-        request_id, attempt, _ = booking.key
-        log.warning(
-            "booking.lease_expired", request_id=request_id, attempt=attempt, component_name=str(booking.component)
-        )
 
     def _compare_prediction(self, booking: Booking, cached_tokens: int) -> None:
         """Compares the predicted overlap with what the worker found in its cache."""

@@ -16,21 +16,11 @@ from kvrouter.core import Rank
 from kvrouter.v1.scheduler_pb2 import HitCounts
 
 
-@dataclass(slots=True)
-class _Counts:
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    predicted_prompt_tokens: int = 0
-    predicted_cached_tokens: int = 0
-    reachable_cached_tokens: int = 0
-
-
 class CacheHits:
     """Sums over the requests of one component whose worker reported its cached tokens."""
 
     def __init__(self) -> None:
-        self._counts: dict[Rank, _Counts] = {}
+        self._counts: dict[Rank, HitCounts] = {}
 
     def set_ranks(self, registered: Iterable[Rank]) -> None:
         """Replaces the registered ranks and forgets all others."""
@@ -55,7 +45,7 @@ class CacheHits:
             predicted_tokens: Tokens that the index predicted as cached; None without a prediction.
             reachable_tokens: The same for the rank that held most of the prompt.
         """
-        counts = self._counts.setdefault(rank, _Counts())
+        counts = self._counts.setdefault(rank, HitCounts())
         counts.requests += 1
         counts.prompt_tokens += prompt_tokens
         counts.cached_tokens += cached_tokens
@@ -66,15 +56,7 @@ class CacheHits:
 
     def of(self, rank: Rank) -> HitCounts:
         """Returns the sums of one rank."""
-        counts = self._counts.get(rank, _Counts())
-        return HitCounts(
-            requests=counts.requests,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            predicted_prompt_tokens=counts.predicted_prompt_tokens,
-            predicted_cached_tokens=counts.predicted_cached_tokens,
-            reachable_cached_tokens=counts.reachable_cached_tokens,
-        )
+        return self._counts.get(rank, HitCounts())
 
 
 WINDOW_SECONDS = 60.0

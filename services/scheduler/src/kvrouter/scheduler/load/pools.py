@@ -56,15 +56,17 @@ class Pool:
         """Rank that each policy chose last, by the policy's name."""
         self.worker_set = WorkerSet(())
         """Every registered rank."""
-        self.view: ComponentView | None = None
+        self.view = view
         self._capacity: tuple[WorkerSet, float, Amounts] | None = None
         """Requests that each rank may have, with the ranks and the mean time in flight that it is computed from."""
-        self.follow(view)
+        self._set_ranks(view)
 
     def follow(self, view: ComponentView) -> None:
         """Updates the ranks from a view of the registrations."""
-        if view is self.view:
-            return
+        if view is not self.view:
+            self._set_ranks(view)
+
+    def _set_ranks(self, view: ComponentView) -> None:
         self.view = view
         self.worker_set = WorkerSet(candidates_of(view.workers.values()))
         self.booked_load.set_ranks(self.worker_set.ranks)
@@ -119,17 +121,17 @@ class Pool:
     @property
     def model(self) -> str:
         """Model that it serves."""
-        return self.view.descriptor.model if self.view is not None else ""
+        return self.view.descriptor.model
 
     @property
     def max_model_len(self) -> int:
         """Limit of prompt and output together, tokens; 0 for none."""
-        return self.view.descriptor.max_model_len if self.view is not None else 0
+        return self.view.descriptor.max_model_len
 
     @property
     def role(self) -> Role:
         """Role of its workers."""
-        return self.view.descriptor.role if self.view is not None else Role.ROLE_UNSPECIFIED
+        return self.view.descriptor.role
 
 
 class Pools:
