@@ -18,7 +18,7 @@ from kvrouter.runtime.errors import (
     UnknownWorker,
 )
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, ThresholdUpdate
 from kvrouter.v1.common_pb2 import Component
 
 from ..harness import Parts, constraints, overrides, routing, selecting, tokens, view, worker
@@ -121,7 +121,7 @@ async def test_thresholds_of_the_request_and_the_model_override_the_options() ->
     await parts.select(selecting("a"))
     with pytest.raises(AllBusy):
         await parts.select(selecting("b"))
-    parts.board.put("m", Thresholds(prefill_tokens=64))
+    await parts.board.update("m", ThresholdUpdate(Thresholds(prefill_tokens=64)))
     await parts.select(selecting("b"))
     with pytest.raises(AllBusy):
         await parts.select(selecting("c"))

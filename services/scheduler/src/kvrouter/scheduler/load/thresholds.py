@@ -45,7 +45,6 @@ class ThresholdBoard:
         self._quarantine = Quarantine() if quarantine is None else quarantine
         self._etcd = etcd
         self._namespace = namespace
-        self._prefix = f"{namespace_prefix(namespace)}thresholds/"
         self.synced = etcd is None
         """Whether etcd has been read once, if there is one."""
 
@@ -103,23 +102,21 @@ class ThresholdBoard:
         """Follows etcd until cancelled."""
         if self._etcd is None:
             return
-        watch = watch_prefix(self._etcd, self._prefix, quarantine=self._quarantine)
+        prefix = f"{namespace_prefix(self._namespace)}thresholds/"
+        watch = watch_prefix(self._etcd, prefix, quarantine=self._quarantine)
         async with aclosing(watch) as changes:
             async for change in changes:
                 match change:
                     case Snapshot(entries):
-                        read = {self._model(key): self._read(key, value) for key, value in entries.items()}
+                        read = {key.removeprefix(prefix): self._read(key, value) for key, value in entries.items()}
                         self._set = {model: value for model, value in read.items() if value is not None}
                         self.synced = True
                     case Put(key, value):
                         read_value = self._read(key, value)
                         if read_value is not None:
-                            self._set[self._model(key)] = read_value
+                            self._set[key.removeprefix(prefix)] = read_value
                     case Delete(key):
-                        self._set.pop(self._model(key), None)
-
-    def _model(self, key: str) -> str:
-        return key.removeprefix(self._prefix)
+                        self._set.pop(key.removeprefix(prefix), None)
 
     def _read(self, key: str, value: bytes) -> Thresholds | None:
         """Returns the thresholds of a record; None if it cannot be used, which quarantines it."""
