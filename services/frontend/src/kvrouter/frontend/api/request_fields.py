@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from kvrouter.frontend.api.json_body import check_uint64
 from kvrouter.frontend.api.openai.structured_output import read_structured_output
 from kvrouter.frontend.api.token_list import TokenId
+from kvrouter.frontend.api.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.runtime.errors import BadRequest
 from kvrouter.runtime.request_ids import check_request_id
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -29,8 +30,6 @@ RANK_HEADER = "x-data-parallel-rank"
 
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
-MAX_REQUEST_ID_BYTES = 112
-"""The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
 
 MAX_SEQUENCES = 128
 """Maximum number of prompts times sequences of one request."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvrouter.core import TokenBuffer, first_token_outside
-from kvrouter.frontend.api.request_fields import MAX_REQUEST_ID_BYTES
 from kvrouter.frontend.worker_client.eligibility import can_take
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.discovery.openai_server import is_openai_server
@@ -21,6 +20,8 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
+MAX_REQUEST_ID_BYTES = 112
+"""The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
 MAX_MIGRATIONS = 16
 """Maximum migration limit of a request."""
 CONSTRAINT_FIELD = "sampling_options.structured_output"
