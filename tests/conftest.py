@@ -11,7 +11,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
-from kvrouter.frontend.api.service import FrontendService
+from kvrouter.frontend.service import FrontendService
 from kvrouter.indexer.api.service import IndexerService
 from kvrouter.scheduler.api.service import SchedulerService
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.api.openai.routed_body import RoutedBody
-from kvrouter.frontend.client_work.client_work import completed
+from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.text.chat_template import ChatTemplate
+from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
 

@@ -9,15 +9,15 @@ from unittest.mock import MagicMock
 
 from kvrouter.core import MemoryBudget
 from kvrouter.frontend.access.following import FollowedKeys
+from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.signing_keys import FollowedSigningKeys
-from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
-from kvrouter.frontend.api.openai.prompt_comparison import PromptComparison
-from kvrouter.frontend.client_work.client_work import ClientWork
-from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.processes.parent import ProcessMetrics
+from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
+from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.mocker.handover import Handover

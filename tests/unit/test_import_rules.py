@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *SERVICE,
         "kvrouter.scheduler",
         "kvrouter.mocker",
-        "kvrouter.frontend.scheduler_client.prefix_shards",
+        "kvrouter.frontend.schedulers.prefix_shards",
         "kvrouter.devtools.traces",
     ),
 }
@@ -129,34 +129,29 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "frontend": {
         "access": ("settings",),
-        "admission": ("access",),
-        "client_sessions": (),
-        "client_work": (),
-        "indexer_client": (),
         "model_metrics": (),
         "metrics": ("model_metrics",),
         "packed_prompt": (),
         "recording": (),
-        "scheduler_client": (),
-        "text": ("client_work",),
-        "worker_client": ("metrics", "packed_prompt"),
-        "disaggregation": ("metrics", "scheduler_client", "worker_client"),
-        "lifecycle": (
-            *("disaggregation", "metrics", "model_metrics", "packed_prompt", "recording"),
-            *("scheduler_client", "worker_client"),
+        "text": (),
+        "schedulers": (),
+        "workers": ("metrics", "packed_prompt"),
+        "request": (
+            *("access", "metrics", "model_metrics", "packed_prompt", "recording"),
+            *("schedulers", "text", "workers"),
         ),
-        "api": (
-            "disaggregation",
-            *("access", "admission", "client_sessions", "indexer_client", "lifecycle", "metrics", "packed_prompt"),
-            *("client_work", "recording", "scheduler_client", "text", "web", "worker_client"),
+        # The schema of requests, and responses. Nothing here calls an engine.
+        "edge": ("access", "packed_prompt", "request", "text", "workers"),
+        # Requests that engines with an OpenAI API answer.
+        "proxy": (
+            *("access", "edge", "model_metrics", "packed_prompt"),
+            *("request", "schedulers", "text", "workers"),
         ),
-        "web": ("indexer_client", "metrics", "recording"),
-        "endpoint_picker": (
-            *("access", "admission", "api", "lifecycle", "model_metrics", "packed_prompt"),
-            *("scheduler_client", "text", "worker_client"),
-        ),
+        "web": ("metrics", "recording", "schedulers"),
+        "service": ("access", "edge", "metrics", "packed_prompt", "proxy", "request", "schedulers"),
+        "http_api": ("access", "edge", "proxy", "service", "text", "web"),
         "processes": ("access", "app", "settings"),
-        "settings": ("scheduler_client", "text"),
+        "settings": ("schedulers", "text"),
     },
     "relay": {
         "sequence": (),

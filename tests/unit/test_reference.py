@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvrouter.frontend.api.http_errors import _HTTP_STATUS, http_status
-from kvrouter.frontend.api.service import FrontendService
+from kvrouter.frontend.edge.http_errors import _HTTP_STATUS, http_status
+from kvrouter.frontend.service import FrontendService
 from kvrouter.indexer.api.service import IndexerService
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.scheduler.api.service import SchedulerService

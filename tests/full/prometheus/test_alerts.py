@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(290)
 
 DISK_BYTES = 32 << 20
 FREES_NOTHING = """
-from kvrouter.frontend.scheduler_client.booking_updates import BookingUpdates
+from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
 BookingUpdates.free = lambda *_, **__: None
 """
 KEEPS_STATE_TO_ITSELF = """

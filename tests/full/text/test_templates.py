@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvrouter.frontend.api.openai.chat_request import parse_chat
-from kvrouter.frontend.client_work.client_work import completed
+from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.text.chat_template import ChatTemplate
+from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
 from kvrouter.runtime.errors import BadRequest

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from kvrouter.frontend.recording.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.history import History
 from kvrouter.frontend.web.overview import decision, overview
-from kvrouter.frontend.web.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import problems
 from kvrouter.frontend.web.routes import page_routes
 from kvrouter.frontend.web.traffic import TrafficRates

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from kvrouter.frontend import app as frontend_app
-from kvrouter.frontend.api.service import FrontendService
-from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers
+from kvrouter.frontend.schedulers.rendezvous import RemoteSchedulers
+from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.mocker import app as mocker_app
 from kvrouter.mocker.settings import MockerSettings

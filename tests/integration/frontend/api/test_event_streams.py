@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
-from kvrouter.frontend.admission.request_admission import RequestAdmission
-from kvrouter.frontend.api.http_server import HttpApi
-from kvrouter.frontend.api.service import FrontendService
-from kvrouter.frontend.api.validation import Limits
-from kvrouter.frontend.client_work.client_work import ClientWork
-from kvrouter.frontend.lifecycle.output_receiver import OutputReceiver
-from kvrouter.frontend.worker_client.output import DetailedOutput
+from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
+from kvrouter.frontend.access.request_admission import RequestAdmission
+from kvrouter.frontend.http_api import HttpApi
+from kvrouter.frontend.request.output_receiver import OutputReceiver
+from kvrouter.frontend.request.validation import Limits
+from kvrouter.frontend.service import FrontendService
+from kvrouter.frontend.text.client_work import ClientWork
+from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError, TooLarge
 from kvrouter.runtime.http_server import HttpLimits, serving_http

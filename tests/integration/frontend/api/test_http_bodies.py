@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from kvrouter.frontend.admission import body_room
+from kvrouter.frontend.access import body_room
 
 from ..gateway import MODEL, System, running_system
 

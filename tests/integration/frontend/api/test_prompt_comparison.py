@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from kvrouter.frontend.api.openai.prompt_comparison import PROBES
+from kvrouter.frontend.proxy.prompt_comparison import PROBES
 from kvrouter.frontend.web.problems import problems
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.overview.hit_rates import HitWindow

@@ -11,7 +11,7 @@ import pytest
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingResponse, ProtocolConfiguration
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
+from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.publisher.worker import running
 
 from ..gateway import MODEL, running_system, until

@@ -13,7 +13,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeade
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
-from kvrouter.frontend.client_work.client_work import completed
+from kvrouter.frontend.text.client_work import completed
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing.metrics import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording

@@ -8,7 +8,7 @@ from contextlib import suppress
 import grpc.aio
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders
-from kvrouter.frontend.endpoint_picker import server
+from kvrouter.frontend.proxy.endpoint_picker import server
 
 from ....hostile_peer import hostile_peer
 from ..gateway import MODEL, until

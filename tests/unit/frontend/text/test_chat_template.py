@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvrouter.frontend.client_work.client_work import completed
 from kvrouter.frontend.text import template_bounds
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
+from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.errors import BadRequest
 

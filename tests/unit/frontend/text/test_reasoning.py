@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.frontend.client_work.client_work import completed
+from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.reasoning import ReasoningParser, reasoning_format
 

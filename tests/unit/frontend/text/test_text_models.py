@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvrouter.frontend.client_work.client_work import ClientWork
+from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.net.engine_chats import chat_rule
 from kvrouter.runtime.errors import BadRequest, NotReady

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.frontend.client_work.client_work import completed
+from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prefix_cache import PIECE_CHARACTERS, Cutter, PieceCache
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.frontend.client_work.client_work import Slices, completed
 from kvrouter.frontend.text import tokenizer as tokenizer_module
 from kvrouter.frontend.text import uncut_text
+from kvrouter.frontend.text.client_work import Slices, completed
 from kvrouter.frontend.text.tokenizer import ModelTokenizer
 from kvrouter.runtime.errors import BadRequest, PromptTooLong
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kvrouter.frontend.scheduler_client import booking_updates
-from kvrouter.frontend.scheduler_client.booking_updates import BookingUpdates
+from kvrouter.frontend.schedulers import booking_updates
+from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
 from kvrouter.runtime.errors import SessionLost
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.bookings.leases import BookingLeases

@@ -17,8 +17,8 @@ from typing import TypeVar
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from kvrouter.frontend.scheduler_client.booking_updates import BookingUpdates
-from kvrouter.frontend.scheduler_client.live_bookings import LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
+from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.runtime.errors import KvRouterError, SessionLost
 from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.replication.replicas import Replicas

@@ -13,43 +13,43 @@ import aiohttp
 import structlog
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_caller
+from kvrouter.frontend.access.client_bookings import BookingLimits, ClientBookings
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
-from kvrouter.frontend.admission.client_bookings import BookingLimits, ClientBookings
-from kvrouter.frontend.admission.overload_bounds import OverloadBounds, OverloadLimits
-from kvrouter.frontend.admission.request_admission import RequestAdmission
-from kvrouter.frontend.api.http_server import HttpApi
-from kvrouter.frontend.api.openai.prompt_comparison import PromptComparison
-from kvrouter.frontend.api.request_runner import GatewayOptions, RequestRunner
-from kvrouter.frontend.api.served_models import ServedModels
-from kvrouter.frontend.api.service import FrontendService
-from kvrouter.frontend.api.validation import Limits
-from kvrouter.frontend.client_work.client_work import ClientWork
-from kvrouter.frontend.client_work.turns import Owner
-from kvrouter.frontend.disaggregation.abandoned import MAX_ABORTS
-from kvrouter.frontend.disaggregation.prefill_stage import Disaggregation
-from kvrouter.frontend.indexer_client import IndexerClient
+from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
+from kvrouter.frontend.access.request_admission import RequestAdmission
+from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.recording.file import RecordingFile
+from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
-from kvrouter.frontend.scheduler_client.booking_updates import MAX_UPDATES
-from kvrouter.frontend.scheduler_client.link_pool import SchedulerLinks
-from kvrouter.frontend.scheduler_client.rendezvous import RemoteSchedulers
-from kvrouter.frontend.scheduler_client.source import SchedulerSource
+from kvrouter.frontend.request.abandoned import MAX_ABORTS
+from kvrouter.frontend.request.prefill_stage import Disaggregation
+from kvrouter.frontend.request.request_runner import GatewayOptions, RequestRunner
+from kvrouter.frontend.request.served_models import ServedModels
+from kvrouter.frontend.request.validation import Limits
+from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES
+from kvrouter.frontend.schedulers.indexer_client import IndexerClient
+from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
+from kvrouter.frontend.schedulers.rendezvous import RemoteSchedulers
+from kvrouter.frontend.schedulers.source import SchedulerSource
+from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.text.model_files import fetch_files
 from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.frontend.text.turns import Owner
 from kvrouter.frontend.web.opening import open_page
-from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
-from kvrouter.frontend.worker_client.circuit_breaker import BackOff
-from kvrouter.frontend.worker_client.client import WorkerClient
-from kvrouter.frontend.worker_client.health import WorkerHealth
-from kvrouter.frontend.worker_client.poison_prompts import MAX_ENTRIES, PoisonPrompts
-from kvrouter.frontend.worker_client.pool import WorkerPool
-from kvrouter.frontend.worker_client.probes import WorkerProbes
-from kvrouter.frontend.worker_client.shared_deaths import MAX_UNSENT, SharedDeaths
-from kvrouter.frontend.worker_client.stall_trials import StallTrials
-from kvrouter.frontend.worker_client.worker_fate import MAX_WATCHERS
+from kvrouter.frontend.workers.circuit_breaker import BackOff
+from kvrouter.frontend.workers.client import WorkerClient
+from kvrouter.frontend.workers.health import WorkerHealth
+from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, PoisonPrompts
+from kvrouter.frontend.workers.pool import WorkerPool
+from kvrouter.frontend.workers.probes import WorkerProbes
+from kvrouter.frontend.workers.shared_deaths import MAX_UNSENT, SharedDeaths
+from kvrouter.frontend.workers.stall_trials import StallTrials
+from kvrouter.frontend.workers.worker_fate import MAX_WATCHERS
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.contracts import Indexer
@@ -225,10 +225,10 @@ async def _serving_endpoint_picker(
         return
     # Imported only here, since its messages are an extra.
     try:
-        from kvrouter.frontend.endpoint_picker.gateway_request import ExchangeOptions
-        from kvrouter.frontend.endpoint_picker.metrics import PickerMetrics
-        from kvrouter.frontend.endpoint_picker.picker import Picker
-        from kvrouter.frontend.endpoint_picker.server import serving_picker
+        from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions
+        from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
+        from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
+        from kvrouter.frontend.proxy.endpoint_picker.server import serving_picker
     except ModuleNotFoundError as error:
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
     limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)

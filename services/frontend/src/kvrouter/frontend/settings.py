@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from kvrouter.frontend.scheduler_client.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tool_formats import ToolFormatName

@@ -11,9 +11,9 @@ from kvrouter.client.client import DEFAULT_TIMEOUT_SECONDS
 from kvrouter.client.errors import NotReady
 from kvrouter.client.routing_calls import RoutingCalls
 from kvrouter.frontend import app as frontend
-from kvrouter.frontend.api.service import FrontendService
-from kvrouter.frontend.scheduler_client.rendezvous import LocalScheduler, RemoteSchedulers
-from kvrouter.frontend.scheduler_client.source import SchedulerSource
+from kvrouter.frontend.schedulers.rendezvous import LocalScheduler, RemoteSchedulers
+from kvrouter.frontend.schedulers.source import SchedulerSource
+from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
 from kvrouter.indexer.api.service import IndexerService

@@ -13,7 +13,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
-from kvrouter.frontend.client_work.client_work import Slices, completed
+from kvrouter.frontend.text.client_work import Slices, completed
 from kvrouter.frontend.text.template_bounds import MAX_SIZE, Allowance, BoundedEnvironment, TemplateTooExpensive
 from kvrouter.runtime.errors import BadRequest
 

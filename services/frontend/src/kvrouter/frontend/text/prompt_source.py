@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvrouter.frontend.client_work.client_work import Slices
+from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText
 
 

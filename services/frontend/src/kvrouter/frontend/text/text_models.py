@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import structlog
-from kvrouter.frontend.client_work.client_work import ClientWork, Lane, Slices
+from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.text.model_files import Files, agreed_files
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource

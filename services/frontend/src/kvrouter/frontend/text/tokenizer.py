@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
-from kvrouter.frontend.client_work.client_work import SLICE, Slices, completed
+from kvrouter.frontend.text.client_work import SLICE, Slices, completed
 from kvrouter.frontend.text.prefix_cache import Cutter, PieceCache
 from kvrouter.frontend.text.uncut_text import LOCAL_NORMALIZERS, UncutText, packed, types_of
 from kvrouter.frontend.text.word_cache import TooManyNewWords, WordBudget, WordCache

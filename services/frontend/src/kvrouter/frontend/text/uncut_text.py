@@ -19,7 +19,7 @@ from copy import copy
 from itertools import islice
 from typing import Any
 
-from kvrouter.frontend.client_work.client_work import SLICE
+from kvrouter.frontend.text.client_work import SLICE
 from kvrouter.frontend.text.prefix_cache import Cutter
 from kvrouter.runtime.errors import BadRequest
 from tokenizers import Encoding, Tokenizer

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvrouter.frontend.indexer_client import IndexerClient
+from kvrouter.frontend.recording.popular_prefixes import PopularPrefix, PopularPrefixes
+from kvrouter.frontend.schedulers.indexer_client import IndexerClient
 from kvrouter.frontend.web.history import INTERVAL_SECONDS, History
 from kvrouter.frontend.web.overview import decision, overview
-from kvrouter.frontend.web.popular_prefixes import PopularPrefix, PopularPrefixes
 from kvrouter.frontend.web.problems import problems
 from kvrouter.frontend.web.traffic import Traffic
 from kvrouter.runtime.deadline import Deadline

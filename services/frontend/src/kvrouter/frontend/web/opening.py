@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-from kvrouter.frontend.indexer_client import IndexerClient
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
+from kvrouter.frontend.schedulers.indexer_client import IndexerClient
 from kvrouter.frontend.web.observer import Observer, OwnHealth
-from kvrouter.frontend.web.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.web.routes import page_routes
 from kvrouter.frontend.web.traffic import Traffic
 from kvrouter.runtime.discovery.directory import Directory

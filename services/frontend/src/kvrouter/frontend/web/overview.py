@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvrouter.frontend.recording.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.history import Point
-from kvrouter.frontend.web.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
 from kvrouter.frontend.web.traffic import TrafficRates
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow

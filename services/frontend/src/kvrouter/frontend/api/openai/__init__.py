@@ -1,1 +1,0 @@
-"""Chats and completions with text, several prompts or several sequences."""

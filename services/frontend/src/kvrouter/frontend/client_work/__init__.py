@@ -1,1 +1,0 @@
-"""Runs the work that clients cause, such as parsing and tokenizing, in threads; tenants take turns."""

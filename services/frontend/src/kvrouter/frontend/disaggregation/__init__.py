@@ -1,1 +1,0 @@
-"""Disaggregated serving: prefill workers compute prompts for decode workers."""

@@ -1,0 +1,67 @@
+"""Request and response bodies of ``/busy_threshold``.
+
+``POST`` sets the thresholds that are given. A threshold of null is cleared, an absent one is left as it is; a body
+without thresholds only reads. The response has the thresholds in force, null if there is none. ``GET`` lists the
+models that have a threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from kvrouter.frontend.edge.json_body import check_uint64, decode_json
+from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
+from msgspec import UNSET, UnsetType
+
+
+class BusyThresholdBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a ``POST``."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    active_decode_blocks_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] | msgspec.UnsetType | None = (
+        msgspec.UNSET
+    )
+    """Share of a rank's blocks above which the rank is busy, 0 to 1."""
+    active_prefill_tokens_threshold: Annotated[int, msgspec.Meta(ge=0)] | UnsetType | None = UNSET
+    """Prefill tokens above which a rank is busy."""
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> BusyThresholdBody:
+        """Parses a body.
+
+        Raises:
+            BadRequest: it is not JSON, or a field is missing, unknown or out of range; the error names the field.
+        """
+        advice = "Send the model, with the thresholds to set, or without any to read them."
+        parsed = decode_json(_DECODER, body, lambda _: advice)
+        check_uint64(parsed.active_prefill_tokens_threshold or None, "active_prefill_tokens_threshold")
+        return parsed
+
+    def to_request(self) -> SetBusyThresholdRequest:
+        """Returns the request for the Scheduler."""
+        decode_blocks, prefill_tokens = self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold
+        return SetBusyThresholdRequest(
+            model=self.model,
+            thresholds=BusyThresholds(
+                active_decode_blocks_threshold=None if decode_blocks is UNSET else decode_blocks,
+                active_prefill_tokens_threshold=None if prefill_tokens is UNSET else prefill_tokens,
+            ),
+            clear_active_decode_blocks_threshold=decode_blocks is None,
+            clear_active_prefill_tokens_threshold=prefill_tokens is None,
+        )
+
+
+_DECODER = msgspec.json.Decoder(BusyThresholdBody)
+
+
+def shown(model: str, thresholds: BusyThresholds) -> dict[str, Any]:
+    """Returns one model's thresholds as a JSON object."""
+    names = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
+    return {"model": model} | {name: getattr(thresholds, name) if thresholds.HasField(name) else None for name in names}
+
+
+def listed(thresholds: Mapping[str, BusyThresholds]) -> dict[str, Any]:
+    """Returns all models' thresholds as a JSON object, in order of name."""
+    return {"thresholds": [shown(model, thresholds[model]) for model in sorted(thresholds)]}

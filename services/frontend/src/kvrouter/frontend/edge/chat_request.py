@@ -1,0 +1,118 @@
+"""The body of ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from kvrouter.frontend.edge.chat_prompt import ChatPrompt
+from kvrouter.frontend.edge.json_body import decode_json
+from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs
+from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.frontend.edge.tool_choice import forced_schema, read_tool_use
+from kvrouter.frontend.text.tool_calls import ToolUse
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.worker_pb2 import StructuredOutput
+
+MAX_STRUCTURE = 2_000_000
+"""Maximum number of brackets and commas, because an object takes a hundred times their size in memory."""
+
+
+class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of the body."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: UInt32 | None = None
+    max_completion_tokens: UInt32 | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    # Of OpenAI and vLLM, with their defaults.
+    add_special_tokens: OnlyDefault = False
+    audio: OnlyDefault = None
+    chat_template: OnlyDefault = None
+    echo: OnlyDefault = False
+    function_call: OnlyDefault = "none"
+    functions: OnlyDefault = None
+    media_io_kwargs: OnlyDefault = None
+    mm_processor_kwargs: OnlyDefault = None
+    return_prompt_text: OnlyDefault = False
+    verbosity: OnlyDefault = "medium"
+    web_search_options: OnlyDefault = None
+
+    def tool_use(self) -> ToolUse | None:
+        """Returns which tool calls the output may have; None if none is looked for.
+
+        Raises:
+            BadRequest: ``tool_choice`` is malformed, or names a tool that is not given.
+        """
+        return read_tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
+    def structured_output(self) -> tuple[str, StructuredOutput] | None:
+        """Returns the field that constrains the output, and its constraint; a forced tool call is one.
+
+        Raises:
+            BadRequest: it is malformed, or there are several.
+        """
+        constraint = super().structured_output()
+        use = self.tool_use()
+        if use is None or use.mode == "auto":
+            return constraint
+        if constraint is not None:
+            raise BadRequest(
+                f"tool_choice: {constraint[0]} constrains the output too",
+                field="tool_choice",
+                advice="Send one of both.",
+            )
+        return "tool_choice", StructuredOutput(json_schema=forced_schema(self.tools or (), use))
+
+
+_FIELDS = msgspec.json.Decoder(ChatFields, strict=False)
+
+
+def parse_chat(body: bytes | bytearray) -> TextRequest:
+    """Parses a body.
+
+    Raises:
+        BadRequest: it is not JSON, or a field is missing, unknown, out of range or not supported; the error names it.
+    """
+    if body.count(b"{") + body.count(b"[") + body.count(b",") > MAX_STRUCTURE:
+        raise BadRequest(
+            f"body: more than {MAX_STRUCTURE} brackets and commas", field="messages", advice="Send a shorter chat."
+        )
+    fields = decode_json(_FIELDS, body)
+    fields.check(prompts=1)
+    check_top_logprobs(fields.top_logprobs or 0, "top_logprobs")
+    if fields.top_logprobs and not fields.logprobs:
+        raise BadRequest("top_logprobs: logprobs is not set", field="top_logprobs", advice="Set logprobs to true.")
+    prompt = ChatPrompt(
+        fields.messages,
+        tools=fields.tools,
+        tool_choice=fields.tool_choice,
+        documents=fields.documents,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=bool(fields.continue_final_message),
+        options=fields.chat_template_kwargs,
+        reasoning_effort=fields.reasoning_effort,
+        characters=len(body),
+    )
+    return TextRequest(
+        fields=fields,
+        prompts=[prompt],
+        max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
+        is_chat=True,
+        logprobs=bool(fields.logprobs),
+        top_logprobs=fields.top_logprobs or 0,
+        tools=fields.tool_use(),
+        continues_message=bool(fields.continue_final_message),
+        includes_reasoning=fields.include_reasoning is not False,
+    )

@@ -1,0 +1,124 @@
+"""One sequence of a response: its tokens as text, its stop strings, and why it ended."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrouter.frontend.edge.frame import FINISH_REASONS, ResponseFrame
+from kvrouter.frontend.request.output_receiver import OutputComplete
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.reasoning import ReasoningParser
+from kvrouter.frontend.text.stop_strings import StopStrings
+from kvrouter.frontend.text.tool_calls import ToolCallPiece, ToolUse
+from kvrouter.frontend.workers.output import Output
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import TopLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a sequence."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    top_logprobs: Sequence[TopLogprobs]
+    finish_reason: str | None
+    stop_reason: str | None
+    tool_calls: Sequence[ToolCallPiece] = ()
+    reasoning: str = ""
+
+
+class ChoiceSink(Protocol):
+    """Receives the pieces of all sequences of a response."""
+
+    def routed(self, index: int, routing: RoutingInfo) -> None:
+        """Receives where a sequence runs."""
+        ...
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Receives a piece of a sequence."""
+        ...
+
+
+class Choice:
+    """An OutputReceiver that turns the output of one sequence into text."""
+
+    def __init__(
+        self,
+        index: int,
+        frame: ResponseFrame,
+        sink: ChoiceSink,
+        *,
+        stop: Sequence[str],
+        include_stop: bool,
+        skip_special_tokens: bool,
+        min_tokens: int,
+        tools: ToolUse | None = None,
+        reasoning: ReasoningParser | None = None,
+    ) -> None:
+        text, prompt = frame.text, frame.prompt_of(index)
+        self._parser = None if tools is None or text is None else tools.parser(text.tool_format)
+        self._reasoning = reasoning
+        self.index = index
+        self._count = frame.counts[index]
+        self._sink = sink
+        self._detokenizer = (
+            None
+            if text is None
+            else text.detokenizer(prompt, skip_special_tokens=skip_special_tokens, marks=self._marks(text))
+        )
+        self._stop = StopStrings(stop, include=include_stop)
+        self._min_tokens = min_tokens
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the sequence runs."""
+        self._sink.routed(self.index, routing)
+
+    def output(self, output: Output) -> None:
+        """Adds a piece of the output.
+
+        Raises:
+            OutputComplete: a stop string occurred.
+        """
+        tokens = output.token_ids
+        self._count.add(output)
+        finish_reason = FINISH_REASONS.get(output.finish_reason)
+        text = "" if self._detokenizer is None else self._detokenizer.feed(tokens)
+        if self._count.output_tokens > self._min_tokens:
+            text = self._stop.feed(text)
+        if self._stop.matched is not None:
+            finish_reason = "stop"
+        elif finish_reason is not None:
+            text += self._stop.end()
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text)
+            if finish_reason is not None:
+                more, rest = self._reasoning.end()
+                reasoning, text = reasoning + more, text + rest
+        calls: Sequence[ToolCallPiece] = ()
+        parser = self._parser
+        if parser is not None:
+            text, calls = parser.feed(text)
+            if finish_reason is not None:
+                text += parser.end()
+                if finish_reason == "stop" and parser.ends_with_calls:
+                    finish_reason = "tool_calls"
+        stopped = self._stop.matched
+        piece = Piece(
+            text, array("I", tokens), output.logprobs, output.top_logprobs, finish_reason, stopped, calls, reasoning
+        )
+        self._sink.add(self.index, piece)
+        if self._stop.matched is not None:
+            raise OutputComplete
+
+    def _marks(self, text: ModelText) -> list[str]:
+        """Returns the special tokens that the parsers look for."""
+        marks = list(text.tool_format.special) if self._parser is not None and text.tool_format is not None else []
+        if self._reasoning is not None and text.reasoning_format is not None:
+            marks += [text.reasoning_format.begin, text.reasoning_format.end]
+        return marks

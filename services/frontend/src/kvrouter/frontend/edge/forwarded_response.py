@@ -1,0 +1,82 @@
+"""The response of a forwarded request: an engine's, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from kvrouter.frontend.edge.cross_origin import cross_origin_headers
+from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
+from kvrouter.frontend.edge.routing_fields import describe_routing, routing_headers
+from kvrouter.frontend.workers.output import Output
+from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
+
+
+class ForwardedResponse:
+    """An OutputReceiver that passes on the bytes of each piece. Nothing is kept: engines wait for ``drain``."""
+
+    def __init__(self, request: web.Request, writer: StepWriter, routed_on: RoutedOn) -> None:
+        """``routed_on`` says what a decision knows of the prompt."""
+        self.routing: dict[str, Any] = {}
+        """How the request was routed, as responses say it."""
+        self.headers: dict[str, str] = {}
+        """Headers that the response has besides the engine's."""
+        self.stream: EventStream | None = None
+        """The response as aiohttp gets it; None until an engine answers."""
+        self._request = request
+        self._writer = writer
+        self._routed_on = routed_on
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first byte was written."""
+        return self.stream is not None and self.stream.begun
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the request runs."""
+        if not routing.load_only:
+            routing.routed_on = self._routed_on
+        self.routing = describe_routing(routing)
+        self.headers |= routing_headers(routing)
+
+    def answers(self, status: int, reason: str, headers: Mapping[str, str]) -> None:
+        """Takes the head of an engine's response, unless one of an earlier engine was written."""
+        if not self.has_begun:
+            headers = {**headers, **self.headers, **cross_origin_headers(self._request)}
+            self.stream = EventStream(self._request, self._writer, status=status, reason=reason, headers=headers)
+
+    def output(self, output: Output) -> None:
+        """Writes a piece."""
+        if self.stream is not None and output.raw:
+            self.stream.write_bytes(output.raw)
+
+    async def drain(self) -> None:
+        """Returns when the client has read most of the response.
+
+        Raises:
+            ConnectionError: it disconnected.
+        """
+        if self.stream is not None:
+            await self.stream.drain()
+
+    def end(self) -> None:
+        """Ends the response."""
+        if self.stream is not None:
+            self.stream.end()
+
+    def fail(self, error: dict[str, Any]) -> None:
+        """Ends a response that has begun: a stream of events with an error as its last event.
+
+        For any other response the connection is closed, since no byte can say that it ended early.
+        """
+        stream, transport = self.stream, self._request.transport
+        if stream is None or transport is None:
+            return
+        if stream.is_events:
+            # The empty line ends an event of which only a part has arrived.
+            stream.write_bytes(b"\n\ndata: %b\n\n" % msgspec.json.encode(error))
+            stream.end()
+        else:
+            transport.abort()

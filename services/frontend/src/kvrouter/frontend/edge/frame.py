@@ -1,0 +1,191 @@
+"""The parts of a response around its choices: of chats and completions, of text and tokens, whole and streamed."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+from kvrouter.frontend.edge.completion_request import CompletionRequest
+from kvrouter.frontend.edge.routing_fields import describe_routing, routing_headers
+from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest, TokenPrompt
+from kvrouter.frontend.edge.token_list import encode_token_ids
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.workers.output import Output
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
+
+FINISH_REASONS: dict[int, str | None] = {
+    FinishReason.FINISH_REASON_UNSPECIFIED: None,
+    FinishReason.FINISH_REASON_STOP: "stop",
+    FinishReason.FINISH_REASON_LENGTH: "length",
+    FinishReason.FINISH_REASON_ABORT: "abort",
+    FinishReason.FINISH_REASON_ERROR: "error",
+}
+_STAND_IN = "\ufffd"
+"""What stands in a text for bytes that are no whole character."""
+
+
+class WithLogprobs(Protocol):
+    """Tokens with their log probabilities, if there are any."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """One for each token."""
+        ...
+
+    @property
+    def top_logprobs(self) -> Sequence[TopLogprobs]:
+        """The most likely tokens at the place of each token."""
+        ...
+
+
+class TokenCount:
+    """Counts the tokens of one sequence."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
+        self.cached_tokens: int | None = None
+        """Prompt tokens in the worker's cache; None if the worker does not report them."""
+
+    def add(self, output: Output) -> None:
+        """Counts a piece of output."""
+        self.output_tokens += output.tokens
+        if self.cached_tokens is None:
+            self.cached_tokens = output.cached_tokens
+
+
+class ResponseFrame:
+    """Everything of a response but the output of its sequences."""
+
+    def __init__(self, request: TextRequest, text: ModelText | None, prompts: Sequence[bytes]) -> None:
+        """``text`` is None for a model without a tokenizer. ``prompts`` are packed buffers."""
+        self.request = request
+        self.text = text
+        self.prompts = prompts
+        self.counts = [TokenCount(len(each) // TOKEN_BYTES) for each in prompts for _ in range(request.sequences)]
+        """The tokens of each sequence."""
+        self._created = int(time.time())
+        self._routing: RoutingInfo | None = None
+
+    @classmethod
+    def of_tokens(cls, request: CompletionRequest) -> ResponseFrame:
+        """Returns the frame of one sequence of token ids."""
+        return cls(request.to_text_request(), None, [request.prompt.token_ids])
+
+    @property
+    def returns_token_ids(self) -> bool:
+        """Whether token ids are returned. Without a tokenizer they are the whole output."""
+        requested = self.request.fields.return_token_ids
+        return self.text is None if requested is None else requested
+
+    @property
+    def returns_prompt(self) -> bool:
+        """Whether the prompt is returned too: only on request, since it may be long."""
+        return bool(self.request.fields.return_token_ids)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers with the place of the first sequence."""
+        return {} if self._routing is None else routing_headers(self._routing)
+
+    def routed(self, index: int, routing: RoutingInfo) -> None:
+        """Adds where a sequence runs. The response has the place of the first."""
+        if index == 0 or self._routing is None:
+            self._routing = routing
+
+    def prompt_of(self, index: int) -> bytes:
+        """Returns the prompt of a sequence as a packed buffer."""
+        return self.prompts[index // self.request.sequences]
+
+    def prompt_json(self, index: int) -> msgspec.Raw:
+        """Returns the token ids of a sequence's prompt as JSON."""
+        source = self.request.prompts[index // self.request.sequences]
+        return source.as_json() if isinstance(source, TokenPrompt) else encode_token_ids(self.prompt_of(index))
+
+    def echo(self, index: int) -> str:
+        """Returns the prompt of a sequence as text if the response repeats it; otherwise an empty text."""
+        if not self.request.echo or self.text is None:
+            return ""
+        source = self.request.prompts[index // self.request.sequences]
+        return source.text if isinstance(source, TextPrompt) else self.text.text_of(array("I", self.prompt_of(index)))
+
+    def envelope(self) -> dict[str, Any]:
+        """Returns the fields before the choices of a response or chunk."""
+        is_chat = self.request.is_chat
+        prefix = "chatcmpl" if is_chat else "cmpl"
+        kind = "chat.completion" if is_chat else "text_completion"
+        return {
+            "id": f"{prefix}-{self._routing.request_id}" if self._routing is not None else prefix,
+            "object": f"{kind}.chunk" if is_chat and self.request.fields.stream else kind,
+            "created": self._created,
+            "model": self.request.fields.model,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Returns the numbers of tokens, and how the first sequence was routed."""
+        each = self.counts[:: self.request.sequences]
+        prompt_tokens = sum(count.prompt_tokens for count in each)
+        output_tokens = sum(count.output_tokens for count in self.counts)
+        cached = [count.cached_tokens for count in each if count.cached_tokens is not None]
+        return {
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": output_tokens,
+                "total_tokens": prompt_tokens + output_tokens,
+                "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
+            },
+            "kvrouter": None if self._routing is None else describe_routing(self._routing),
+        }
+
+    def logprobs(self, output: WithLogprobs, offset: int) -> dict[str, Any] | None:
+        """Returns the log probabilities of tokens that begin at an offset of the text; None if there are none."""
+        values = output.logprobs
+        if not self.request.logprobs or len(values) != len(output.token_ids):
+            return None
+        top = [self._alternatives(each) for each in output.top_logprobs] if self.request.top_logprobs else []
+        if self.request.is_chat:
+            top += [[]] * (len(values) - len(top))
+            content = [
+                self._entry(token, value) | {"top_logprobs": [self._entry(*each) for each in alternatives]}
+                for token, value, alternatives in zip(output.token_ids, values, top, strict=False)
+            ]
+            return {"content": content, "refusal": None}
+        tokens = [self._text_of(token) for token in output.token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        # The token itself is among them, as at vLLM, even if it is not one of the most likely.
+        shown = [
+            {**{self._text_of(token): value for token, value in each}, own: logprob}
+            for each, own, logprob in zip(top, tokens, values, strict=False)
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": list(values),
+            "top_logprobs": shown or None,
+            "text_offset": offsets,
+        }
+
+    def _text_of(self, token: int) -> str:
+        return f"token_id:{token}" if self.text is None else self.text.text_of([token])
+
+    def _alternatives(self, top: TopLogprobs) -> list[tuple[int, float]]:
+        """Returns the most likely tokens of one place with their log probabilities, as many as requested."""
+        return list(zip(top.token_ids, top.logprobs, strict=False))[: self.request.top_logprobs]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """Returns a token of a chat. The text of a part of a character is a stand-in, unlike its bytes."""
+        text, tokenizer = self._text_of(token), self.text and self.text.tokenizer
+        encoded = tokenizer.bytes_of(token) if tokenizer and _STAND_IN in text else text.encode()
+        return {"token": text, "logprob": logprob, "bytes": list(encoded)}

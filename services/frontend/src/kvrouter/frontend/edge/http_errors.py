@@ -1,0 +1,137 @@
+"""Errors of the HTTP API, in the format of the OpenAI API."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from aiohttp import web
+from kvrouter.frontend.access.body_room import BodyTooLarge
+from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER, request_id_of
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors_pb2 import ErrorReason
+
+log = structlog.get_logger(component="frontend")
+
+_HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+}
+_BUSY_STATUS = 429
+"""Status of ``_BUSY``, unlike 503 when there is no worker: clients of the OpenAI API retry it."""
+_BUSY = frozenset(
+    {
+        ErrorReason.ERROR_REASON_ALL_BUSY,
+        ErrorReason.ERROR_REASON_RATE_LIMITED,
+        ErrorReason.ERROR_REASON_OVERLOADED,
+    }
+)
+_UNAUTHENTICATED, _FORBIDDEN, _TOO_LARGE = 401, 403, 413
+_ERROR_TYPES = {
+    _BUSY_STATUS: "rate_limit_error",
+    # OpenAI's own is invalid_request_error, by which LiteLLM takes it for a bad request unless the words are OpenAI's.
+    _UNAUTHENTICATED: "authentication_error",
+    _FORBIDDEN: "permission_error",
+}
+_OPENAI_CODES = {
+    ErrorReason.ERROR_REASON_PROMPT_TOO_LONG: "context_length_exceeded",
+    ErrorReason.ERROR_REASON_UNKNOWN_MODEL: "model_not_found",
+    ErrorReason.ERROR_REASON_UNAUTHENTICATED: "invalid_api_key",
+    **dict.fromkeys(_BUSY, "rate_limit_exceeded"),
+}
+"""Codes of the OpenAI API, by which client libraries choose their own errors. Others are gRPC's, in lower case."""
+INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
+"""Body of the response to a defect of this process, whose cause only its log has."""
+
+
+def http_status(code: grpc.StatusCode, reason: ErrorReason) -> int:
+    """Returns the HTTP status of an error."""
+    return _BUSY_STATUS if reason in _BUSY else _HTTP_STATUS.get(code, 500)
+
+
+def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Returns HTTP status, JSON body and headers of an error response."""
+    status = _TOO_LARGE if isinstance(error, BodyTooLarge) else http_status(error.code, error.info.reason)
+    body = {
+        "error": {
+            "message": error.shown_message,
+            "type": _error_type(status),
+            "param": _param(error.info.field),
+            "code": _OPENAI_CODES.get(error.info.reason, _code_of_status(error.code)),
+        }
+    }
+    headers = _retry_after(error)
+    if status == _UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return status, body, headers
+
+
+def with_retry_time(response: web.Response, error: KvRouterError) -> web.Response:
+    """Returns an engine's response to a failed request, with the time to wait before a retry if it names none."""
+    if "Retry-After" not in response.headers:
+        response.headers.update(_retry_after(error))
+    return response
+
+
+def _retry_after(error: KvRouterError) -> dict[str, str]:
+    if not error.info.HasField("retry_after_ms"):
+        return {}
+    milliseconds = error.info.retry_after_ms
+    # The second one is OpenAI's, whose SDKs prefer it.
+    return {"Retry-After": str(max(1, math.ceil(milliseconds / 1000))), "retry-after-ms": str(milliseconds)}
+
+
+def _code_of_status(code: grpc.StatusCode) -> str:
+    """Returns gRPC's code in lower case, but for 503: the code alone tells it in a stream that has begun."""
+    return "service_unavailable" if code is grpc.StatusCode.UNAVAILABLE else code.name.lower()
+
+
+def _param(field: str) -> str | None:
+    """Returns the field of the HTTP body for a field of the contract, which nests what is top-level in the body."""
+    for message in ("stop_conditions.", "sampling_options.", "constraints."):
+        field = field.removeprefix(message)
+    if field.startswith("overrides."):
+        return f"router_config_override.{field.removeprefix('overrides.')}"
+    return "prompt" if field == "token_ids" else field or None
+
+
+def _error_type(status: int) -> str:
+    if status in _ERROR_TYPES:
+        return _ERROR_TYPES[status]
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Returns every failure as a JSON error in the format of the OpenAI API."""
+    try:
+        return await handler(request)
+    except KvRouterError as error:
+        status, body, headers = error_body(error)
+        return _response(request, body, status, headers)
+    except web.HTTPException as error:
+        words = f"{request.method} {request.path}: {error.reason.lower()}"
+        body = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}
+        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return _response(request, body, error.status, allowed)
+    except Exception:
+        log.exception("http.request_failed", path=request.path)
+        return _response(request, INTERNAL, 500, {})
+
+
+def _response(request: web.Request, body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
+    return web.json_response(body, status=status, headers={REQUEST_ID_HEADER: request_id_of(request), **headers})

@@ -1,0 +1,359 @@
+"""Fields that completions and chats have in common."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from functools import cache
+from operator import attrgetter
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from google.protobuf.message import Message
+from kvrouter.frontend.edge.json_body import check_uint64
+from kvrouter.frontend.edge.structured_output import read_structured_output
+from kvrouter.frontend.edge.token_list import TokenId
+from kvrouter.frontend.request.validation import MAX_REQUEST_ID_BYTES
+from kvrouter.runtime.errors import BadRequest
+from kvrouter.runtime.request_ids import check_request_id
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import StructuredOutput
+
+UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+UInt64 = Annotated[int, msgspec.Meta(ge=0)]
+"""``check_uint64`` checks the upper bound, which msgspec cannot."""
+
+RANK_HEADER = "x-data-parallel-rank"
+"""Header by which vLLM runs a request on a certain data-parallel rank."""
+
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = web.RequestKey("request_id", str)
+
+MAX_SEQUENCES = 128
+"""Maximum number of prompts times sequences of one request."""
+MAX_TOP_LOGPROBS = 20
+"""OpenAI's limit, and vLLM's default."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_CONSTRAINTS = ("worker_id", "dp_rank")
+_EMPTY: tuple[object, ...] = ("", [], {})
+_UNSUPPORTED = "Leave it out: workers that receive tokens do not support it."
+
+
+OnlyDefault = Annotated[Any, msgspec.Meta(description="accepted at its default only")]
+"""Type of a field that no worker that receives tokens could obey: its default, null and empty lists are accepted."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream carries besides tokens."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """OpenAI's padding of chunks, which their servers add by default. Streams here have none."""
+    continuous_usage_stats: bool | None = None
+
+
+class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Routing options of one request."""
+
+    overlap_score_weight: float | None = None
+    router_temperature: float | None = None
+    mode: str | None = None
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: UInt64 | None = None
+
+
+_F = TypeVar("_F", bound="SharedFields")
+
+
+class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of chats and completions: OpenAI's, vLLM's and our own. None stands for the default."""
+
+    model: str
+    min_tokens: UInt32 | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: UInt64 | None = None
+    n: UInt32 | None = None
+    request_id: str | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    conversation_id: str | None = None
+    return_token_ids: bool | None = None
+    worker_id: UInt64 | None = None
+    dp_rank: UInt32 | None = None
+    migration_limit: UInt32 | None = None
+    router_config_override: RouterConfigOverride | None = None
+    # Of the client's business only.
+    user: str | None = None
+    metadata: dict[str, str | None] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Hints to OpenAI's own servers, which change no output.
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    # Constraints of the output.
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    # Of OpenAI and vLLM, with their defaults.
+    allowed_token_ids: OnlyDefault = None
+    bad_words: OnlyDefault = None
+    early_stopping: OnlyDefault = False
+    ec_transfer_params: OnlyDefault = None
+    guided_decoding_backend: OnlyDefault = None
+    guided_whitespace_pattern: OnlyDefault = None
+    kv_transfer_params: OnlyDefault = None
+    length_penalty: OnlyDefault = 1.0
+    logit_bias: OnlyDefault = None
+    logits_processors: OnlyDefault = None
+    logprob_token_ids: OnlyDefault = None
+    mm_payload: OnlyDefault = "tensors"
+    prompt_logprobs: OnlyDefault = None
+    repetition_detection: OnlyDefault = None
+    return_mm_kwargs: OnlyDefault = False
+    return_token_offsets: OnlyDefault = False
+    return_tokens_as_token_ids: OnlyDefault = False
+    return_weight_versions: OnlyDefault = False
+    routed_experts_prompt_start: OnlyDefault = 0
+    session_id: OnlyDefault = None
+    spaces_between_special_tokens: OnlyDefault = True
+    stream_interval: OnlyDefault = None
+    thinking_token_budget: OnlyDefault = None
+    truncate_prompt_tokens: OnlyDefault = None
+    truncation_side: OnlyDefault = None
+    use_beam_search: OnlyDefault = False
+    vllm_xargs: OnlyDefault = None
+    watermarking: OnlyDefault = False
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """Returns the stop strings.
+
+        Raises:
+            BadRequest: one is empty, or they are too many or too long.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > MAX_STOP_STRINGS or any(not 1 <= len(each) <= MAX_STOP_CHARACTERS for each in stop):
+            raise BadRequest(
+                f"stop: expected at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
+                field="stop",
+                advice="Send fewer or shorter stop strings.",
+            )
+        return stop
+
+    def check(self, prompts: int) -> None:
+        """Checks what the decoder does not.
+
+        Raises:
+            BadRequest: a field is out of range or not supported.
+        """
+        check_uint64(self.seed, "seed")
+        check_uint64(self.worker_id, "worker_id")
+        if (override := self.router_config_override) is not None:
+            threshold = "active_prefill_tokens_threshold"
+            check_uint64(override.active_prefill_tokens_threshold, f"router_config_override.{threshold}")
+        sequences = 1 if self.n is None else self.n
+        if not 1 <= sequences * prompts <= MAX_SEQUENCES or sequences < 1:
+            raise BadRequest(
+                f"n: expected 1 to {MAX_SEQUENCES // max(1, prompts)} sequences for each of {prompts} prompts, "
+                f"received {sequences}",
+                field="n",
+                advice="Send fewer prompts, or a smaller n.",
+            )
+        self.stop_strings()
+        _check_defaults(self)
+        if (options := self.stream_options) is not None:
+            if not self.stream:
+                raise BadRequest(
+                    "stream_options: stream is not true", field="stream_options", advice="Set stream, or leave it out."
+                )
+            if options.continuous_usage_stats:
+                raise unsupported("stream_options.continuous_usage_stats")
+        self.structured_output()
+
+    def structured_output(self) -> tuple[str, StructuredOutput] | None:
+        """Returns the field that constrains the output, and its constraint; None if there is none.
+
+        Raises:
+            BadRequest: it is malformed, or there are several.
+        """
+        if (
+            self.response_format is None
+            and self.structured_outputs is None
+            and self.guided_json is None
+            and self.guided_regex is None
+            and self.guided_choice is None
+            and self.guided_grammar is None
+        ):
+            return None
+        return read_structured_output(
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
+            guided={name: getattr(self, name) for name in _GUIDED},
+        )
+
+    def generate_request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
+        """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""
+        # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
+        request = FrontendServiceGenerateRequest(request_id=self.request_id or "", model=self.model)
+        stop = request.stop_conditions
+        stop.max_tokens = max_tokens
+        stop.min_tokens = self.min_tokens or 0
+        stop.ignore_eos = bool(self.ignore_eos)
+        if self.stop_token_ids:
+            stop.stop_token_ids.extend(self.stop_token_ids)
+        _set(request.sampling_options, self, _SAMPLING)
+        if self.top_k is not None:
+            request.sampling_options.top_k = max(0, self.top_k)  # vLLM's value for all tokens is -1.
+        constraint = self.structured_output()
+        if constraint is not None:
+            request.sampling_options.structured_output.CopyFrom(constraint[1])
+        if self.router_config_override is not None:
+            _set(request.overrides, self.router_config_override, RouterConfigOverride.__struct_fields__)
+        _set(request.constraints, self, _CONSTRAINTS)
+        if self.cache_salt:
+            request.scope.cache_salt = self.cache_salt
+        if self.migration_limit is not None:
+            request.migration_limit = self.migration_limit
+        request.priority = self.priority or 0
+        request.conversation_id = self.conversation_id or ""
+        return request
+
+
+def with_headers(fields: _F, request: web.BaseRequest) -> _F:
+    """Returns the fields with what headers say: ``x-request-id``, and ``x-data-parallel-rank`` as vLLM reads it.
+
+    Fields of the body take precedence. Without an id the request gets a generated one.
+
+    Raises:
+        BadRequest: an id has control characters or is not UTF-8, or a rank is not a number.
+    """
+    if fields.request_id:
+        check_request_id(fields.request_id, MAX_REQUEST_ID_BYTES, "request_id")
+        request[_REQUEST_ID] = fields.request_id  # An error names it too.
+    changes: dict[str, Any] = {}
+    request_id = requested_id(request.headers) or request_id_of(request)
+    if not fields.request_id:
+        changes["request_id"] = request_id
+    rank = requested_rank(request.headers)
+    if rank is not None and fields.dp_rank is None:
+        changes["dp_rank"] = rank
+    return msgspec.structs.replace(fields, **changes) if changes else fields
+
+
+def requested_id(headers: Mapping[str, str]) -> str:
+    """Returns the id that a client chose for its request, in ``x-request-id``; empty if it chose none.
+
+    Raises:
+        BadRequest: it has control characters or is not UTF-8, or it is too long.
+    """
+    request_id = headers.get(REQUEST_ID_HEADER, "")
+    check_request_id(request_id, MAX_REQUEST_ID_BYTES, REQUEST_ID_HEADER)
+    return request_id
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """Returns the id of a request: the client's if it is valid, or else a generated one."""
+    if _REQUEST_ID not in request:
+        try:
+            request_id = requested_id(request.headers)
+        except BadRequest:
+            request_id = ""
+        request[_REQUEST_ID] = request_id or uuid.uuid4().hex
+    return request[_REQUEST_ID]
+
+
+def requested_rank(headers: Mapping[str, str]) -> int | None:
+    """Returns the data-parallel rank that a client names as for vLLM, in ``x-data-parallel-rank``; None for any.
+
+    Raises:
+        BadRequest: it is not a number.
+    """
+    rank = headers.get(RANK_HEADER)
+    if rank is None:
+        return None
+    if not (rank.isascii() and rank.isdigit() and int(rank) < 1 << 32):
+        raise BadRequest(
+            f"{RANK_HEADER}: expected a number of 32 bits, received {rank[:32]!r}",
+            field=RANK_HEADER,
+            advice="Send the number of a rank, from 0.",
+        )
+    return int(rank)
+
+
+def check_top_logprobs(number: int, field: str) -> None:
+    """Checks the number of most likely tokens to return at each place.
+
+    Raises:
+        BadRequest: there are too many.
+    """
+    if number > MAX_TOP_LOGPROBS:
+        raise BadRequest(
+            f"{field}: expected at most {MAX_TOP_LOGPROBS}, received {number}", field=field, advice="Request fewer."
+        )
+
+
+def _check_defaults(fields: SharedFields) -> None:
+    """Checks the fields that are accepted at their default only.
+
+    Raises:
+        BadRequest: one has another value.
+    """
+    defaults, values_of = _defaults(type(fields))
+    values = values_of(fields)
+    if values == tuple(defaults.values()):
+        return
+    for (name, default), value in zip(defaults.items(), values, strict=True):
+        if value is not None and value != default and value not in _EMPTY:
+            raise unsupported(name)
+
+
+@cache
+def _defaults(kind: type[SharedFields]) -> tuple[dict[str, object], attrgetter[tuple[object, ...]]]:
+    """Returns the fields that are accepted at their default only with their defaults, and what reads all of them."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(kind) if field.type == OnlyDefault}
+    return defaults, attrgetter(*defaults)
+
+
+def unsupported(name: str) -> BadRequest:
+    """Returns the error for a field that workers here cannot obey."""
+    return BadRequest(f"{name}: not supported by the workers of this model", field=name, advice=_UNSUPPORTED)
+
+
+def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:
+    """Sets the fields of a message that are given."""
+    for name in names:
+        value = getattr(fields, name)
+        if value is not None:
+            setattr(message, name, value)

@@ -1,0 +1,86 @@
+"""A response as a stream of chunks: how it begins and ends, and the output that its client does not read."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+from kvrouter.frontend.edge.event_stream import EventStream, too_much_unread
+from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.routing_fields import migration_notice
+from kvrouter.net.response_buffer import MAX_UNREAD_BYTES
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+
+
+class ResponseStream(ABC):
+    """Writes the chunks of one response. ``close`` must follow."""
+
+    def __init__(self, frame: ResponseFrame, events: EventStream) -> None:
+        self._frame = frame
+        self._events = events
+        self._head = b""
+        """The beginning of each chunk: the fields before its choices."""
+        self._notices: dict[int, bytes] = {}
+        """Field of the next chunk of each sequence that has migrated."""
+        self._unread_bytes = 0
+        self._flushing: asyncio.Task[None] | None = None
+
+    async def end(self) -> None:
+        """Writes the rest of the response."""
+        if self._flushing is not None:
+            await self._flushing
+        if self._frame.request.includes_usage:
+            closing = self._frame.envelope() | {"choices": []} | self._frame.usage()
+            self._events.write_event(msgspec.json.encode(closing))
+        self._events.write_event(b"[DONE]")
+        self._events.end()
+
+    def fail(self, body: dict[str, Any]) -> None:
+        """Ends the response with an error. The connection is closed, since a client may not have read it."""
+        self._events.write_event(msgspec.json.encode(body))
+        self._events.end(close=self._flushing is not None)
+
+    def close(self) -> None:
+        """Drops the output that the client has not read."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+
+    @abstractmethod
+    def _write_kept(self) -> None:
+        """Writes the kept output."""
+
+    @property
+    def _must_keep(self) -> bool:
+        """Whether further output is to be kept, since the client does not read."""
+        return self._flushing is not None or self._events.is_full
+
+    def _place(self, index: int, routing: RoutingInfo) -> None:
+        """Adds where a sequence runs."""
+        self._frame.routed(index, routing)
+        if notice := migration_notice(routing):
+            self._notices[index] = notice
+        if not self._head:
+            self._events.add_headers(self._frame.headers)
+            self._head = msgspec.json.encode(self._frame.envelope())[:-1]
+
+    def _kept(self, size: int) -> None:
+        """Counts output that was kept, and writes it when the client reads again.
+
+        Raises:
+            TooLarge: the client has left too much unread.
+        """
+        self._unread_bytes += size
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            raise too_much_unread(self._unread_bytes)
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+
+    async def _flush(self) -> None:
+        try:
+            await self._events.drain()
+        except ConnectionError:
+            return  # aiohttp cancels the handler.
+        self._flushing, self._unread_bytes = None, 0
+        self._write_kept()

@@ -1,0 +1,135 @@
+"""Runs chats and completions: tokenizes their prompts, and runs a request for each sequence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.frontend.edge.choice import Choice, ChoiceSink
+from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.request_runner import RequestRunner
+from kvrouter.frontend.request.served_models import ServedModels
+from kvrouter.frontend.request.validation import (
+    CONSTRAINT_FIELD,
+    Limits,
+    context_length,
+    prompt_limit,
+    structured_workers,
+)
+from kvrouter.frontend.text.client_work import completed
+from kvrouter.frontend.text.reasoning import ReasoningParser
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import BadRequest, KvRouterError
+
+UNKNOWN_LENGTH_TOKENS = 4096
+"""Output tokens of a chat without ``max_tokens`` whose model's length is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedText:
+    """A request whose prompts are tokenized."""
+
+    frame: ResponseFrame
+    pools: Sequence[ComponentView]
+    """The pools of the model, at least one, that with the most live workers first."""
+
+
+async def prepare(models: ServedModels, limits: Limits, request: TextRequest) -> PreparedText:
+    """Tokenizes the prompts of a request. Nothing is booked yet.
+
+    Raises:
+        UnknownModel, NoWorkers, BadRequest, PromptTooLong, RateLimited, Overloaded.
+    """
+    view, _ = models.resolve(request.fields.model)
+    model = view.descriptor.model
+    pools = models.pools(request.fields.model, forwarding=False)
+    constraint = request.fields.structured_output()
+    if constraint is not None:
+        able = [pool for pool in pools if any(worker.serves_structured_output for worker in pool.workers.values())]
+        if not able:
+            structured_workers(view, constraint[0])
+        pools = able or pools
+    needed = request.needs_text()
+    text = models.text_of(request.fields.model, needed) if needed else models.texts.find(model)
+    with prompt_limit(pools, limits) as limit:
+        if text is None:
+            prompts = [completed(prompt.slices(None, limit)) for prompt in request.prompts]
+        else:
+            prompts = await models.texts.tokens(text, request.prompts, limit, salt=request.fields.cache_salt or "")
+    for prompt, source in zip(prompts, request.prompts, strict=True):
+        if not prompt:
+            raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
+    return PreparedText(ResponseFrame(request, text, prompts), pools)
+
+
+async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:
+    """Runs all sequences to their end. The first error ends all.
+
+    Raises:
+        KvRouterError: a sequence failed.
+    """
+    try:
+        await _run_all(runner, prepared, sink)
+    except KvRouterError as error:
+        constraint = prepared.frame.request.fields.structured_output()
+        if constraint is not None and error.info.field == CONSTRAINT_FIELD:
+            error.info.field = constraint[0]
+        raise
+
+
+async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:
+    frame = prepared.frame
+    request = frame.request
+    fields = request.fields
+    runs = []
+    for index in range(len(frame.prompts) * request.sequences):
+        prompt = frame.prompt_of(index)
+        choice = Choice(
+            index,
+            frame,
+            sink,
+            stop=fields.stop_strings(),
+            include_stop=bool(fields.include_stop_str_in_output),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            min_tokens=fields.min_tokens or 0,
+            tools=request.tools,
+            reasoning=_reasoning_parser(frame, prompt),
+        )
+        generate = fields.generate_request(_max_tokens(runner.options.limits, prepared, prompt))
+        sampling = generate.sampling_options
+        if index % request.sequences and sampling.HasField("seed"):
+            sampling.seed = (sampling.seed + index % request.sequences) % (1 << 64)
+        if request.logprobs:
+            sampling.logprobs = 1 + request.top_logprobs
+        runs.append((generate, prompt, choice))
+    if len(runs) == 1:
+        await runner.run(*runs[0], deadline=Deadline.never())
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(runner.run(*run, deadline=Deadline.never()))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _reasoning_parser(frame: ResponseFrame, prompt: bytes) -> ReasoningParser | None:
+    """Returns the parser of an output's reasoning; None if it has none, as if it is constrained from its begin."""
+    request = frame.request
+    if not request.is_chat or frame.text is None or request.fields.structured_output() is not None:
+        return None
+    return frame.text.reasoning_parser(prompt, continues_message=request.continues_message)
+
+
+def _max_tokens(limits: Limits, prepared: PreparedText, prompt: bytes) -> int:
+    given = prepared.frame.request.max_tokens
+    if given is not None:
+        return given
+    tokens = len(prompt) // TOKEN_BYTES
+    length = context_length(tokens, prepared.pools)
+    rest = length - tokens if length else UNKNOWN_LENGTH_TOKENS
+    return max(1, min(rest, limits.max_output_tokens))

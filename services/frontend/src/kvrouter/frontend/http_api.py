@@ -1,0 +1,320 @@
+"""The HTTP API of the gateway: chats, completions, models, busy thresholds, health and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import aiohttp
+import structlog
+from aiohttp import web
+from kvrouter.frontend.access.http_middleware import authenticated
+from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
+from kvrouter.frontend.edge.chat_request import parse_chat
+from kvrouter.frontend.edge.completion_request import CompletionRequest
+from kvrouter.frontend.edge.completion_stream import CompletionStream
+from kvrouter.frontend.edge.completions import WholeCompletion
+from kvrouter.frontend.edge.cross_origin import add_cross_origin_headers, allowing, cross_origin_headers
+from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
+from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
+from kvrouter.frontend.edge.http_body import read_body
+from kvrouter.frontend.edge.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
+from kvrouter.frontend.edge.http_tracing import traced
+from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
+from kvrouter.frontend.edge.models import model_objects
+from kvrouter.frontend.edge.request_fields import request_id_of, requested_id, requested_rank, with_headers
+from kvrouter.frontend.edge.streamed_response import StreamedResponse
+from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.frontend.edge.text_runner import prepare, run_all
+from kvrouter.frontend.edge.whole_response import WholeResponse
+from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
+from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
+from kvrouter.frontend.service import FrontendService
+from kvrouter.frontend.text.client_work import Lane
+from kvrouter.frontend.web.routes import PUBLIC_PATHS
+from kvrouter.net.engine_keys import EngineKeys
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import KvRouterError, UnknownModel
+from kvrouter.v1.frontend_pb2 import ListModelsRequest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+log = structlog.get_logger(component="frontend")
+
+_T = TypeVar("_T")
+
+_MAX_BODY_BYTES = 64 << 20
+_LONG_BODY_BYTES = 64 << 10
+"""Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
+_ADMIN_SECONDS = 10.0
+"""Deadline of administrative calls: a few round trips to etcd."""
+
+
+class HttpApi:
+    """HTTP handlers over a FrontendService."""
+
+    def __init__(
+        self,
+        frontend: FrontendService,
+        registry: CollectorRegistry,
+        *,
+        body_seconds: float,
+        requests_usage: bool = False,
+        engine_keys: EngineKeys | None = None,
+        metrics: Callable[[], Awaitable[bytes]] | None = None,
+        page: Sequence[web.RouteDef] = (),
+        allowed_origins: Sequence[str] = (),
+    ) -> None:
+        """Creates the handlers.
+
+        Args:
+            frontend: The service.
+            registry: Metrics of this process.
+            body_seconds: Maximum pause within a request's body.
+            requests_usage: Whether the usage of forwarded streams is requested for the Frontend's own purpose.
+            engine_keys: Keys that the OpenAI APIs of workers demand; None for none.
+            metrics: Returns the metrics to expose instead of the registry's.
+            page: Routes of the web page; none if it is not served.
+            allowed_origins: Origins whose pages may call the API.
+        """
+        self._allowed_origins = allowed_origins
+        self._page = page
+        self._body_seconds = body_seconds
+        self._requests_usage = requests_usage
+        self._engine_keys = engine_keys or EngineKeys()
+        self._session: aiohttp.ClientSession | None = None
+        self._writer = StepWriter()
+        self._frontend = frontend
+        self._work = frontend.models.texts.work
+        self._registry = registry
+        self._metrics = metrics
+
+    def application(self) -> web.Application:
+        """Returns the application with all routes."""
+        middlewares = [allowing(self._allowed_origins)] if self._allowed_origins else []
+        middlewares.append(errors_as_json)
+        if self._frontend.access is not None:
+            open_paths = {"/health", *(PUBLIC_PATHS if self._page else ())}
+            middlewares.append(authenticated(self._frontend.access, open_paths))
+        # Last, so that clients that are refused start no trace.
+        middlewares.append(traced)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
+        app.cleanup_ctx.append(self._connected)
+        app.on_response_prepare.append(add_cross_origin_headers)
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+                web.get("/v1/models", self.models),
+                web.get("/v1/models/{model:.+}", self.model),
+                web.post("/v1/completions", self._with_body(self.completions, _MAX_BODY_BYTES)),
+                web.post("/v1/chat/completions", self._with_body(self.chat_completions, _MAX_BODY_BYTES)),
+                web.get("/busy_threshold", self.list_busy_thresholds),
+                web.post("/busy_threshold", self._with_body(self.set_busy_threshold, MAX_FIELDS_BYTES)),
+                *self._page,
+            ]
+        )
+        return app
+
+    def _with_body(
+        self, handler: Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]], limit: int
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Returns a handler that reads the body, up to ``limit`` bytes, into room that it holds until its end."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            room = self._frontend.runner.admission.room()
+            try:
+                with room:
+                    body = await read_body(request, room, limit=limit, idle_seconds=self._body_seconds)
+                    return await handler(request, body)
+            finally:
+                room.end()
+
+        return handle
+
+    async def _connected(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+            self._session = session
+            yield
+
+    async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Returns 200 if requests can be routed, otherwise 503."""
+        ready = self._frontend.ready()
+        if self._frontend.access is not None:
+            # Probes have no credential, so they learn no names.
+            return web.json_response({"status": "ready" if ready else "not ready"}, status=200 if ready else 503)
+        models = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
+        body = {
+            "status": "ready" if ready else "not ready",
+            "models": {model.name: {"workers": model.workers} for model in models.models},
+            # A growing age means that etcd is away: workers may have come or gone since.
+            "registrations_age_seconds": self._frontend.registrations_age_seconds,
+        }
+        return web.json_response(body, status=200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Returns the metrics of this Frontend."""
+        body = generate_latest(self._registry) if self._metrics is None else await self._metrics()
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Lists the models that are served, each once, and their LoRA adapters."""
+        answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
+        return web.json_response({"object": "list", "data": list(model_objects(answer.models).values())})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """Returns one model or LoRA adapter."""
+        answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
+        models = model_objects(answer.models)
+        name = request.match_info["model"]
+        if name not in models:
+            raise UnknownModel(name, models)
+        return web.json_response(models[name])
+
+    async def chat_completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+        """Runs a chat and returns it as one response or as server-sent events."""
+        if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
+            return forwarded
+        chat = await self._decoded(parse_chat, body)
+        return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request)))
+
+    async def set_busy_threshold(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
+        """Sets the given thresholds of a model and returns those in force."""
+        requested = BusyThresholdBody.parse(body).to_request()
+        in_force = await self._frontend.set_busy_threshold(requested, deadline=Deadline.after(_ADMIN_SECONDS))
+        return web.json_response(shown(requested.model, in_force))
+
+    async def list_busy_thresholds(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Lists the thresholds of all models that have one."""
+        thresholds = await self._frontend.busy_thresholds(deadline=Deadline.after(_ADMIN_SECONDS))
+        return web.json_response(listed(thresholds))
+
+    async def completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+        """Runs a completion and returns it as one response or as server-sent events."""
+        if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
+            return forwarded
+        completion_request = await self._parsed(request, body)
+        if not completion_request.is_plain or self._frontend.models.has_text(completion_request.fields.model):
+            return await self._run_text(request, completion_request.to_text_request())
+        if completion_request.fields.stream:
+            return await self._stream(request, completion_request)
+        completion = WholeCompletion(completion_request)
+        await self._frontend.runner.run(
+            completion_request.to_generate(),
+            completion_request.prompt.token_ids,
+            completion,
+            deadline=Deadline.never(),
+        )
+        return web.Response(
+            body=completion.body(), headers=completion.frame.headers, content_type="application/json", charset="utf-8"
+        )
+
+    async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
+        parsed = await self._decoded(self._parse, body)
+        return parsed.with_fields(with_headers(parsed.fields, request))
+
+    async def _decoded(self, parse: Callable[[bytearray], _T], body: bytearray) -> _T:
+        """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
+        if len(body) <= _LONG_BODY_BYTES:
+            return parse(body)
+        return await self._work.run(partial(parse, body), Lane.BODIES, size=len(body))
+
+    def _parse(self, body: bytearray) -> CompletionRequest:
+        return CompletionRequest.parse(
+            body,
+            max_prompt_tokens=self._frontend.runner.options.limits.max_prompt_tokens,
+            check_text=lambda model: self._frontend.models.text_of(model, "prompt"),
+        )
+
+    async def _forwarded(self, request: web.Request, body: bytearray) -> web.StreamResponse | None:
+        """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""
+        limit = self._frontend.runner.options.limits.max_prompt_tokens
+        routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
+        view = self._frontend.models.forwards_to(routed.model)
+        if view is None or self._session is None:
+            return None
+        routed = replace(routed, dp_rank=requested_rank(request.headers))
+        access, pools = self._frontend.access, self._frontend.models.pools(routed.model, forwarding=True)
+        routed, passed = await permitted(access, routed, body, request.path, self._work)
+        if access is not None:
+            check_salted(access, routed, pools)
+        routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
+        response = ForwardedResponse(request, self._writer, routed.routed_on(view))
+        calls = EngineCalls(
+            request,
+            response,
+            passed,
+            view,
+            self._session,
+            self._frontend.runner.workers,
+            self._frontend.models.worker_at,
+            routed=routed,
+            requests_usage=self._requests_usage,
+            engine_keys=self._engine_keys,
+            is_authenticated=access is not None,
+        )
+        request_id = requested_id(request.headers) or request_id_of(request)
+        generate = generate_request(routed, request_id, pools)
+        calls.describe_sampling(generate)
+        run = self._frontend.runner.run
+        try:
+            await run(generate, routed.token_ids, response, deadline=Deadline.never(), through=calls)
+        except KvRouterError as error:
+            if not response.has_begun:
+                if (engine_error := calls.engine_error(error)) is None:
+                    raise
+                return with_retry_time(engine_error, error)
+            response.fail(error_body(error)[1])
+        else:
+            response.end()
+        return response.stream
+
+    async def _run_text(self, request: web.Request, text_request: TextRequest) -> web.StreamResponse:
+        prepared = await prepare(self._frontend.models, self._frontend.runner.options.limits, text_request)
+        if not text_request.fields.stream:
+            whole = WholeResponse(prepared.frame)
+            await run_all(self._frontend.runner, prepared, whole)
+            headers = prepared.frame.headers
+            return web.Response(body=whole.body(), headers=headers, content_type="application/json", charset="utf-8")
+        events = EventStream(request, self._writer)
+        stream = StreamedResponse(prepared.frame, events)
+        return await _streamed(request, events, stream, lambda: run_all(self._frontend.runner, prepared, stream))
+
+    async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
+        events = EventStream(request, self._writer)
+        stream = CompletionStream(completion_request, events)
+        generate, prompt = completion_request.to_generate(), completion_request.prompt.token_ids
+        return await _streamed(
+            request,
+            events,
+            stream,
+            lambda: self._frontend.runner.run(generate, prompt, stream, deadline=Deadline.never()),
+        )
+
+
+async def _streamed(
+    request: web.Request,
+    events: EventStream,
+    stream: CompletionStream | StreamedResponse,
+    run: Callable[[], Awaitable[None]],
+) -> EventStream:
+    """Runs a request whose output is streamed. An error after the first event is an event."""
+    events.add_headers(cross_origin_headers(request))
+    try:
+        await run()
+        await stream.end()
+    except KvRouterError as error:
+        if not events.begun:
+            raise
+        stream.fail(error_body(error)[1])
+    except Exception:
+        if not events.begun:
+            raise
+        log.exception("http.request_failed", path=request.path)
+        stream.fail(INTERNAL)
+    finally:
+        stream.close()
+    return events

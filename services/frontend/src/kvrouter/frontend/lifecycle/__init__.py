@@ -1,1 +1,0 @@
-"""The lifecycle of one request, from its booking to its end."""

@@ -1,0 +1,269 @@
+"""One HTTP request at a gateway, from its headers to the end of its response: one stream of external processing.
+
+The gateway sends the request's headers and body, and waits. The picker holds them until the body is complete, books a
+rank, and returns headers that name its endpoint, then the body. The response passes through piece by piece. The stream
+ends early if the client disconnects or the gateway dies; the booking is freed whenever it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import grpc
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from kvrouter.frontend.edge.event_stream import STREAM_TYPE
+from kvrouter.frontend.edge.routing_fields import routed_on_text
+from kvrouter.frontend.proxy.endpoint_picker import responses
+from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions, GatewayRequest
+from kvrouter.frontend.proxy.endpoint_picker.header_map import header_values
+from kvrouter.frontend.proxy.endpoint_picker.metadata import code_details, served_endpoint
+from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
+from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
+from kvrouter.frontend.proxy.engine_response import EngineResponse
+from kvrouter.net.loop_budget import loop_budget
+from kvrouter.runtime.errors import BadRequest, DependencyAway, KvRouterError
+
+Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
+
+
+_REQUEST_BODY_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED)
+_RESPONSE_BODY_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.STREAMED)
+"""Modes in which the picker can change a response."""
+_SHORT_SECONDS = 0.25
+"""Time for a choice after which the gateway is asked for more, which else soon goes on without a choice."""
+_MESSAGE_US = 80
+"""CPU time to process a part of a response, microseconds."""
+
+
+_OF_REQUEST = ("request_headers", "request_body", "request_trailers")
+
+
+class _GatewayLeft(Exception):
+    """The gateway ended the stream: the client disconnected."""
+
+
+class Exchange:
+    """One request and its response. Call ``run`` once."""
+
+    def __init__(self, context: Context, picker: Picker, metrics: PickerMetrics, options: ExchangeOptions) -> None:
+        self._context = context
+        self._metrics = metrics
+        self._request = GatewayRequest(picker, options)
+        self._options = options
+        self._begun = False
+        self._refused = False
+        self._response = EngineResponse(is_stream=False)
+        self._has_begun_response = False
+        self._full_duplex_response = False
+        self._changes_response = False
+        self._keeps_body = False
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def run(self, began: Callable[[bool], None]) -> None:
+        """Processes the request until its stream ends.
+
+        Args:
+            began: Called when the headers have been read, with whether they have a credential that counts.
+
+        Raises:
+            KvRouterError: the gateway or its configuration does not fit the protocol.
+        """
+        try:
+            while (message := await self._read()) is not None:
+                await loop_budget().turn(_MESSAGE_US)
+                begins = message.HasField("request_headers")
+                # A gateway may answer by itself, and show only the response.
+                if begins == self._begun and message.WhichOneof("request") in _OF_REQUEST:
+                    raise BadRequest("expected the headers of one request before its body")
+                await self._process(message)
+                if begins:
+                    self._begun = True
+                    began(self._request.has_caller)
+        except _GatewayLeft:
+            self._metrics.requests.labels(code="CANCELLED").inc()
+        finally:
+            try:
+                if self._has_begun_response and (pick := self._request.pick) is not None:
+                    await pick.engine.broke_off()
+            finally:
+                self._free()
+                if self._reading is not None:
+                    self._reading.cancel()
+
+    async def _read(self) -> ProcessingRequest | None:
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._context.read())
+        message = await self._reading
+        self._reading = None
+        return None if message is grpc.aio.EOF else message
+
+    async def _process(self, message: ProcessingRequest) -> None:
+        if self._refused:
+            return  # What the gateway sent before it got the refusal.
+        if message.HasField("protocol_config"):
+            self._check_modes(message)
+        match message.WhichOneof("request"):
+            case "request_headers":
+                await self._begin(message)
+            case "request_body":
+                await self._take(message.request_body)
+            case "request_trailers":
+                if not self._keeps_body:
+                    await self._route(end_of_stream=False)
+                await self._context.write(responses.request_trailers())
+            case "response_headers":
+                await self._begin_response(message)
+            case "response_body":
+                await self._pass_on(message.response_body)
+            case "response_trailers":
+                self._end()
+                await self._context.write(responses.response_trailers())
+            case _:
+                raise BadRequest("expected headers, a body or trailers, received a message with none of them")
+
+    def _check_modes(self, message: ProcessingRequest) -> None:
+        modes = message.protocol_config
+        # A body that is not sent would be waited for until the gateway's time is over.
+        sends_body = not message.request_headers.end_of_stream
+        if sends_body and modes.request_body_mode not in _REQUEST_BODY_MODES:
+            expected = " or ".join(map(ProcessingMode.BodySendMode.Name, _REQUEST_BODY_MODES))
+            received = ProcessingMode.BodySendMode.Name(modes.request_body_mode)
+            raise BadRequest(
+                f"expected request_body_mode {expected}, received {received}",
+                advice="Correct processing_mode of the gateway's ext_proc filter.",
+            )
+        self._keeps_body = modes.request_body_mode == ProcessingMode.BUFFERED
+        self._changes_response = modes.response_body_mode in _RESPONSE_BODY_MODES
+        self._full_duplex_response = modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+        if self._request.is_authenticated and modes.response_body_mode == ProcessingMode.NONE:
+            raise BadRequest(
+                "expected response_body_mode FULL_DUPLEX_STREAMED, received NONE: with authentication, the internal "
+                "fields of engines are removed from responses",
+                advice="Correct processing_mode of the gateway's ext_proc filter.",
+            )
+
+    async def _begin(self, message: ProcessingRequest) -> None:
+        try:
+            self._request.begin(message)
+            if message.request_headers.end_of_stream:
+                await self._send_to(*self._request.any_endpoints())
+            elif self._keeps_body:
+                await self._context.write(responses.request_headers())
+        except KvRouterError as error:
+            await self._refuse(error)
+
+    async def _take(self, piece: HttpBody) -> None:
+        try:
+            await self._request.add(piece.body)
+        except KvRouterError as error:
+            await self._refuse(error)
+            return
+        if piece.end_of_stream or self._keeps_body:
+            await self._route(end_of_stream=True)
+
+    async def _route(self, *, end_of_stream: bool) -> None:
+        """Picks an endpoint for the complete request and passes the request on, or refuses it."""
+        choosing = asyncio.create_task(self._request.choose(may_remove_usage=self._changes_response))
+        self._reading = asyncio.ensure_future(self._context.read())
+        try:
+            both = {choosing, self._reading}
+            patience = _SHORT_SECONDS if self._keeps_body else None
+            if not (await asyncio.wait(both, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
+                await self._context.write(responses.more_time(self._options.timeout_seconds))
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._reading.done() and self._reading.result() is not grpc.aio.EOF:
+                await asyncio.wait([choosing])
+        finally:
+            if not choosing.done():
+                choosing.cancel()
+                await asyncio.wait([choosing])
+        if choosing.cancelled():
+            raise _GatewayLeft
+        try:
+            pick = choosing.result()
+        except KvRouterError as error:
+            await self._refuse(error)
+            return
+        if self._keeps_body:
+            body = bytes(self._request.body) if self._request.body_is_changed else None
+            added, removed = self._header_changes(pick.headers)
+            await self._context.write(responses.route_whole(pick.endpoints, added, removed, body))
+            self._request.body = bytearray()
+            return
+        await self._send_to(pick.endpoints, pick.headers)
+        for piece in responses.request_body(self._request.body, end_of_stream=end_of_stream):
+            await self._context.write(piece)
+        self._request.body = bytearray()
+
+    async def _send_to(self, endpoints: Sequence[str], headers: Mapping[str, str]) -> None:
+        added, removed = self._header_changes(headers)
+        await self._context.write(responses.route(endpoints, added, removed))
+
+    def _header_changes(self, headers: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+        """Returns what is added to the request's headers, and the names of those that are removed."""
+        added = {**self._request.added_headers(), **headers}
+        return added, sorted(self._request.removed_headers() - added.keys())
+
+    async def _refuse(self, error: KvRouterError) -> None:
+        self._refused = True
+        self._free()
+        self._metrics.requests.labels(code=error.code.name).inc()
+        await self._context.write(responses.refusal(error, self._request.id))
+
+    async def _begin_response(self, message: ProcessingRequest) -> None:
+        headers = header_values(message.response_headers.headers)
+        is_stream = headers.get("content-type", "").startswith(STREAM_TYPE)
+        status = int(headers[":status"]) if headers.get(":status", "").isdigit() else int(HTTPStatus.OK)
+        self._has_begun_response = status < HTTPStatus.INTERNAL_SERVER_ERROR
+        hides_internal = self._request.is_authenticated
+        if hides_internal and headers.get("content-encoding", "identity") != "identity":
+            await self._refuse(DependencyAway("the engine compresses a response although nobody accepts that"))
+            return
+        self._response = EngineResponse(
+            is_stream=is_stream,
+            status=status,
+            removes_usage=self._request.removes_usage,
+            hides_internal=hides_internal,
+        )
+        added: dict[str, str] = {}
+        if (pick := self._request.pick) is not None:
+            served = served_endpoint(message.metadata_context)
+            if served and served != pick.endpoints[0]:
+                self._metrics.fallbacks.inc()
+                pick = await self._request.follow(pick, served)
+            await pick.engine.answered(status, code_details(message))
+            rank = pick.booking.rank
+            added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request.id}
+            added["x-kvrouter-overlap-blocks"] = str(pick.overlap_blocks)
+            added["x-kvrouter-routed-on"] = routed_on_text(pick.routed_on)
+        removed = ("content-length",) if hides_internal else ()
+        await self._context.write(responses.response_headers(added, removed))
+        if message.response_headers.end_of_stream:
+            self._end()
+
+    async def _pass_on(self, piece: HttpBody) -> None:
+        passed = self._response.take(piece.body, ends=piece.end_of_stream)
+        if self._request.pick is not None:
+            self._request.pick.responded(piece.body, is_stream=self._response.is_stream)
+        if piece.end_of_stream:
+            self._end()
+        await self._context.write(
+            responses.response_body(
+                passed,
+                is_changed=passed != piece.body,
+                end_of_stream=piece.end_of_stream,
+                full_duplex=self._full_duplex_response,
+            )
+        )
+
+    def _end(self) -> None:
+        if self._request.pick is not None:
+            self._metrics.requests.labels(code="OK").inc()
+            self._free()
+
+    def _free(self) -> None:
+        self._request.end(self._response.usage(), is_stream=self._response.is_stream)

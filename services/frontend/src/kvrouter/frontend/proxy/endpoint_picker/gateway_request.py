@@ -1,0 +1,254 @@
+"""A request of the gateway: what is known of it, the endpoint chosen for it, and what it counts until it ends."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.body_room import BodyRoom, BodyTooLarge
+from kvrouter.frontend.access.caller import Caller, acting_for
+from kvrouter.frontend.access.quotas import Grant
+from kvrouter.frontend.access.request_admission import AdmittedRequest, RequestAdmission
+from kvrouter.frontend.edge.http_body import ENCODINGS, inflated
+from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank
+from kvrouter.frontend.proxy.endpoint_picker.header_map import header_list
+from kvrouter.frontend.proxy.endpoint_picker.metadata import allowed_endpoints
+from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
+from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
+from kvrouter.frontend.proxy.engine_body import EngineBody
+from kvrouter.frontend.proxy.engine_headers import engine_request_id, may_reach_engine
+from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.proxy.usage import Usage
+from kvrouter.frontend.request.span_attributes import describe_attempt, of_request
+from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.net import trace_context
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.tracing import request_span
+
+_MAX_BODY_BYTES = 64 << 20
+_FOLLOW_SECONDS = 2.0
+"""Deadline for booking the load of a request that a fallback served."""
+_ENCODING = "accept-encoding"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """How requests are treated."""
+
+    timeout_seconds: float
+    """Maximum time for a choice."""
+    admission: RequestAdmission
+    """Admits requests within limits."""
+    access: Access | None = None
+    """Authentication of the gateway's clients; None for none."""
+    requests_usage: bool = False
+    """Whether to request the usage of streams for the Frontend's own purpose, and remove it again."""
+
+
+class GatewayRequest:
+    """One request. ``end`` must follow."""
+
+    def __init__(self, picker: Picker, options: ExchangeOptions) -> None:
+        self.id = ""
+        """Id of the request, for logs and the engine."""
+        self.body = bytearray()
+        """The body; after the choice the one for the engine."""
+        self.body_is_changed = False
+        """Whether the engine's body differs from the client's."""
+        self.pick: Pick | None = None
+        """The chosen endpoint and its booking; None before the choice and after the end."""
+        self.removes_usage = False
+        """Whether the usage is removed from the response, since the client has not requested it."""
+        self._picker = picker
+        self._options = options
+        self._caller: Caller | None = None
+        self._grant: Grant | None = None
+        self._room: BodyRoom | None = None
+        self._admitted: AdmittedRequest | None = None
+        self._traceparent = ""
+        self._deaths: RequestDeaths | None = None
+        self._has_foreign_state = False
+        self._allowed: frozenset[str] | None = None
+        self._routed = RoutedBody("")
+        self._dp_rank: int | None = None
+        self._path = ""
+        self._hidden: set[str] = set()
+        self._content_type = ""
+        self._content_encoding = ""
+        self._is_inflated = False
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether the client has a key, so that it sets and sees no internal fields of engines."""
+        return self._options.access is not None
+
+    @property
+    def has_caller(self) -> bool:
+        """Whether its headers have a credential that counts, or none is needed."""
+        return self._options.access is None or self._caller is not None
+
+    def begin(self, message: ProcessingRequest) -> None:
+        """Reads the request's headers.
+
+        Raises:
+            Unauthenticated, PermissionDenied: the caller may not call the path.
+            RateLimited: a limit of its key or tenant is reached.
+            BadRequest: a header is invalid.
+        """
+        listed = header_list(message.request_headers.headers)
+        headers = dict(listed)
+        self._path = headers.get(":path", "").partition("?")[0]
+        self._content_type = headers.get("content-type", "").lower()
+        self._content_encoding = headers.get("content-encoding", "identity").strip().lower()
+        self.id = uuid.uuid4().hex  # A refusal has one, too.
+        self.id = requested_id(headers) or self.id
+        self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
+        self._has_foreign_state = not self._traceparent and trace_context.STATE_HEADER in headers
+        if self._options.access is not None:
+            self._caller, self._grant = self._options.access.admit_to_engine(self._path, listed)
+            self._hidden = {name for name in headers if not may_reach_engine(name)}
+            self.id = engine_request_id(self.id) or uuid.uuid4().hex
+        with self._acting():
+            self._room = self._options.admission.room()
+        self._dp_rank = requested_rank(headers)
+        self._allowed = allowed_endpoints(message.metadata_context)
+
+    async def add(self, piece: bytes) -> None:
+        """Adds a piece of the body, when there is room for it.
+
+        Raises:
+            BodyTooLarge: the body is too long.
+            Overloaded: there is no room for it.
+        """
+        size = len(self.body) + len(piece)
+        if size > _MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is longer than {_MAX_BODY_BYTES} bytes")
+        if self._room is not None:
+            await self._room.hold(size)
+        self.body += piece
+
+    async def choose(self, *, may_remove_usage: bool) -> Pick:
+        """Chooses and books an endpoint for the complete request. ``may_remove_usage``: whether it can be removed.
+
+        Raises:
+            KvRouterError: the request is refused.
+        """
+        with trace_context.entered(self._traceparent), request_span("pick endpoint") as pick_span:
+            # The engine continues the trace from here, also if the client has begun none.
+            self._traceparent = trace_context.current()
+            with self._acting(), self._room or nullcontext():
+                pick = await self._choose(may_remove_usage=may_remove_usage)
+            if pick_span.recording:
+                pick_span.set(of_request(self._routed.model, self.id, self._routed.prompt_tokens))
+                describe_attempt(pick_span, pick.booking, pick.endpoints[0])
+            return pick
+
+    def _acting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._caller is None else acting_for(self._caller, self._grant)
+
+    async def _choose(self, *, may_remove_usage: bool) -> Pick:
+        received = self.body
+        is_json = await self._inflate() and self._is_json()
+        if self._room is not None:
+            self._room.is_read(len(self.body))
+        routed, self.body = await self._picker.read(self.body, self._path, is_json=is_json)
+        self._routed = routed = replace(routed, dp_rank=self._dp_rank)
+        self._deaths = deaths = self._picker.deaths(routed, "" if self._caller is None else self._caller.tenant)
+        self._admitted = self._options.admission.admit(
+            self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
+        )
+        if self._options.requests_usage and may_remove_usage:
+            with_requested_usage = EngineBody(bytes(self.body)).with_usage()
+            if with_requested_usage is not None:
+                self.removes_usage = True
+                self.body = bytearray(with_requested_usage)
+        self.body_is_changed = self.body is not received
+        # Stored here, so that it ends with the request even if that is cancelled in this moment.
+        self.pick = await self._picker.pick(
+            routed,
+            deaths,
+            request_id=self.id,
+            allowed=self._allowed,
+            deadline=Deadline.after(self._options.timeout_seconds),
+        )
+        return self.pick
+
+    async def _inflate(self) -> bool:
+        """Decompresses the body, since few engines do. Returns False for an encoding that only the engine may know."""
+        encoding = self._content_encoding
+        if encoding == "identity":
+            return True
+        if encoding not in ENCODINGS and not self.is_authenticated:
+            return False
+        if self._room is not None:
+            self.body = await inflated(self.body, encoding, self._room, limit=_MAX_BODY_BYTES)
+            self._is_inflated = True
+        return True
+
+    def _is_json(self) -> bool:
+        """Returns whether the body shall be JSON: always for a client with a key, whose fields are checked."""
+        kind = self._content_type
+        return self.is_authenticated or not kind or "json" in kind or self.body[:64].lstrip().startswith(b"{")
+
+    def any_endpoints(self) -> tuple[list[str], dict[str, str]]:
+        """Returns endpoints for a request without a body, such as GET /v1/models, and headers; books nothing.
+
+        Raises:
+            NoWorkers: there are none among those allowed.
+        """
+        return self._picker.any_endpoints(self._allowed)
+
+    async def follow(self, pick: Pick, served: str) -> Pick:
+        """Books the request at the endpoint that served it instead of the chosen one, and returns that booking."""
+        deadline = Deadline.after(_FOLLOW_SECONDS)
+        assert self._deaths is not None, "it was chosen for before"  # noqa: S101
+        self.pick = await self._picker.follow(
+            pick, served, self._routed, self._deaths, request_id=self.id, deadline=deadline
+        )
+        return self.pick
+
+    def added_headers(self) -> dict[str, str]:
+        """Returns headers that every engine gets."""
+        trace = {trace_context.HEADER: self._traceparent} if self._traceparent else {}
+        return {"x-request-id": self.id, **trace}
+
+    def removed_headers(self) -> set[str]:
+        """Returns headers of the client that no engine gets."""
+        removed = set(self._hidden)
+        if self._dp_rank is not None:
+            removed.add(RANK_HEADER)
+        if self._has_foreign_state:
+            removed.add(trace_context.STATE_HEADER)  # It belongs to no trace context, least of all to a new one.
+        if self._is_inflated:
+            removed.add("content-encoding")
+        if self.removes_usage or self.is_authenticated:
+            removed.add(_ENCODING)  # A compressed stream could not be read.
+        return removed
+
+    def end(self, usage: Usage | None, *, is_stream: bool) -> None:
+        """Frees the booking, and ends the request for its limits, once.
+
+        Args:
+            usage: What the engine reported; None for nothing.
+            is_stream: Whether the response was a stream.
+        """
+        pick, self.pick = self.pick, None
+        admitted, self._admitted = self._admitted, None
+        output_tokens = None if usage is None else usage.completion_tokens
+        if pick is not None:
+            pick.end(None if usage is None else usage.cached_tokens)
+            if output_tokens is None and (is_stream or not pick.output_tokens):
+                output_tokens = pick.output_tokens
+        if admitted is not None:
+            admitted.end(
+                output_tokens if pick is not None else 0,
+                sent=pick is not None,
+                prompt_tokens=None if usage is None or self._routed.is_tokenized else usage.prompt_tokens,
+            )
+        if self._grant is not None:
+            self._grant.end()
+        if self._room is not None:
+            self._room.end()

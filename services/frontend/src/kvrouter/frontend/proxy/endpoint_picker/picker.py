@@ -1,0 +1,315 @@
+"""Chooses and books the rank that serves a gateway's request."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import aiohttp
+import structlog
+from kvrouter.core import Scope, local_hashes
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.edge.request_fields import RANK_HEADER
+from kvrouter.frontend.model_metrics import MetricsByModel
+from kvrouter.frontend.proxy.endpoint_picker.engine_addresses import EngineAddresses
+from kvrouter.frontend.proxy.endpoint_picker.engine_watch import EngineWatch
+from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
+from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
+from kvrouter.frontend.request.validation import Limits, describe_models, resolve_model
+from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
+from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.frontend.workers.health import WorkerHealth
+from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
+from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.net.engine_keys import EngineKeys
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong
+from kvrouter.runtime.packed_hashes import local_hashes_message
+from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, Stage
+from kvrouter.v1.frontend_pb2 import RoutedOn
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
+
+log = structlog.get_logger(component="endpoint-picker")
+
+_FALLBACKS = 2
+"""Further endpoints named with each pick, for gateways that retry."""
+
+
+class _Offer(NamedTuple):
+    """A pool that serves the model of a request."""
+
+    view: ComponentView
+    endpoints: Mapping[int, str]
+    """Addresses of the OpenAI APIs of its workers that the gateway allows, host:port."""
+    routing: RoutingRequest
+    """The request as the pool's Scheduler receives it."""
+    hashes: bytes
+    """Hashes of its prompt in the pool's blocks."""
+
+    @classmethod
+    def of(
+        cls,
+        view: ComponentView,
+        body: RoutedBody,
+        lora_name: str,
+        allowed: Collection[str] | None,
+        addresses: EngineAddresses,
+        health: WorkerHealth,
+    ) -> _Offer:
+        """Returns what a pool offers to a request; ``allowed`` as in ``Picker.pick``."""
+        endpoints = {
+            worker.worker_id: endpoint
+            for worker in view.workers.values()
+            if (endpoint := addresses.of(worker))
+            and (allowed is None or endpoint in allowed)
+            and body.may_run_at(worker)
+        }
+        block_size = view.descriptor.block_size
+        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt), [])
+        routing = RoutingRequest(
+            model=view.descriptor.model,
+            component=view.descriptor.component,
+            local_hashes=local_hashes_message(hashes),
+            prompt_tokens=body.prompt_tokens,
+            block_size=block_size,
+            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt),
+            constraints=RoutingConstraints(
+                allowed_worker_ids=() if len(endpoints) == len(view.workers) else endpoints,
+                avoided_worker_ids=health.avoided(view.name),
+            ),
+            priority=body.priority,
+            max_output_tokens=body.max_output_tokens,
+            length_is_estimated=not body.is_tokenized,
+        )
+        if body.dp_rank is not None:
+            routing.constraints.dp_rank = body.dp_rank
+        return cls(view, endpoints, routing, hashes)
+
+    def takes(self, body: RoutedBody) -> bool:
+        """Returns whether the pool's workers take prompts of that length."""
+        longest = self.view.descriptor.max_model_len
+        return not (body.is_tokenized and longest and body.prompt_tokens >= longest)
+
+    def check(self, body: RoutedBody) -> None:
+        """Checks that the pool can serve the request.
+
+        Raises:
+            PromptTooLong: the prompt is too long for its workers.
+            NoWorkers: none of its workers has an OpenAI API that the gateway allows.
+        """
+        if not self.takes(body):
+            raise PromptTooLong.for_model(body.prompt_tokens, self.view.descriptor.max_model_len)
+        if not self.endpoints:
+            allowed = ", or none that the gateway allows"
+            raise NoWorkers(f"no worker of model {self.view.descriptor.model!r} has an OpenAI endpoint{allowed}")
+
+
+class Picker:
+    """Picks for all requests of a gateway."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        links: SchedulerLinks,
+        health: WorkerHealth,
+        limits: Limits,
+        texts: TextModels,
+        metrics: MetricsByModel,
+        engine_keys: EngineKeys,
+        poison_prompts: PoisonPrompts,
+        session: aiohttp.ClientSession,
+        access: Access | None = None,
+    ) -> None:
+        """Picks nobody yet.
+
+        Args:
+            directory: The registered components.
+            links: Links to the Schedulers.
+            health: Health of the workers.
+            limits: Limits of a request.
+            texts: Tokenizers of the served models.
+            metrics: Metrics by model.
+            engine_keys: Keys of the engines' APIs.
+            poison_prompts: The prompts that saw deaths of workers.
+            session: Connections to engines, which show whether one lives.
+            access: Authentication of the gateway's clients; None for none.
+        """
+        self.addresses = EngineAddresses(directory)
+        """Addresses of the engines."""
+        self._access = access
+        self._engine_keys = engine_keys
+        self._poison_prompts = poison_prompts
+        self._session = session
+        self._metrics = metrics
+        self._max_prompt_tokens = limits.max_prompt_tokens
+        self._texts = texts
+        self._directory = directory
+        self._links = links
+        self._choice = PoolChoice(links)
+        self._health = health
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be routed."""
+        return self._directory.is_synced and self._links.ready()
+
+    async def read(self, body: bytearray, path: str, *, is_json: bool) -> tuple[RoutedBody, bytearray]:
+        """Returns what routing needs of a request, its prompt tokenized as far as it can be, and the engine's body.
+
+        Args:
+            body: The client's body.
+            path: Path of the engine's API.
+            is_json: Whether the body can be read.
+
+        Raises:
+            KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
+        """
+        limit = self._max_prompt_tokens
+        routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json)
+        if not routed.model:
+            routed = replace(routed, model=self._only_model())
+        if self._access is not None:
+            routed, passed = await permitted(self._access, routed, body, path, self._texts.work)
+            body = bytearray(passed)
+        views = self.views(routed.model)
+        if self._access is not None:
+            check_salted(self._access, routed, views)
+        model = views[0].descriptor.model
+        return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
+
+    def deaths(self, body: RoutedBody, tenant: str) -> RequestDeaths:
+        """Returns what counts the deaths of a tenant's request.
+
+        Raises:
+            PoisonPrompt: workers died of its prompt.
+        """
+        model = self.views(body.model)[0].descriptor.model
+        deaths = RequestDeaths(self._poison_prompts, tenant, model, body.token_ids)
+        deaths.check()
+        return deaths
+
+    async def pick(
+        self,
+        body: RoutedBody,
+        deaths: RequestDeaths,
+        *,
+        request_id: str,
+        allowed: Collection[str] | None,
+        deadline: Deadline,
+    ) -> Pick:
+        """Chooses and books a rank.
+
+        Args:
+            body: What routing needs of the request.
+            deaths: Counts the deaths of engines that run it.
+            request_id: Id of the request, for logs.
+            allowed: Endpoints that may serve it, host:port; None for all.
+            deadline: Time by which the choice must be made.
+
+        Raises:
+            KvRouterError: the model is unknown, every eligible worker is busy, none is eligible, or no Scheduler
+                answers.
+        """
+        views, lora_name = resolve_model(body.model, self._directory.components)
+        offers = [_Offer.of(view, body, lora_name, allowed, self.addresses, self._health) for view in views]
+        able = [offer for offer in offers if offer.endpoints] or [offers[0]]
+        able = [offer for offer in able if offer.takes(body)] or [able[0]]
+        if len(able) > 1:
+            routing = {offer.view.name: offer.routing for offer in able}
+            order = await self._choice.cheapest_first(
+                [offer.view for offer in able], lambda view: routing[view.name], deadline
+            )
+            able = [offer for offer in able if offer.view.name == order[0].name]
+        offer = able[0]
+        offer.check(body)
+        return await self._book(offer, body, deaths, request_id, deadline)
+
+    async def _book(
+        self, offer: _Offer, body: RoutedBody, deaths: RequestDeaths, request_id: str, deadline: Deadline
+    ) -> Pick:
+        view, endpoints, routing, hashes = offer.view, offer.endpoints, offer.routing, offer.hashes
+        link = self._links.link(view.name, hashes)
+        # A client may reuse its request id, but the key of a freed booking cannot be booked again.
+        key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=Stage.STAGE_WHOLE)
+        select = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=time.time_ns())
+        selection = await link.select(select, deadline=deadline)
+        booking = LiveBooking.of(key, selection, hashes, body.prompt_tokens, routing.block_size)
+        link.keep(booking)
+        chosen = booking.rank.worker_id
+        fallbacks = self._fallbacks(view.name, endpoints, chosen)
+        headers = self._engine_keys.headers(view.name.name)
+        if len(view.workers[chosen].ranks) > 1:
+            headers[RANK_HEADER] = str(booking.rank.dp_rank)
+        return Pick(
+            booking,
+            link,
+            [endpoints[chosen], *fallbacks],
+            headers,
+            EngineWatch(view.workers[chosen], self._health, deaths, self._session),
+            metrics=self._metrics.of(view.descriptor.model),
+            overlap_blocks=selection.overlap_blocks,
+            routed_on=RoutedOn.ROUTED_ON_LOAD if selection.load_only else body.routed_on(view),
+        )
+
+    def any_endpoints(self, allowed: Collection[str] | None) -> tuple[list[str], dict[str, str]]:
+        """Returns healthy endpoints of one component in random order, and headers for them; books nothing.
+
+        They are for a request that runs no model.
+
+        Raises:
+            NoWorkers: there are none among those allowed.
+        """
+        endpoints = [
+            (endpoint, name.name)
+            for name in self._directory.components
+            for worker in self._health.healthy(name)
+            if (endpoint := self.addresses.of(worker)) and (allowed is None or endpoint in allowed)
+        ]
+        if not endpoints:
+            raise NoWorkers("no healthy worker has an OpenAI endpoint that the gateway allows")
+        random.shuffle(endpoints)
+        component = endpoints[0][1]
+        same = [endpoint for endpoint, name in endpoints if name == component]
+        return same[: 1 + _FALLBACKS], self._engine_keys.headers(component)
+
+    async def follow(
+        self, pick: Pick, served: str, body: RoutedBody, deaths: RequestDeaths, *, request_id: str, deadline: Deadline
+    ) -> Pick:
+        """Returns the pick of the endpoint that served a request instead of the chosen one.
+
+        The load is booked there if it belongs to a worker; the former booking ends.
+        """
+        pick.end()
+        log.info("request.served_by_fallback", request_id=request_id, worker=pick.booking.rank.worker_id, served=served)
+        try:
+            return await self.pick(body, deaths, request_id=request_id, allowed={served}, deadline=deadline)
+        except KvRouterError as error:
+            log.warning("fallback.not_booked", request_id=request_id, served=served, cause=str(error))
+            return pick
+
+    def views(self, model: str) -> list[ComponentView]:
+        """Returns the components of a model or LoRA adapter, at least one.
+
+        Raises:
+            UnknownModel: no component serves it.
+        """
+        return resolve_model(model, self._directory.components)[0]
+
+    def _only_model(self) -> str:
+        """Returns the model of a request that names none, as engines take it; empty if several are served."""
+        models = {model.name for model in describe_models(self._directory.components)}
+        return models.pop() if len(models) == 1 else ""
+
+    def _fallbacks(self, name: ComponentName, endpoints: Mapping[int, str], chosen: int) -> list[str]:
+        healthy = [worker.worker_id for worker in self._health.healthy(name)]
+        others = [endpoints[number] for number in healthy if number in endpoints and number != chosen]
+        return random.sample(others, min(_FALLBACKS, len(others)))

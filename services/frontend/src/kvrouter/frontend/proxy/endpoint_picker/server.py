@@ -1,0 +1,190 @@
+"""The gRPC server of the endpoint picker: external processing, health, and reflection, on an address of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import structlog
+from envoy.service.ext_proc.v3 import external_processor_pb2
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+    ExternalProcessorServicer,
+    add_ExternalProcessorServicer_to_server,
+)
+from kvrouter.frontend.proxy.endpoint_picker.exchange import Context, Exchange
+from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions
+from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
+from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
+from kvrouter.net.call_gate import CallGate
+from kvrouter.net.evictable_calls import EvictableCalls
+from kvrouter.net.grpc_options import SERVER_OPTIONS
+from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
+from kvrouter.net.health_service import HealthService
+from kvrouter.net.peer_conduct import PeerConduct
+from kvrouter.net.server_reflection import add_reflection
+from kvrouter.net.tls import Tls, add_port
+from kvrouter.runtime.bounds import bounds_of
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.runtime.listening import BindFailed
+from kvrouter.runtime.telemetry.grpc_servers import expose_conduct
+from prometheus_client import CollectorRegistry
+
+log = structlog.get_logger(component="endpoint-picker")
+
+SERVICE = external_processor_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+_LIVENESS, _READINESS = "liveness", "readiness"
+_READINESS_SECONDS = 0.05
+"""Interval of readiness checks."""
+_OPENING_SECONDS = 10.0
+"""Time for the headers of a request to arrive, and for the gateway to end the stream of a refused one."""
+_MOST_OPENING = 1024
+"""Streams without a caller, yet or at all. A further one ends the oldest."""
+_STOP_SECONDS = 0.5
+"""Time for refused requests to reach the gateway before connections are closed."""
+
+
+class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  # The base class is not typed.
+    """Envoy's external processing service."""
+
+    def __init__(self, picker: Picker, metrics: PickerMetrics, options: ExchangeOptions, conduct: PeerConduct) -> None:
+        """``conduct`` closes the connections of peers that open streams without requests that count."""
+        self._conduct = conduct
+        self.opening = EvictableCalls(_MOST_OPENING)
+        """Streams without a caller, yet or at all."""
+        self._picker = picker
+        self._metrics = metrics
+        self._options = options
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.running = 0
+        """Number of requests in progress."""
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is in progress."""
+        await self._idle.wait()
+
+    async def Process(self, request_iterator: Any, context: Context) -> None:  # noqa: ARG002, N802 - gRPC's names
+        """Processes one HTTP request of the gateway. A picker that is not ready leaves it to the gateway."""
+        if not self._picker.ready:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the endpoint picker is not ready")
+        self.running += 1
+        self._idle.clear()
+        try:
+            with self._metrics.running.track_inprogress():
+                if not await self._exchange(context):
+                    self._conduct.without_credential(context.peer())
+                    await context.abort(
+                        grpc.StatusCode.DEADLINE_EXCEEDED, "no request of a caller came in time, or others came"
+                    )
+        except KvRouterError as error:
+            self._conduct.without_credential(context.peer())
+            log.warning("gateway.refused", cause=str(error))
+            await context.abort(error.code, error.shown_message)
+        finally:
+            self.running -= 1
+            if not self.running:
+                self._idle.set()
+
+    async def _exchange(self, context: Context) -> bool:
+        """Processes a request. Returns False if its stream was ended because it brought no caller in time."""
+        peer = context.peer()
+        timeout = asyncio.timeout(_OPENING_SECONDS)
+        with ExitStack() as opening:
+
+            def began(has_caller: bool) -> None:
+                if has_caller:
+                    self._conduct.admitted(peer)
+                    timeout.reschedule(None)
+                    opening.close()
+                else:
+                    self._conduct.without_credential(peer)
+
+            try:
+                async with timeout:
+                    opening.enter_context(self.opening.running(timeout))
+                    await Exchange(context, self._picker, self._metrics, self._options).run(began)
+            except TimeoutError:
+                if not timeout.expired():
+                    raise
+                return False
+        return True
+
+
+@asynccontextmanager
+async def serving_picker(
+    picker: Picker,
+    metrics: PickerMetrics,
+    bind: str,
+    options: ExchangeOptions,
+    *,
+    registry: CollectorRegistry,
+    drain_seconds: float,
+    tls: Tls | None = None,
+) -> AsyncIterator[str]:
+    """Serves the endpoint picker while the context lasts; yields its address, host:port.
+
+    Args:
+        picker: Chooses endpoints.
+        metrics: Counts requests.
+        bind: Address to listen on, host:port.
+        options: How requests are treated.
+        registry: Registry for the bounds of the server.
+        drain_seconds: Maximum time that running requests get to end when the context ends.
+        tls: Encrypts connections; None for plain text.
+
+    Raises:
+        BindFailed: the port is in use or the address is not one of this machine's.
+    """
+    gate = CallGate(admits=False)
+    server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
+    service = EndpointPickerService(picker, metrics, options, gate.conduct)
+    expose_conduct(registry, lambda: [gate.conduct])
+    bounds = bounds_of(registry)
+    bounds.add("picker_opening_streams", lambda: len(service.opening), _MOST_OPENING, when_full="evicts")
+    add_ExternalProcessorServicer_to_server(service, server)
+    health = HealthService()
+    health.register(server)
+    add_reflection(server, [SERVICE, HEALTH_SERVICE])
+    try:
+        port = add_port(server, bind, tls)
+    except RuntimeError:
+        raise BindFailed(bind) from None
+    health.set(_LIVENESS, True)
+    _publish(health, ready=False)
+    await server.start()
+    address = f"{bind.rpartition(':')[0]}:{port}"
+    log.info("grpc.listening", address=address, services=[SERVICE], encrypted=tls is not None)
+    following = [
+        asyncio.create_task(_follow_readiness(health, picker), name="endpoint-picker-health"),
+        asyncio.create_task(picker.addresses.run(), name="endpoint-picker-addresses"),
+    ]
+    try:
+        yield address
+    finally:
+        for task in following:
+            task.cancel()
+        await asyncio.wait(following)
+        _publish(health, ready=False)
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await service.wait_idle()
+        except TimeoutError:
+            log.warning("calls.cut_off", calls=service.running, after_seconds=drain_seconds)
+        await server.stop(_STOP_SECONDS)
+
+
+async def _follow_readiness(health: HealthService, picker: Picker) -> None:
+    ready = False
+    while True:
+        if picker.ready != ready:
+            ready = picker.ready
+            _publish(health, ready=ready)
+        await asyncio.sleep(_READINESS_SECONDS)
+
+
+def _publish(health: HealthService, *, ready: bool) -> None:
+    for name in (SERVICE, _READINESS, ""):
+        health.set(name, ready)

@@ -1,0 +1,411 @@
+"""Forwards requests to workers that have an OpenAI API of their own, with the body unchanged and the response as it is.
+
+The request is booked, retried and accounted for as any other. The bytes of its worker go to the client unchanged, and
+each event of a stream counts as a token. Such a request is retried until the client gets the first byte; a whole
+response of up to 1 MiB is sent when it is complete. A stream whose events have token ids continues on another worker
+(``token_stream``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from kvrouter.frontend.edge.event_stream import STREAM_TYPE
+from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
+from kvrouter.frontend.edge.request_fields import RANK_HEADER
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.proxy.engine_body import (
+    EngineBody,
+    continued_body,
+    decode_body,
+    prefill_body,
+    transfer_params,
+)
+from kvrouter.frontend.proxy.engine_connection import (
+    EngineFailed,
+    chunks,
+    failure_body,
+    posted,
+)
+from kvrouter.frontend.proxy.engine_headers import engine_request_id
+from kvrouter.frontend.proxy.engine_response import EngineResponse
+from kvrouter.frontend.proxy.event_reader import count_tokens
+from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.proxy.token_stream import TokenStream
+from kvrouter.frontend.workers.attempt import WorkerAttempt
+from kvrouter.frontend.workers.client import WorkerClient
+from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
+from kvrouter.frontend.workers.output import DetailedOutput, Output
+from kvrouter.net import trace_context
+from kvrouter.net.calls import OutcomeUnknown
+from kvrouter.net.engine_fields import HARMLESS_HEADERS, quotes_internal, shown_failure
+from kvrouter.net.engine_keys import EngineKeys
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.discovery.openai_server import is_openai_server
+from kvrouter.runtime.engine_health import is_alive
+from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost
+from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
+
+_NOT_FORWARDED = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"),
+        *("transfer-encoding", "host", "content-length", "content-encoding", "expect", RANK_HEADER),
+        *trace_context.HEADERS,
+    }
+)
+_NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "trailer", "date", "server"})
+_ENCODING = frozenset({"accept-encoding"})
+_LENGTH = frozenset({"content-length"})
+_KEPT_OF_ERRORS = ("Content-Type", "Content-Encoding", "Retry-After")
+"""Headers that an engine's error keeps, if no engine serves the request."""
+_JSON_TYPE = "application/json"
+_BUSY_STATUS = 429
+_UNLIMITED_TOKENS = (1 << 32) - 1
+_MAX_WHOLE_BYTES = 1 << 20
+"""Size up to which a response that is no stream is kept until it is complete, so that another engine can give it."""
+_MOST_COUNTED = 1 << 20
+"""Maximum number of output tokens that a usage may report."""
+_MAX_PREFILL_BYTES = 16 << 20
+"""Maximum size of the response of a prefill engine."""
+
+
+def generate_request(
+    body: RoutedBody, request_id: str, pools: Sequence[ComponentView] = ()
+) -> FrontendServiceGenerateRequest:
+    """Returns a forwarded request as the Frontend's contract defines it, without the prompt.
+
+    Args:
+        body: What routing needs of the request.
+        request_id: Its id.
+        pools: Components of its model, whose workers are excluded that may not run it.
+    """
+    request = FrontendServiceGenerateRequest(model=body.model, request_id=request_id, priority=body.priority)
+    request.stop_conditions.max_tokens = body.max_output_tokens
+    if body.cache_salt:
+        request.scope.cache_salt = body.cache_salt
+    if body.dp_rank is not None:
+        request.constraints.dp_rank = body.dp_rank
+    if body.salted_path:
+        excluded = (worker for view in pools for worker in view.workers.values() if not body.may_run_at(worker))
+        request.constraints.excluded_worker_ids.extend({worker.worker_id for worker in excluded})
+    return request
+
+
+class EngineCalls:
+    """The calls of one request to engines, in the place of a WorkerClient. Their output goes to a ForwardedResponse."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        response: ForwardedResponse,
+        body: bytes,
+        view: ComponentView,
+        session: aiohttp.ClientSession,
+        workers: WorkerClient,
+        worker_at: Callable[[str], WorkerRegistration | None],
+        *,
+        routed: RoutedBody,
+        requests_usage: bool,
+        engine_keys: EngineKeys,
+        is_authenticated: bool = False,
+    ) -> None:
+        """Creates it.
+
+        Args:
+            request: The client's request.
+            response: Its response.
+            body: Its body.
+            view: The largest pool of workers.
+            session: Connections to their OpenAI APIs.
+            workers: Health and metrics of the workers.
+            worker_at: Returns the worker with an address, in any pool.
+            routed: The parts of the body that routing needs.
+            requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
+            engine_keys: Keys that the workers' OpenAI APIs demand.
+            is_authenticated: Whether the client has a key, so that it neither sets nor sees internal fields of engines.
+        """
+        self.health = workers.health
+        self.is_estimated = not routed.is_tokenized
+        """Whether the length of its prompt is an estimate."""
+        self.counted_prompt_tokens: int | None = None
+        """Tokens of its prompt as the engine counted them; None until it reports them."""
+        self._request = request
+        self._response = response
+        fields = EngineBody(body)
+        with_usage = fields.with_usage() if requests_usage else None
+        self._removes_usage = with_usage is not None
+        self._body = with_usage or body
+        self._fields = fields
+        self._view = view
+        self._session = session
+        self._workers = workers
+        self._worker_at = worker_at
+        self._prompt_bytes = len(routed.token_ids)
+        self._is_stream = routed.is_stream
+        self._may_run_at = routed.may_run_at
+        self._migration_blocker = fields.migration_blocker(request.path)
+        self._tokens = None if self._migration_blocker else TokenStream(routed.max_output_tokens)
+        self._engine_error: web.Response | None = None
+        """The error of the engine that was called last; None if it gave none that the client may see."""
+        self._engine_keys = engine_keys
+        self._is_authenticated = is_authenticated
+
+    def can_prefill(self, worker: WorkerRegistration) -> bool:
+        """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
+        return self._fields.can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
+
+    def migration_blocker(self) -> str:
+        """Returns why the request cannot continue on another engine once it has output; empty if it can."""
+        if self._tokens is not None and not self._tokens.has_ids:
+            return "its engine returns no token ids"
+        return self._migration_blocker and f"it was forwarded as it is: {self._migration_blocker}"
+
+    def describe_sampling(self, request: FrontendServiceGenerateRequest) -> None:
+        """Adds the options that make a continuation inexact. The body has all options."""
+        if self._tokens is not None:
+            request.sampling_options.CopyFrom(self._fields.sampling_state())
+
+    def engine_error(self, error: KvRouterError) -> web.Response | None:
+        """Returns the response of the engine that caused the error of this request; None if none did."""
+        if self._engine_error is None or not isinstance(error, AllBusy | WorkerLost):
+            return None
+        self._engine_error.headers.update(self._response.headers)
+        return self._engine_error
+
+    def start(
+        self,
+        worker_id: int,
+        endpoint: str,
+        request: WorkerServiceGenerateRequest,
+        prompt: bytes,
+        on_output: Callable[[Output], None],
+        *,
+        deadline: Deadline,
+        may_leave: Callable[[str], bool],
+        stays_a_probe: bool = False,
+    ) -> WorkerAttempt:
+        """Starts an attempt at a worker, as ``WorkerClient.start``. The body has the prompt; more is output so far."""
+        self._engine_error = None
+        is_prefill = request.stage == Stage.STAGE_PREFILL
+        shows_progress = is_prefill or self._is_stream
+        attempt = WorkerAttempt(
+            worker_id,
+            request.request_id,
+            self.health.begin(endpoint, len(prompt) // TOKEN_BYTES if shows_progress else None),
+            self._workers.metrics,
+            on_output,
+            max_tokens=_UNLIMITED_TOKENS,
+            deadline=deadline,
+            may_leave=may_leave,
+            stays_a_probe=stays_a_probe,
+            shares_blame=request.HasField("transfer_params") and request.stage == Stage.STAGE_DECODE,
+        )
+        worker = None if is_prefill else self._view.workers.get(worker_id)
+        if worker is None or worker.endpoint != endpoint:
+            worker = self._worker_at(endpoint)  # It is in another pool.
+        params = request.transfer_params if request.HasField("transfer_params") else None
+        output_tokens = (len(prompt) - self._prompt_bytes) // TOKEN_BYTES
+        body = continued_body(self._body, prompt, output_tokens) if output_tokens else self._body
+        body = prefill_body(body, params) if is_prefill else decode_body(body, params)
+        read = self._read_prefill if is_prefill else self._pass_on
+        if self._tokens is not None and not is_prefill:
+            self._tokens.engine_begins(output_tokens, self._response.routing)
+        attempt.start(
+            lambda receiver: asyncio.create_task(self._call(worker, worker_id, request, body, read, receiver, deadline))
+        )
+        return attempt
+
+    async def answers(self, endpoint: str) -> bool:
+        """Returns whether a worker is registered and answers a probe soon."""
+        return await self._workers.answers(endpoint)
+
+    async def is_reachable(self, endpoint: str) -> bool:
+        """Returns False if a worker refuses connections now. Costs nothing if there is one already."""
+        worker = self._worker_at(endpoint)
+        if worker is None or is_openai_server(worker):
+            return worker is not None  # A listed server is registered while it answers.
+        return await self._workers.is_reachable(endpoint)
+
+    async def abort(self, endpoint: str, request_id: str) -> bool:  # noqa: ARG002 - nobody is called
+        """Returns True: an engine aborts a request whose connection is closed."""
+        return True
+
+    async def _call(
+        self,
+        worker: WorkerRegistration | None,
+        worker_id: int,
+        request: WorkerServiceGenerateRequest,
+        body: bytes,
+        read: Callable[[aiohttp.ClientResponse, WorkerAttempt], Awaitable[None]],
+        receiver: WorkerAttempt,
+        deadline: Deadline,
+    ) -> None:
+        if worker is None or not worker.openai_endpoint:
+            receiver.on_error(DependencyAway(f"worker {worker_id} has no OpenAI API any more"))
+            return
+        if not self._may_run_at(worker):
+            receiver.on_error(DependencyAway(f"worker {worker_id} does not separate caches by salt"))
+            return
+        headers = self._headers(request.request_id)
+        if key := self._engine_keys.headers(worker.component.name):
+            headers = _without(headers, frozenset(key)) | key
+        if len(worker.ranks) > 1:
+            headers[RANK_HEADER] = str(request.dp_rank)
+        path = self._request.path if self._is_authenticated else self._request.path_qs
+        url = f"{worker.openai_endpoint.rstrip('/')}{path}"
+        try:
+            async with posted(self._session, url, data=body, headers=headers, seconds=deadline.remaining()) as answer:
+                if answer.status == _BUSY_STATUS or answer.status >= 500:
+                    raise await self._refusal(answer)
+                if answer.status == HTTPStatus.UNAUTHORIZED and (key or self._is_authenticated):
+                    # The credential that it refuses is not the client's.
+                    raise DependencyAway("its OpenAI API refuses the Frontend: expected its key in --engine-keys-file")
+                if self._is_authenticated and "Content-Encoding" in answer.headers:
+                    raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
+                await read(answer, receiver)
+        except EngineFailed as error:
+            # Engines that live end connections too, such as an idle one that a request has just taken.
+            lives = await is_alive(self._session, worker.openai_endpoint)
+            receiver.on_error(DependencyAway(str(error)) if lives else OutcomeUnknown(str(error)))
+        except ConnectionError:
+            return  # The client has left; aiohttp cancels its handler.
+        except Exception as error:
+            receiver.on_error(error)
+
+    def _headers(self, request_id: str) -> dict[str, Any]:
+        """Returns the client's headers for an engine."""
+        if self._is_authenticated:
+            headers = {name: each for name, each in self._request.headers.items() if name.lower() in HARMLESS_HEADERS}
+            if engine_id := engine_request_id(request_id):
+                headers["x-request-id"] = engine_id
+        else:
+            headers = _without(self._request.headers, _NOT_FORWARDED)
+        if self._is_authenticated or self._removes_usage or self._tokens is not None:
+            headers = _without(headers, _ENCODING)  # A compressed response could not be read.
+        return headers | trace_context.headers()
+
+    def _shown(self, failure: str) -> str:
+        return shown_failure(failure) if self._is_authenticated else failure
+
+    async def _refusal(self, answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway | EngineFailed:
+        """Returns the error for a response with which an engine says that another one may serve the request."""
+        body = await failure_body(answer)
+        message = f"its OpenAI API answers {answer.status}: {self._shown(body.decode(errors='replace'))[:256]}"
+        is_whole = answer.content_type == _JSON_TYPE and answer.content.at_eof()
+        if is_whole and not (self._is_authenticated and quotes_internal(body)):
+            headers = {name: answer.headers[name] for name in _KEPT_OF_ERRORS if name in answer.headers}
+            self._engine_error = web.Response(status=answer.status, body=body, headers=headers)
+        if answer.status == _BUSY_STATUS:
+            return AllBusy(RETRY_AFTER_MS, message)
+        # One that answers 503 has not begun with the request.
+        return DependencyAway(message) if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else EngineFailed(message)
+
+    async def _read_prefill(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
+        """Reads the response of a prefill engine, which the client does not get."""
+        kept = bytearray()
+        async for chunk in chunks(answer):
+            kept += chunk
+            if len(kept) > _MAX_PREFILL_BYTES:
+                raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_PREFILL_BYTES} bytes")
+        if answer.status != HTTPStatus.OK:
+            failure = self._shown(kept.decode(errors="replace"))
+            raise DependencyAway(f"its OpenAI API answers {answer.status}: {failure[:256]}")
+        params = transfer_params(kept)
+        receiver.take(DetailedOutput(1, finish_reason=FinishReason.FINISH_REASON_LENGTH, transfer_params=params))
+        receiver.on_end()
+
+    async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
+        """Passes on the response of the engine that generates the output."""
+        is_stream = answer.content_type == STREAM_TYPE
+        tokens = self._tokens if is_stream else None
+        if self._tokens is not None and tokens is None and self._response.has_begun:
+            why = self._shown((await failure_body(answer)).decode(errors="replace"))
+            raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why[:256]}")
+        response = EngineResponse(
+            is_stream=is_stream,
+            status=answer.status,
+            removes_usage=self._removes_usage,
+            hides_internal=self._is_authenticated,
+        )
+        is_changed = self._is_authenticated or (self._removes_usage and is_stream)
+        headers = _without(answer.headers, _NOT_RETURNED | (_LENGTH if is_changed else frozenset()))
+        self._response.answers(answer.status, answer.reason or "", headers)
+        if tokens is not None:
+            last = await self._pass_token_stream(answer, receiver, response, tokens)
+        elif is_stream:
+            last = await self._pass_stream(answer, receiver, response)
+        else:
+            last = await self._pass_whole(answer, receiver, response)
+        last.finish_reason = FinishReason.FINISH_REASON_STOP
+        if (usage := response.usage()) is not None:
+            last.cached_tokens = usage.cached_tokens
+            if usage.prompt_tokens is not None:
+                # At the end of its prompt the engine may have got output of earlier ones.
+                known = 0 if tokens is None else tokens.known_tokens
+                self.counted_prompt_tokens = max(0, usage.prompt_tokens - known)
+        receiver.take(last)
+        receiver.on_end()
+
+    async def _pass_stream(
+        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse
+    ) -> DetailedOutput:
+        async for chunk in chunks(answer):
+            receiver.take(DetailedOutput(count_tokens(chunk), raw=response.take(chunk)))
+            await self._response.drain()
+        return DetailedOutput(raw=response.take(b"", ends=True))
+
+    async def _pass_whole(
+        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse
+    ) -> DetailedOutput:
+        """Keeps a response until it is complete, or too long: until then another engine can give it."""
+        kept, begun_tokens = bytearray(), 0
+        async for chunk in chunks(answer):
+            kept += response.take(chunk)
+            if begun_tokens or len(kept) > _MAX_WHOLE_BYTES:
+                receiver.take(DetailedOutput(0 if begun_tokens else 1, raw=bytes(kept)))
+                begun_tokens = 1
+                kept.clear()
+                await self._response.drain()
+        kept += response.take(b"", ends=True)
+        usage = response.usage()
+        output_tokens = 1 if usage is None else usage.completion_tokens or 1
+        return DetailedOutput(min(max(1, output_tokens), _MOST_COUNTED) - begun_tokens, raw=bytes(kept))
+
+    async def _pass_token_stream(
+        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse, tokens: TokenStream
+    ) -> DetailedOutput:
+        """Passes on a stream whose tokens are kept, event by event."""
+        try:
+            async for chunk in chunks(answer):
+                output, failure = tokens.take(chunk)
+                response.read(chunk)
+                output.raw = response.show(output.raw)
+                receiver.take(output)
+                await self._response.drain()
+                if failure is not None:
+                    raise failure
+            if not tokens.is_done:
+                raise DependencyAway("its OpenAI API ends the stream without [DONE]")
+        except (EngineFailed, DeadlineExceeded, DependencyAway):
+            if not self._response.has_begun or not tokens.is_finished:
+                raise
+            return DetailedOutput(raw=tokens.end_of_output())
+        return DetailedOutput()
+
+
+def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:
+    """Returns headers but those of these names. Bytes that are not UTF-8 are replaced, since they cannot be sent."""
+    return {
+        name: value if value.isascii() else value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        for name, value in headers.items()
+        if name.lower() not in names
+    }

@@ -1,0 +1,299 @@
+"""What routing needs of an OpenAI request body that its engine parses itself. Everything else is the engine's business.
+
+The prompt is tokenized only to find the worker that has its prefix. Whatever cannot be tokenized here, such as images,
+is routed on load: the engine knows more fields and contents, and says itself what it refuses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from kvrouter.frontend.edge.chat_prompt import ChatPrompt
+from kvrouter.frontend.edge.chat_request import MAX_STRUCTURE
+from kvrouter.frontend.edge.json_body import decode_json
+from kvrouter.frontend.edge.prompt_list import parse_prompts
+from kvrouter.frontend.edge.token_list import Prompt
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.validation import check_vocabulary
+from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.net.engine_fields import has_salt
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import BadRequest, KvRouterError, Overloaded, RateLimited
+from kvrouter.v1.frontend_pb2 import RoutedOn
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+_TOKEN_LIST = re.compile(rb'\[\s*[^"\[\]\s]')
+"""The beginning of a list that has no texts and no lists."""
+_TOKEN_LISTS = re.compile(rb'\[[\s\[]*[^"{\[\]\s]')
+"""The beginning of a list of token ids, or of a list of these: neither texts nor objects."""
+_MODEL_PART = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
+"""The model in a form, as transcriptions of speech are requested."""
+_DATA_URL = re.compile(rb'"data:[^"]{512,}"')
+_MEDIUM_BYTES = 256 * TOKEN_BYTES
+"""Bytes that stand for an image or sound in a prompt that is not tokenized: engines make some 256 tokens of one."""
+LONG_BODY_BYTES = 64 << 10
+"""Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
+_MAX_TOKENS = (1 << 32) - 1
+_PRIORITIES = range(-(1 << 31), 1 << 31)
+
+_Raw = msgspec.Raw
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    model: str | None = None
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    prompt: _Raw = _Raw()
+    messages: _Raw = _Raw()
+    add_special_tokens: bool | None = None
+    tools: _Raw = _Raw()
+    tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    documents: _Raw = _Raw()
+    # They change the prompt in a way that only the engine knows.
+    chat_template: Any = None
+    prompt_embeds: Any = None
+    truncate_prompt_tokens: Any = None
+    stop_token_ids: _Raw = _Raw()
+    input: _Raw = _Raw()
+
+    @property
+    def is_rendered_by_engine(self) -> bool:
+        """Whether only the engine knows the tokens."""
+        return any((self.chat_template, self.prompt_embeds, self.truncate_prompt_tokens))
+
+
+# As lenient as the engines: what they would refuse is for them to refuse.
+_FIELDS = msgspec.json.Decoder(_Fields, strict=False)
+_OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedBody:
+    """The parts of a request body that decide where it goes."""
+
+    model: str
+    """Name of the model or LoRA adapter; empty if the body names none."""
+    token_ids: bytes = field(default=b"", repr=False)
+    """Prompt as packed token ids. While it is not tokenized, each four of its bytes stand for a token: that is its
+    typical length, and prompts with the same beginning have the same first blocks. No engine reports such blocks, so
+    where workers publish events the request is routed on load; in approximate mode it follows its prefix."""
+    is_tokenized: bool = True
+    """Whether the token ids are those that the engine computes with."""
+    has_prompt: bool = True
+    source: PromptSource | None = field(default=None, repr=False)
+    """What can be tokenized; None for a list of token ids, and where only the engine knows the tokens."""
+    listed_ids: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Token ids that the client lists, by field, packed: those of all of its prompts."""
+    max_output_tokens: int = 0
+    is_stream: bool = False
+    """Whether the response is to be a stream."""
+    cache_salt: str = ""
+    """Salt of its caches, for engines."""
+    salted_path: str = ""
+    """Path at which the engine must separate caches by salt, since the tenant is isolated; empty if it need not."""
+    priority: int = 0
+    dp_rank: int | None = None
+    """Data-parallel rank that the client names in a header; None for any."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens; an estimate if they are not tokenized."""
+        return len(self.token_ids) // TOKEN_BYTES
+
+    def may_run_at(self, worker: WorkerRegistration) -> bool:
+        """Returns whether a worker's engine separates caches by salt, if it must."""
+        return not self.salted_path or has_salt(worker.engine, self.salted_path)
+
+    def routed_on(self, view: ComponentView) -> RoutedOn:
+        """Returns what a decision knows of the prompt. Workers with events report tokens, in which no text is found."""
+        if self.is_tokenized:
+            return RoutedOn.ROUTED_ON_TOKENS
+        if not self.has_prompt:
+            return RoutedOn.ROUTED_ON_LOAD
+        if any(worker.publishes_events for worker in view.workers.values()):
+            return RoutedOn.ROUTED_ON_ESTIMATE
+        return RoutedOn.ROUTED_ON_TEXT
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> RoutedBody:
+        """Parses a JSON body. A text is not tokenized yet.
+
+        Raises:
+            BadRequest: it is not a JSON object, or one of these fields has an impossible type.
+            PromptTooLong: the prompt has more token ids than the limit.
+        """
+        fields = decode_json(_FIELDS, body)
+        if (fields.priority or 0) not in _PRIORITIES:
+            raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
+        output = fields.max_completion_tokens or fields.max_tokens or 0
+        parsed = cls(
+            model=fields.model or "",
+            max_output_tokens=max(0, min(output, _MAX_TOKENS)),
+            is_stream=bool(fields.stream),
+            cache_salt=fields.cache_salt or "",
+            priority=fields.priority or 0,
+        )
+        prompt = _given(fields.prompt)
+        if _TOKEN_LIST.match(prompt):
+            token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
+            listed = {"prompt": token_ids} | _listed(fields, "stop_token_ids")
+            is_tokenized = not fields.is_rendered_by_engine
+            return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
+        parsed = replace(parsed, listed_ids=_listed(fields, "prompt", "input", "stop_token_ids"))
+        source = None if fields.is_rendered_by_engine else _Text(fields) if prompt else _Chat(fields)
+        content = prompt or _given(fields.messages)
+        token_ids = _stand_in(content, max_prompt_tokens)
+        return replace(parsed, token_ids=token_ids, is_tokenized=False, has_prompt=bool(content), source=source)
+
+    @classmethod
+    def unread(cls, body: bytes | bytearray) -> RoutedBody:
+        """Returns what is known of a body that is not JSON, which counts as much as an image."""
+        form_model = _MODEL_PART.search(body)
+        digest = hashlib.shake_128(body[:LONG_BODY_BYTES]).digest(_MEDIUM_BYTES)
+        model = form_model[1].decode(errors="replace") if form_model else ""
+        return cls(model=model, token_ids=digest, is_tokenized=False)
+
+    @classmethod
+    async def read(
+        cls, body: bytes | bytearray, work: ClientWork, *, max_prompt_tokens: int, is_json: bool = True
+    ) -> RoutedBody:
+        """Does the same as ``parse``, or as ``unread`` if the body is not JSON, with a long body in a thread.
+
+        Parsing releases the GIL between pieces of the prompt.
+
+        Raises:
+            BadRequest, PromptTooLong, RateLimited, Overloaded.
+        """
+        parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens) if is_json else partial(cls.unread, body)
+        if len(body) <= LONG_BODY_BYTES:
+            return parse()
+        return await work.run(parse, Lane.BODIES, size=len(body))
+
+    async def tokenized(self, texts: TextModels | None, model: str, *, max_prompt_tokens: int) -> RoutedBody:
+        """Returns the body with the tokens of its prompt, as far as they can be known here. Checks those that it lists.
+
+        Args:
+            texts: Tokenizers of the served models.
+            model: Name of the base model.
+            max_prompt_tokens: Maximum number of tokens.
+
+        Raises:
+            BadRequest: the model does not have a token that the body lists.
+            RateLimited, Overloaded: too much text waits.
+        """
+        vocabulary = 0 if texts is None else texts.vocabulary_size(model)
+        for name, token_ids in self.listed_ids.items():
+            check_vocabulary(token_ids, vocabulary, name)
+        text = None if texts is None else texts.find(model)
+        source = self.source
+        if texts is None or text is None or source is None:
+            return self
+        try:
+            (token_ids,) = await texts.tokens(text, [source], max_prompt_tokens, salt=self.cache_salt)
+        except (RateLimited, Overloaded):
+            raise
+        except KvRouterError:
+            return self
+        return replace(self, token_ids=token_ids, is_tokenized=True, source=None) if token_ids else self
+
+
+class _Text:
+    """The prompt of a completion: a text, or a list, whose first element decides."""
+
+    field = "prompt"
+
+    def __init__(self, fields: _Fields) -> None:
+        self._prompt = bytes(fields.prompt)
+        self._add_special_tokens = fields.add_special_tokens is not False
+        self.characters = len(self._prompt)
+
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        if self._prompt[:1] not in (b'"', b"["):
+            raise BadRequest("prompt: expected a text or a list", field="prompt")
+        prompts = parse_prompts(self._prompt, add_special_tokens=self._add_special_tokens, limit=limit)
+        return (yield from prompts[0].slices(text, limit))
+
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
+        return None  # The body has to be decoded first, as in a thread.
+
+
+class _Chat:
+    """The messages of a chat, which are decoded only to be rendered."""
+
+    field = "messages"
+
+    def __init__(self, fields: _Fields) -> None:
+        self._fields = fields
+        self.characters = len(bytes(fields.messages)) + len(bytes(fields.tools))
+
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        fields = self._fields
+        if fields.add_special_tokens:
+            raise BadRequest("add_special_tokens: not known for a chat", field="add_special_tokens")
+        prompt = ChatPrompt(
+            _objects(fields.messages),
+            tools=_objects(fields.tools),
+            tool_choice=fields.tool_choice,
+            documents=_objects(fields.documents),
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=bool(fields.continue_final_message),
+            options=fields.chat_template_kwargs,
+            reasoning_effort=fields.reasoning_effort,
+            characters=self.characters,
+        )
+        return (yield from prompt.slices(text, limit))
+
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
+        return None  # Its messages have to be decoded and rendered first.
+
+
+def _given(raw: _Raw) -> bytes:
+    encoded = bytes(raw)
+    return b"" if encoded == b"null" else encoded
+
+
+def _objects(raw: _Raw) -> list[dict[str, Any]]:
+    encoded = _given(raw)
+    if not encoded:
+        return []
+    if sum(encoded.count(mark) for mark in (b"{", b"[", b",")) > MAX_STRUCTURE:
+        raise BadRequest(f"more than {MAX_STRUCTURE} brackets and commas")
+    return decode_json(_OBJECTS, encoded)
+
+
+def _listed(fields: _Fields, *names: str) -> dict[str, bytes]:
+    """Returns the token ids in some fields, packed, of all lists of each.
+
+    Raises:
+        BadRequest: an element is no token id; the error has its position.
+    """
+    listed = {}
+    for name in names:
+        raw = bytes(getattr(fields, name))
+        if _TOKEN_LISTS.match(raw):
+            flat = b"[%b]" % raw.translate(None, b"[]")
+            listed[name] = Prompt.parse(flat, limit=len(flat), field=name).token_ids
+    return listed
+
+
+def _stand_in(prompt: bytes, limit: int) -> bytes:
+    """Returns bytes in the place of tokens, four for each. An image is replaced by its digest, since it is long."""
+    prompt = _DATA_URL.sub(lambda found: hashlib.shake_128(found[0]).digest(_MEDIUM_BYTES), prompt)
+    tokens = max(1, min(len(prompt) // TOKEN_BYTES, limit))
+    return prompt.ljust(TOKEN_BYTES)[: tokens * TOKEN_BYTES]

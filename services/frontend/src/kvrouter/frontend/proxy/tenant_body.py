@@ -1,0 +1,68 @@
+"""Makes the body for an engine of that of a client with a key: its harmless fields, and the keyed salt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.rules import check_engine_request
+from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, RoutedBody
+from kvrouter.frontend.text.client_work import ClientWork, Lane
+from kvrouter.net.engine_fields import ROUTED
+from kvrouter.runtime.discovery.directory import ComponentView
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+async def permitted(
+    access: Access | None, routed: RoutedBody, body: bytes | bytearray, path: str, work: ClientWork
+) -> tuple[RoutedBody, bytes]:
+    """Returns what routing needs and the body for the engine, after checking that the caller may send it.
+
+    The body is encoded again, so that the engine reads what was checked: each field once, its name without escapes.
+
+    Args:
+        access: Authentication; None if everybody may send everything, unchanged.
+        routed: What routing needs of the body.
+        body: A JSON object.
+        path: Path of the engine's API.
+        work: Checks a long body, when it is the tenant's turn.
+
+    Raises:
+        Unauthenticated, PermissionDenied: the caller may not use the model, the priority or a field.
+        RateLimited, Overloaded: too much of the caller's or of all callers' work waits.
+    """
+    if access is None:
+        return routed, bytes(body)
+    if len(body) <= LONG_BODY_BYTES:
+        return _permitted(access, routed, body, path)
+    check = partial(copy_context().run, _permitted, access, routed, body, path)
+    return await work.run(check, Lane.BODIES, size=len(body))
+
+
+def check_salted(access: Access, routed: RoutedBody, views: Iterable[ComponentView]) -> None:
+    """Checks that a model has a worker whose engine separates caches by salt, if the tenant is isolated.
+
+    Raises:
+        PermissionDenied: it has none.
+    """
+    workers = [worker for view in views for worker in view.workers.values()] if routed.salted_path else []
+    if workers and not any(map(routed.may_run_at, workers)):
+        access.refuse_unsalted(routed.model, routed.salted_path)
+
+
+def _permitted(access: Access, routed: RoutedBody, body: bytes | bytearray, path: str) -> tuple[RoutedBody, bytes]:
+    fields = _OBJECT.decode(body)
+    caller = access.enforce(
+        lambda each: check_engine_request(each, routed.model, routed.priority, access.fields, path, fields),
+        "engine request",
+    )
+    salt = routed.cache_salt if access.salts is None else access.salts.of(caller.cache_tenant, routed.cache_salt)
+    kept = {name: value for name, value in fields.items() if name not in ROUTED}
+    if salt:
+        kept["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
+    return replace(routed, cache_salt=salt, salted_path=path if caller.isolated else ""), msgspec.json.encode(kept)

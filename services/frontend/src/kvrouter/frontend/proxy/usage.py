@@ -1,0 +1,108 @@
+"""The usage that an engine reports in its response: read as bytes pass by, and removed if the Frontend requested it.
+
+The usage has the cached tokens, which are compared with the prediction. In a stream it is an event of its own, without
+choices, before the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from kvrouter.frontend.proxy.event_reader import EventReader, data_of
+
+_MAX_BODY_BYTES = 16 << 20
+"""Maximum size of a whole response that is read for its usage."""
+_END_BYTES = 64 << 10
+"""End of a stream that is read for its usage."""
+_MAX_EVENT_BYTES = 1 << 20
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """What an engine reports of a request."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the engine found in its cache; None if it does not report them."""
+        details = self.prompt_tokens_details
+        return None if details is None or details.cached_tokens is None else max(0, details.cached_tokens)
+
+
+class _Body(msgspec.Struct):
+    usage: Usage | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[msgspec.Raw] | None = None
+    usage: dict[str, Any] | None = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class UsageReader:
+    """Keeps the bytes of a response that may have the usage: the last ones of a stream, all of another response."""
+
+    def __init__(self, *, is_stream: bool) -> None:
+        self._is_stream = is_stream
+        self._kept = bytearray()
+
+    def take(self, chunk: bytes) -> None:
+        """Receives the next bytes."""
+        self._kept += chunk
+        if self._is_stream:
+            del self._kept[:-_END_BYTES]
+        else:
+            del self._kept[_MAX_BODY_BYTES:]
+
+    def usage(self) -> Usage | None:
+        """Returns the usage in the bytes so far; None if there is none, or if they are compressed or too many."""
+        if not self._is_stream:
+            return _usage_of(self._kept)
+        for line in reversed(bytes(self._kept).split(b"\n")):
+            if (data := data_of(line)).startswith(b"{") and (usage := _usage_of(data)) is not None:
+                return usage
+        return None
+
+
+class UsageRemover:
+    """Removes the event with the usage from a stream. All other bytes stay as they are."""
+
+    def __init__(self) -> None:
+        self._events = EventReader()
+
+    def remove(self, piece: bytes) -> bytes:
+        """Returns the bytes to pass on after a further piece has arrived: those of complete events."""
+        kept = b"".join(event for event in self._events.take(piece) if not _is_usage(event))
+        return kept + self.rest() if len(self._events) > _MAX_EVENT_BYTES else kept
+
+    def rest(self) -> bytes:
+        """Returns the event that has not ended."""
+        return self._events.rest()
+
+
+def _usage_of(body: bytes | bytearray) -> Usage | None:
+    try:
+        return _BODY.decode(body).usage
+    except _MALFORMED:
+        return None
+
+
+def _is_usage(event: bytes) -> bool:
+    if b'"usage"' not in event:
+        return False
+    try:
+        parsed = _EVENT.decode(data_of(event))
+    except _MALFORMED:
+        return False
+    return parsed.choices == [] and parsed.usage is not None

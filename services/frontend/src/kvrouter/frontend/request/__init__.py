@@ -1,0 +1,1 @@
+"""A request, from its check and admission to its end."""

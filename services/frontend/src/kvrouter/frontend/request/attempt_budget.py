@@ -1,0 +1,98 @@
+"""Decides whether a request whose worker failed gets a further attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvrouter.frontend.workers.failures import WorkerFailure
+
+_MAX_NOT_SENT = 16
+"""Attempts that never reach their worker and cost nothing; bounds the changes between pools of unreachable workers."""
+
+
+class AttemptBudget:
+    """Counts the failures of one request: attempts without output, and migrations.
+
+    A failure without output costs an attempt, and the request is retried. A failure after output costs a migration: the
+    request continues on another worker, with a new set of attempts. A worker that cannot be reached costs nothing: the
+    request has not failed there, and several may be gone before their registrations end. Nor does one that an operator
+    drains. Deaths of workers are counted besides, by ``RequestDeaths``.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_attempts: int,
+        migration_limit: int,
+        pinned: bool,
+        migration_blocker: Callable[[], str] = str,
+    ) -> None:
+        """Sets the limits.
+
+        Args:
+            max_attempts: Maximum number of attempts in a row without output.
+            migration_limit: Maximum number of migrations.
+            pinned: Whether one worker alone may serve the request.
+            migration_blocker: Returns why the request cannot migrate once it has output; empty if it can.
+        """
+        self.migrations = 0
+        """Migrations so far, those from drained workers included."""
+        self.silent_worker_id: int | None = None
+        """Worker that the latest attempt left because it stopped answering."""
+        self._max_attempts = max_attempts
+        self._migration_limit = migration_limit
+        self._pinned = pinned
+        self._migration_blocker: Callable[[], str] = _pinned if pinned else migration_blocker
+        self._failed_attempts = 0
+        """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
+        Scheduler may discover another worker later than this gateway does."""
+        self._failed_migrations = 0
+        """Migrations that count against the limit."""
+        self._not_sent = 0
+
+    def allows(self, *, with_output: bool, is_drained: bool = False) -> bool:
+        """Returns whether a further attempt may follow if the running one fails with or without output.
+
+        ``is_drained``: whether it ends because its worker is drained.
+        """
+        if with_output:
+            return not self.migration_refusal(is_drained=is_drained)
+        return not self._pinned and self._failed_attempts + 1 < self._max_attempts
+
+    def allows_after(self, failure: WorkerFailure, *, with_output: bool) -> bool:
+        """Returns whether a further attempt may follow a failure of the running one."""
+        allowed = self.allows(with_output=with_output, is_drained=failure.is_drained)
+        return allowed or (not with_output and self._is_free(failure))
+
+    def _is_free(self, failure: WorkerFailure) -> bool:
+        return failure.not_sent and not self._pinned and self._not_sent < _MAX_NOT_SENT
+
+    def waited(self) -> None:
+        """Records that the request has waited for its workers to start again: all may be tried anew."""
+        self._not_sent = 0
+
+    def migration_refusal(self, *, is_drained: bool = False) -> str:
+        """Returns why the request cannot migrate; empty if it can."""
+        if not self._migration_limit:
+            return "its migration limit is 0"
+        if why := self._migration_blocker():
+            return why
+        if not is_drained and self._failed_migrations >= self._migration_limit:
+            return f"it has migrated {self._failed_migrations} times, its limit"
+        return ""
+
+    def failed(self, failure: WorkerFailure, *, with_output: bool) -> None:
+        """Counts a failed attempt that another one follows."""
+        if with_output:
+            self.migrations += 1
+            self._failed_migrations += not failure.is_drained
+            self._failed_attempts = 0
+        elif self._is_free(failure):
+            self._not_sent += 1
+        elif failure.worker_id != self.silent_worker_id:
+            self._failed_attempts += 1
+        self.silent_worker_id = failure.worker_id if failure.is_silent else None
+
+
+def _pinned() -> str:
+    return "the request is pinned to its worker"

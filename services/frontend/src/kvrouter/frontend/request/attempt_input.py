@@ -1,0 +1,132 @@
+"""What the attempts of a request send: the prompt with the output so far, to the Scheduler as hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.continuation import remaining
+from kvrouter.frontend.request.prompt_hashing import hash_prompt
+from kvrouter.frontend.request.routing_request import routing_request
+from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.net import trace_context
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.packed_hashes import local_hashes_message
+from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerResponse
+from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
+
+# Reading it from the enum takes over a microsecond.
+_WHOLE = Stage.STAGE_WHOLE
+_DECODE = Stage.STAGE_DECODE
+
+
+class AttemptInput:
+    """The input of the next attempt of one request. It changes when the request migrates or turns to another pool."""
+
+    def __init__(
+        self, request: FrontendServiceGenerateRequest, prompt: bytes, view: ComponentView, *, is_estimated: bool = False
+    ) -> None:
+        """Begins with the prompt that the client sent, a packed buffer, in the pool of ``view``.
+
+        ``is_estimated``: whether its length is an estimate.
+        """
+        self._request = request
+        self._is_estimated = is_estimated
+        self.client_prompt_tokens = len(prompt) // TOKEN_BYTES
+        """Tokens of the prompt that the client sent."""
+        self.prompt = prompt
+        """The prompt that the client sent, and the output of earlier attempts."""
+        self.component = view.name
+        """The pool."""
+        self.block_size = view.descriptor.block_size
+        self.client_hashes = hash_prompt(prompt, request, self.block_size)
+        """Hashes of the prompt that the client sent."""
+        self.hashes = self.client_hashes
+        """Hashes of the prompt."""
+        self.routing = self._routing_in(view)
+        """What the Scheduler receives."""
+        self._never = list(self.routing.constraints.excluded_worker_ids)
+        """Workers of the pool that no attempt may use."""
+        self._stop = request.stop_conditions
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt) // TOKEN_BYTES
+
+    def move_to(self, view: ComponentView) -> None:
+        """Turns to another pool, which may have blocks of another size, and none of the workers that failed."""
+        self.component, self.block_size = view.name, view.descriptor.block_size
+        client_prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES]
+        self.client_hashes = hash_prompt(client_prompt, self._request, self.block_size)
+        self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.client_hashes)
+        self.routing = self._routing_in(view)
+        self.routing.max_output_tokens = self._stop.max_tokens
+        self._never = list(self.routing.constraints.excluded_worker_ids)
+
+    def _routing_in(self, view: ComponentView) -> RoutingRequest:
+        return routing_request(self._request, view, self.hashes, self.prompt_tokens, is_estimated=self._is_estimated)
+
+    def append_output(self, output: bytes) -> None:
+        """Puts all output so far, a packed buffer, at the end of the prompt that the client sent."""
+        self.prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES] + output
+        self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.hashes)
+        self._stop = remaining(self._request.stop_conditions, len(output) // TOKEN_BYTES)
+        self.routing.local_hashes.CopyFrom(local_hashes_message(self.hashes))
+        self.routing.prompt_tokens = self.prompt_tokens
+        self.routing.max_output_tokens = self._stop.max_tokens
+        self.routing.constraints.excluded_worker_ids[:] = self._never
+
+    def exclude(self, worker_id: int) -> None:
+        """Excludes a worker that failed, until the request has further output or turns to another pool."""
+        self.routing.constraints.excluded_worker_ids.append(worker_id)
+
+    def readmit(self) -> None:
+        """Takes back all exclusions of workers that failed."""
+        self.routing.constraints.excluded_worker_ids[:] = self._never
+
+    def avoid(self, unhealthy: Mapping[int, str], others: Sequence[int]) -> None:
+        """Avoids workers where possible.
+
+        Args:
+            unhealthy: Ids of unhealthy workers, with reasons.
+            others: Ids of further workers.
+        """
+        constraints = self.routing.constraints
+        constraints.avoided_worker_ids[:] = [*unhealthy, *self._request.constraints.avoided_worker_ids, *others]
+        constraints.avoided_reasons[:] = unhealthy.values()
+
+    def live_booking(self, key: BookingKey, selection: SelectWorkerResponse) -> LiveBooking:
+        """Returns the booking that a Scheduler made."""
+        return LiveBooking.of(key, selection, self.hashes, self.prompt_tokens, self.block_size)
+
+    def for_worker(self, booking: LiveBooking, transfer_params: TransferParams | None) -> WorkerServiceGenerateRequest:
+        """Returns what the worker receives beside the prompt.
+
+        Args:
+            booking: The booking of the attempt.
+            transfer_params: Where the worker fetches the prompt's KV cache; None if it computes the prompt.
+        """
+        request = self._request
+        companions = trace_context.companions()
+        for_worker = WorkerServiceGenerateRequest(
+            request_id=booking.key.request_id,
+            stop_conditions=self._stop,
+            sampling_options=request.sampling_options,
+            dp_rank=booking.rank.dp_rank,
+            scope=request.scope,
+            stage=_WHOLE,
+            attempt=booking.key.attempt,
+            priority=request.priority,
+            conversation_id=request.conversation_id,
+            tracestate=companions.tracestate,
+            baggage=companions.baggage,
+        )
+        if transfer_params is not None:
+            for_worker.stage = _DECODE
+            for_worker.transfer_params.CopyFrom(transfer_params)
+        if request.multimodal_hashes:
+            for_worker.multimodal_hashes.extend(request.multimodal_hashes)
+        return for_worker

@@ -1,0 +1,465 @@
+"""The lifecycle of one request: book a rank, stream from its worker, report its prefill complete, free the booking.
+
+An attempt books a rank and streams from its worker. A worker that fails or stops answering before the first token costs
+an attempt, and the request is retried on another worker. After the first token the request migrates: it continues on
+another worker, with its output so far at the end of its prompt. An error that is the client's fault is passed on and
+never counts against the worker. Workers that this gateway found unhealthy are avoided unless no other is eligible.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+
+import structlog
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.recording.file import Outline
+from kvrouter.frontend.request.attempt_budget import AttemptBudget
+from kvrouter.frontend.request.attempt_input import AttemptInput
+from kvrouter.frontend.request.continuation import is_inexact
+from kvrouter.frontend.request.kept_output import KeptOutput
+from kvrouter.frontend.request.output_receiver import OutputReceiver
+from kvrouter.frontend.request.prefill_attempt import PrefillLost
+from kvrouter.frontend.request.prefill_stage import PrefillStage
+from kvrouter.frontend.request.progress import Progress
+from kvrouter.frontend.request.request_pools import RequestPools
+from kvrouter.frontend.request.restart_wait import RestartWait
+from kvrouter.frontend.request.routing_info import routing_info
+from kvrouter.frontend.request.span_attributes import GENERATE, describe_attempt, describe_outcome, of_request
+from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
+from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.workers.client import Workers
+from kvrouter.frontend.workers.eligibility import can_take
+from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure
+from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
+from kvrouter.runtime.tracing import Kind, span
+from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
+
+log = structlog.get_logger(component="frontend")
+
+# Reading it from the enum takes over a microsecond.
+_WHOLE = Stage.STAGE_WHOLE
+_DECODE = Stage.STAGE_DECODE
+
+BOOKED_ID_MARK = "~"
+"""Separates a client's request id from the suffix that makes it unique to bookings and workers: clients may reuse an
+id, but the key of a freed booking cannot be booked again."""
+
+
+class _PoolRefuses(Exception):
+    """The pool of an attempt has no worker for it, and there is another pool."""
+
+
+class _PoolRestarts(Exception):
+    """The pool of an attempt has no worker for it, and has been waited for a moment."""
+
+
+class _Unreachable(Exception):
+    """The worker of an attempt cannot be connected to."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.failure = WorkerFailure(
+            worker_id, "UNAVAILABLE", f"worker {worker_id} cannot be connected to", not_sent=True
+        )
+        super().__init__(self.failure.message)
+
+
+class Generation:
+    """One request. Call ``run`` once."""
+
+    def __init__(
+        self,
+        request: FrontendServiceGenerateRequest,
+        prompt: bytes,
+        view: ComponentView,
+        links: SchedulerLinks,
+        workers: Workers,
+        metrics: FrontendMetrics,
+        budget: AttemptBudget,
+        deaths: RequestDeaths,
+        prefill: PrefillStage | None = None,
+        pools: RequestPools | None = None,
+        restart_seconds: float = 0.0,
+        *,
+        is_estimated: bool = False,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            request: The request, without token ids.
+            prompt: The prompt, a packed buffer.
+            view: The component of the first attempt.
+            links: Links to the Schedulers.
+            workers: Starts the attempts.
+            metrics: The Frontend's metrics.
+            budget: Limits the attempts.
+            deaths: Counts the workers that die while they run the request, and ends it at the second one.
+            prefill: Has the prompt computed by prefill workers; None if the component is not disaggregated.
+            pools: Every component that serves the model; None if there is only one.
+            restart_seconds: Longest time to wait for a pool that restarts as a whole, seconds.
+            is_estimated: Whether the length of the prompt is an estimate.
+        """
+        self._request = request
+        self._input = AttemptInput(request, prompt, view, is_estimated=is_estimated)
+        self._workers = workers
+        self._metrics = metrics
+        self._model_metrics = metrics.models.of(view.descriptor.model)
+        self._budget = budget
+        self._deaths = deaths
+        self._restart = RestartWait(restart_seconds)
+        self._prefill = prefill
+        self._links = links
+        self._pools = pools
+        self._refused: set[ComponentName] = set()
+        """Components that had no worker for the next attempt."""
+        self._unserved_worker_ids: list[int] = []
+        """Decode workers that failed the request before output, perhaps since their prefill worker had failed."""
+        self._arrived_ns = time.perf_counter_ns()
+        self._since_ns = self._arrived_ns
+        """Arrival of the request, or after a migration, the failure of the worker before."""
+        self._arrived_unix_ns = time.time_ns()
+        self._output_tokens = 0
+        """Output tokens of all attempts that have ended."""
+        self._kept = None if budget.migration_refusal() else KeptOutput()
+        self._progress: Progress | None = None
+        """Progress of the latest attempt."""
+        self._endpoint = ""
+        """Address of the worker of the latest attempt."""
+        self.sent = False
+        """Whether a worker has got the prompt and not refused it as full."""
+        self._earlier_ranks: list[Rank] = []
+        """Ranks of all attempts."""
+        self._request_id = request.request_id or os.urandom(16).hex()
+        self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{os.urandom(4).hex()}"
+        self._link = links.link(view.name, self._input.client_hashes, request.conversation_id)
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens so far."""
+        return self._output_tokens
+
+    def outline(self) -> Outline | None:
+        """Returns what a recording stores of the request; None while it has no output."""
+        if not self._output_tokens:
+            return None
+        return Outline(
+            arrived_unix_ns=self._arrived_unix_ns,
+            model=self._request.model,
+            block_size=self._input.block_size,
+            prompt_tokens=self._input.client_prompt_tokens,
+            local_hashes=self._input.client_hashes,
+            output_tokens=self._output_tokens,
+        )
+
+    def observe_success(self) -> None:
+        """Counts the request as one that has ended successfully now."""
+        self._model_metrics.request_seconds.observe((time.perf_counter_ns() - self._arrived_ns) / 1e9)
+
+    async def run(self, receiver: OutputReceiver, *, deadline: Deadline) -> None:
+        """Runs the request to its end. Its output goes to the receiver, in one step from the worker's connection.
+
+        Raises:
+            PoisonPrompt: two workers died while they ran it, or its tenant's requests with the same prompt.
+            KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
+                further attempt was possible.
+        """
+        with span("generate") as request_span:
+            if request_span.recording:
+                request_span.set(of_request(self._request.model, self._request_id, self._input.client_prompt_tokens))
+            await self._run_attempts(receiver, deadline)
+
+    async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
+        failure: WorkerFailure | None = None
+        for attempt in itertools.count():
+            if self._pools is not None and (failure is not None or self._refused):
+                await self._choose_pool(self._pools, deadline)
+            try:
+                failure = await self._attempt(attempt, receiver, deadline, failure)
+            except PrefillLost:
+                self._deaths.check()
+                continue  # The next attempt uses another prefill worker, or none.
+            except (_PoolRefuses, _PoolRestarts):
+                continue
+            if failure is None:
+                return
+            with_output = self._attempt_has_output
+            self._deaths.add(failure)
+            await self._deaths.shared()
+            self._deaths.check()
+            self._restart.failed(failure)
+            if not self._budget.allows_after(failure, with_output=with_output):
+                if failure.not_sent and await self._await_restart(deadline):
+                    continue
+                raise self._final(failure, attempt)
+            if failure.outcome_unknown:
+                await self._workers.abort(self._endpoint, self._booked_id)
+            if with_output:
+                self._continue(failure, attempt)
+            else:
+                self._metrics.retries.inc()
+                log.warning(
+                    "request.retried",
+                    request_id=self._request_id,
+                    worker=failure.worker_id,
+                    attempt=attempt,
+                    cause=failure.message,
+                )
+            if not (with_output or failure.not_sent) and self._prefill is not None and self._prefill.params is not None:
+                self._prefill.failed(failure.message)
+                self._unserved_worker_ids.append(failure.worker_id)
+            elif not failure.is_silent:
+                self._input.exclude(failure.worker_id)
+            self._budget.failed(failure, with_output=with_output)
+
+    async def _choose_pool(self, pools: RequestPools, deadline: Deadline) -> None:
+        """Turns to the pool in which the next attempt costs least."""
+        view = await pools.cheapest(self._input.prompt, deadline, refused=self._refused, current=self._input.routing)
+        if view.name == self._input.component:
+            return
+        log.info(
+            "request.changes_pool",
+            request_id=self._request_id,
+            left=str(self._input.component),
+            component_name=str(view.name),
+        )
+        self._input.move_to(view)
+        self._link = self._links.link(view.name, self._input.client_hashes, self._request.conversation_id)
+        self._prefill = pools.prefill_stage(view)
+        self._unserved_worker_ids.clear()
+
+    @property
+    def _attempt_has_output(self) -> bool:
+        return self._progress is not None and self._progress.output_tokens > 0
+
+    def _final(self, failure: WorkerFailure, attempt: int) -> KvRouterError:
+        """Returns the error for the client after a failure that no attempt follows."""
+        if self._attempt_has_output:
+            why = f"the request cannot continue on another worker: {self._budget.migration_refusal()}"
+        else:
+            why = f"no attempt is left after {attempt + 1}" if attempt else ""
+        return failure.as_error(why, has_output=self._output_tokens > 0)
+
+    def _continue(self, failure: WorkerFailure, attempt: int) -> None:
+        """Puts the output so far at the end of the prompt of the next attempt."""
+        if self._kept is None:
+            raise AssertionError("a request without kept output does not migrate")
+        self._since_ns = time.perf_counter_ns()
+        self._input.append_output(self._kept.packed())
+        self._metrics.migrations.labels(failure.cause).inc()
+        log.warning(
+            "request.migrated",
+            request_id=self._request_id,
+            worker=failure.worker_id,
+            attempt=attempt,
+            output_tokens=self._output_tokens,
+            cause=failure.message,
+        )
+
+    async def _attempt(
+        self, attempt: int, receiver: OutputReceiver, deadline: Deadline, failure: WorkerFailure | None
+    ) -> WorkerFailure | None:
+        """Runs one attempt, after an earlier one that failed with ``failure``; returns how this one failed."""
+        unhealthy = self._workers.health.why_avoided(self._input.component)
+        if unhealthy or attempt:
+            self._input.avoid(unhealthy, self._unserved_worker_ids)
+        try:
+            selection, booking = await self._place(attempt, deadline)
+        except (NoWorkers, AllBusy, UnknownComponent) as error:
+            self._refused.add(self._input.component)
+            if self._pools is not None and self._pools.others(self._refused):
+                raise _PoolRefuses from None
+            if not isinstance(error, AllBusy) and await self._await_restart(deadline):
+                raise _PoolRestarts from None
+            if not isinstance(error, NoWorkers):
+                raise error if failure is None else self._after(failure, error) from None
+            if failure is None:
+                raise
+            why = "no other worker is eligible for the request"
+            raise failure.as_error(why, has_output=self._output_tokens > 0) from None
+        except _Unreachable as unreachable:
+            self._progress = None
+            self._metrics.worker_failures.labels(cause=unreachable.failure.cause).inc()
+            return unreachable.failure
+        except KvRouterError as error:
+            raise error if failure is None else self._after(failure, error) from None
+        self._refused.clear()
+        self._endpoint = selection.endpoint
+        continues = self._output_tokens > 0
+        self._progress = progress = Progress(
+            booking,
+            self._link,
+            receiver,
+            self._model_metrics,
+            self._since_ns,
+            kept=self._kept,
+            continues=continues,
+            handover_us=None if self._prefill is None else self._prefill.handover_us,
+        )
+        try:
+            receiver.routed(self._routing_info(booking, selection))
+            with span(GENERATE, Kind.CLIENT) as attempt_span:
+                describe_attempt(attempt_span, booking, self._endpoint)
+                outcome: WorkerFailure | None = None
+                try:
+                    outcome = await self._run_on_worker(booking, progress, deadline)
+                finally:
+                    describe_outcome(attempt_span, progress, outcome)
+                return outcome
+        except KvRouterError as error:
+            if failure is None or not continues or progress.output_tokens:
+                raise
+            raise self._after(failure, error) from None
+        finally:
+            self._output_tokens += progress.output_tokens
+            progress.end()
+            if self._prefill is not None:
+                self._prefill.end(fetched=progress.output_tokens > 0)
+
+    async def _place(self, attempt: int, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
+        """Books a rank. In a disaggregated pool, a prefill worker computes the prompt if that is worth it and succeeds.
+
+        Raises:
+            KvRouterError: no rank could be chosen.
+            _Unreachable: the decode worker cannot be connected to.
+        """
+        prefill = self._prefill
+        if prefill is None or not prefill.begin():
+            return await self._book(attempt, _WHOLE, deadline)
+        selection, booking = await self._book(attempt, _DECODE, deadline)
+        decision = selection.prefill
+        if selection.HasField("prefill") and not decision.remote:
+            prefill.skip(decision.reason)
+            return selection, booking
+        served = False
+        try:
+            if not await self._workers.is_reachable(selection.endpoint):
+                raise _Unreachable(selection.rank.worker_id)  # Before a prefill worker computes the prompt for it.
+            served = await prefill.run(
+                self._worker_request(booking),
+                self._input.prompt,
+                self._input.routing,
+                self._input.hashes,
+                reason=decision.reason,
+                deadline=deadline,
+            )
+        finally:
+            self.sent = self.sent or prefill.sent
+            if not served:
+                self._link.free(booking, None)
+        return (selection, booking) if served else await self._book(attempt, _WHOLE, deadline)
+
+    async def _await_restart(self, deadline: Deadline) -> bool:
+        """Waits a moment if the pool restarts as a whole, and lets all of its workers be tried again.
+
+        Returns whether it did. It does not if the pool has other reasons to refuse the request.
+        """
+        restart = self._restart
+        is_restarting = restart.has_lost_workers or self._workers.health.restarting_pools.is_restarting(
+            self._input.component, restart.limit_seconds
+        )
+        if not is_restarting or not await restart.pause(deadline):
+            return False
+        self._refused.clear()
+        self._input.readmit()
+        self._budget.waited()
+        return True
+
+    async def _book(self, attempt: int, stage: Stage, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
+        key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
+        self._input.routing.may_prefill_locally = stage == _DECODE
+        selection = await self._link.select(
+            SelectWorkerRequest(request=self._input.routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
+            deadline=deadline,
+        )
+        booking = self._input.live_booking(key, selection)
+        self._link.keep(booking)
+        return selection, booking
+
+    def _after(self, failure: WorkerFailure, error: KvRouterError) -> KvRouterError:
+        """Returns the error for the client if an attempt after a failure cannot be made.
+
+        A continuation that is refused, such as one that is too long, is no fault of the client's.
+        """
+        if self._output_tokens and FAULTS.get(error.code) is Fault.REQUEST:
+            why = f"the request cannot continue on another worker: {error}"
+            return failure.as_error(why, has_output=True)
+        return error.after(failure.message)
+
+    def _routing_info(self, booking: LiveBooking, selection: SelectWorkerResponse) -> RoutingInfo:
+        added_us = (time.perf_counter_ns() - self._since_ns) // 1000
+        prefill_us = 0 if self._prefill is None else self._prefill.spent_ns // 1000
+        if not self._output_tokens:
+            self._metrics.added_seconds.observe((added_us - prefill_us) / 1e6)
+        routing = routing_info(
+            self._request_id,
+            booking,
+            selection,
+            added_us=added_us,
+            earlier_ranks=self._earlier_ranks,
+            migrations=self._budget.migrations,
+            inexact=is_inexact(self._request.sampling_options),
+            prefill=self._prefill,
+        )
+        self._earlier_ranks.append(selection.rank)
+        return routing
+
+    async def _run_on_worker(
+        self, booking: LiveBooking, progress: Progress, deadline: Deadline
+    ) -> WorkerFailure | None:
+        worker_id = booking.rank.worker_id
+        was_sent, self.sent = self.sent, True
+        attempt = self._workers.start(
+            worker_id,
+            self._endpoint,
+            self._worker_request(booking),
+            self._input.prompt,
+            progress.pass_on,
+            deadline=deadline,
+            may_leave=lambda cause: self._may_leave(worker_id, cause),
+            stays_a_probe=worker_id == self._budget.silent_worker_id,
+        )
+        if self._prefill is not None:
+            self._prefill.watch(attempt.fail)
+        try:
+            outcome = await attempt.ended
+            if attempt.is_unattributed and (self._prefill is None or not await self._prefill.is_lost()):
+                attempt.blame()
+        finally:
+            attempt.cancel()
+            del attempt  # It refers to the error below, whose traceback refers to this frame.
+        if not isinstance(outcome, Exception):
+            if outcome is not None and outcome.never_began:
+                self.sent = was_sent
+            return outcome
+        try:
+            raise outcome
+        finally:
+            del outcome
+
+    def _may_leave(self, worker_id: int, cause: str) -> bool:
+        """Returns whether the request may leave its worker: another healthy one could take it in a further attempt.
+
+        It ends at once where it learns of its last death.
+        """
+        if not self._deaths.may_leave(worker_id, cause):
+            return False
+        if cause == "lost" and self._deaths.next_is_last:
+            return True
+        if not self._budget.allows(with_output=self._attempt_has_output, is_drained=cause == "drained"):
+            return False
+        return any(
+            worker.worker_id != worker_id
+            and can_take(worker, self._input.routing.constraints, self._request.scope.lora_name)
+            for worker in self._workers.health.healthy(self._input.component)
+        ) or (self._pools is not None and self._pools.has_healthy_worker(besides=self._input.component))
+
+    def _worker_request(self, booking: LiveBooking) -> WorkerServiceGenerateRequest:
+        return self._input.for_worker(booking, None if self._prefill is None else self._prefill.params)

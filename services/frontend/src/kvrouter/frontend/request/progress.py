@@ -1,0 +1,126 @@
+"""The progress of one attempt: passes its output on, and reports to the Scheduler what changes the load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvrouter.frontend.model_metrics import ModelMetrics
+from kvrouter.frontend.request.kept_output import KeptOutput
+from kvrouter.frontend.request.output_receiver import OutputReceiver
+from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.workers.output import Output
+
+
+class Progress:
+    """What an attempt has output so far. ``end`` must follow."""
+
+    def __init__(
+        self,
+        booking: LiveBooking,
+        link: SchedulerLink,
+        receiver: OutputReceiver,
+        metrics: ModelMetrics,
+        since_ns: int,
+        *,
+        kept: KeptOutput | None = None,
+        continues: bool = False,
+        handover_us: Callable[[], int] | None = None,
+    ) -> None:
+        """Starts without output.
+
+        Args:
+            booking: The booking of the attempt.
+            link: Where it is booked.
+            receiver: Receives the output.
+            metrics: The metrics of its model.
+            since_ns: Arrival of the request, or for a continuation, failure of the worker before; by
+                ``time.perf_counter_ns``.
+            kept: Keeps the output; None if the request cannot migrate.
+            continues: Whether the request has output of an earlier attempt.
+            handover_us: Returns the time since a prefill worker computed the prompt, microseconds, 0 if unknown; None
+                if the worker computes it.
+        """
+        self.output_tokens = 0
+        """Output tokens of this attempt."""
+        self.cached_tokens: int | None = None
+        """Prompt tokens that the worker found cached; None while it has not said so."""
+        self._booking = booking
+        self._link = link
+        self._metrics = metrics
+        self._since_ns = since_ns
+        self._kept = kept
+        self._keep = None if kept is None else kept.add
+        self._output = receiver.output
+        self._observe_latency = metrics.token_latency.observe
+        self._continues = continues
+        self._handover_us = handover_us
+        self._frees_when_prefilled = False
+        """Whether the first output was also the last, so that the free reports the computed prompt as well."""
+        self._first_output_ns = self._last_output_ns = 0
+        self._counted_tokens = 0
+        """Output tokens that the metric includes."""
+        self._room = -booking.prompt_tokens % booking.block_size
+        """Output tokens that fit into the blocks that are booked."""
+
+    def pass_on(self, output: Output) -> None:
+        """Passes a piece of the output on. Runs for every token, so it defers what can wait for a full block."""
+        tokens = output.tokens
+        if tokens:
+            now_ns = time.perf_counter_ns()
+            if self.output_tokens:
+                self._observe_latency((now_ns - self._last_output_ns) / 1e9, tokens)
+            else:
+                self._prefill_complete(ends=output.finish_reason != 0)
+                waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
+                waited.observe((now_ns - self._since_ns) / 1e9)
+                self._first_output_ns = now_ns
+            self._last_output_ns = now_ns
+            self.output_tokens = output_tokens = self.output_tokens + tokens
+            if self._keep is not None:
+                self._keep(output.token_ids)
+            if output_tokens > self._room and not output.finish_reason:
+                self._report()
+        if output.cached_tokens is not None and self.cached_tokens is None:
+            self.cached_tokens = output.cached_tokens
+            if not self._continues:
+                self._metrics.cached_tokens.inc(output.cached_tokens)
+                self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
+                self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
+            else:
+                # The client has received what the first worker found, of the prompt that it sent.
+                output = output.without("cached_tokens")
+        self._output(output)
+
+    @property
+    def first_output_unix_ns(self) -> int:
+        """Time of the first token, Unix nanoseconds; 0 without one."""
+        first = self._first_output_ns
+        return time.time_ns() - (time.perf_counter_ns() - first) if first else 0
+
+    def end(self) -> None:
+        """Frees the booking."""
+        self._count()
+        self._link.free(self._booking, self.cached_tokens, prefill_complete=self._frees_when_prefilled)
+
+    def _prefill_complete(self, *, ends: bool) -> None:
+        if self._handover_us is not None:
+            self._link.prefill_complete(self._booking, handover_us=self._handover_us())
+        elif ends:
+            self._frees_when_prefilled = True  # ``end`` follows, which says both in one update.
+        else:
+            self._link.prefill_complete(self._booking)
+
+    def _report(self) -> None:
+        """Reports that the request needs a further block."""
+        booking = self._booking
+        self._link.report_output(booking, self.output_tokens)
+        self._room = self.output_tokens + -(booking.prompt_tokens + self.output_tokens) % booking.block_size
+        self._count()
+        if self._kept is not None:
+            self._kept.compact()
+
+    def _count(self) -> None:
+        self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)
+        self._counted_tokens = self.output_tokens

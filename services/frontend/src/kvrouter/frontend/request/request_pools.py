@@ -1,0 +1,104 @@
+"""The pools of a model that can serve one request, and the choice among them at each attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.prefill_stage import PrefillStage
+from kvrouter.frontend.request.prompt_hashing import hash_prompt
+from kvrouter.frontend.request.routing_request import routing_request
+from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.workers.eligibility import can_take
+from kvrouter.frontend.workers.health import WorkerHealth
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+
+
+class RequestPools:
+    """Several pools, which may come and go while the request runs."""
+
+    def __init__(
+        self,
+        request: FrontendServiceGenerateRequest,
+        views: Callable[[], Sequence[ComponentView]],
+        choice: PoolChoice,
+        health: WorkerHealth,
+        prefill_stage: Callable[[ComponentView], PrefillStage | None],
+        *,
+        is_estimated: bool = False,
+    ) -> None:
+        """Asks nobody yet.
+
+        Args:
+            request: The request, without token ids.
+            views: Returns the pools that serve its model now, at least one, the largest first.
+            choice: Compares pools.
+            health: Health of the workers.
+            prefill_stage: Returns the request's prefill stage in a pool; None where it has none.
+            is_estimated: Whether the length of its prompt is an estimate.
+        """
+        self.prefill_stage = prefill_stage
+        self._request = request
+        self._views = views
+        self._choice = choice
+        self._health = health
+        self._is_estimated = is_estimated
+
+    def largest(self) -> ComponentView:
+        """Returns the largest pool that can run the request, or that serves its model if none can. Asks nobody."""
+        return self._views()[0]
+
+    def others(self, refused: Collection[ComponentName]) -> bool:
+        """Returns whether there is a pool besides those that refused the request."""
+        return any(view.name not in refused for view in self._views())
+
+    def has_healthy_worker(self, besides: ComponentName) -> bool:
+        """Returns whether a healthy worker of another pool could take the request."""
+        constraints, lora_name = self._request.constraints, self._request.scope.lora_name
+        return any(
+            can_take(worker, constraints, lora_name)
+            for view in self._views()
+            if view.name != besides
+            for worker in self._health.healthy(view.name)
+        )
+
+    async def cheapest(
+        self,
+        prompt: bytes,
+        deadline: Deadline,
+        *,
+        refused: Collection[ComponentName] = (),
+        current: RoutingRequest | None = None,
+    ) -> ComponentView:
+        """Returns the pool in which the request costs least.
+
+        Args:
+            prompt: Prompt of the next attempt, a packed buffer.
+            deadline: Deadline of the request.
+            refused: Pools that have refused it; they are left out unless all have.
+            current: The request as the pool of the last attempt would receive it; None before the first attempt.
+        """
+        views = self._views()
+        left = [view for view in views if view.name not in refused] or views
+        hashes: dict[int, bytes] = {}
+
+        def routing(view: ComponentView) -> RoutingRequest:
+            if current is not None and current.component == view.descriptor.component:
+                routed = RoutingRequest()
+                routed.CopyFrom(current)
+            else:
+                size = view.descriptor.block_size
+                if size not in hashes:
+                    hashes[size] = hash_prompt(prompt, self._request, size)
+                tokens = len(prompt) // TOKEN_BYTES
+                routed = routing_request(self._request, view, hashes[size], tokens, is_estimated=self._is_estimated)
+                routed.constraints.avoided_worker_ids.extend(self._health.avoided(view.name))
+            stage = self.prefill_stage(view)
+            routed.may_prefill_locally = stage is not None and stage.is_possible
+            return routed
+
+        return (await self._choice.cheapest_first(left, routing, deadline))[0]

@@ -1,0 +1,252 @@
+"""Runs requests: checks them, admits them, runs them at workers, and counts them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import current_caller
+from kvrouter.frontend.access.request_admission import AdmittedRequest, RequestAdmission
+from kvrouter.frontend.access.rules import check_generation
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
+from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.request.attempt_budget import AttemptBudget
+from kvrouter.frontend.request.continuation import migration_blocker
+from kvrouter.frontend.request.generation import Generation
+from kvrouter.frontend.request.output_receiver import OutputComplete, OutputReceiver
+from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
+from kvrouter.frontend.request.request_pools import RequestPools
+from kvrouter.frontend.request.served_models import ServedModels
+from kvrouter.frontend.request.validation import Limits, check_request, check_vocabulary, fitting_pools
+from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
+from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.workers.client import WorkerClient, Workers
+from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
+from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """Operator settings of request handling."""
+
+    limits: Limits
+    max_attempts: int
+    """Maximum number of attempts for a request."""
+    default_deadline_seconds: float
+    """Deadline of requests whose client sets none."""
+    migration_limit: int
+    """Maximum number of migrations of a request, which can set a lower one."""
+    pool_restart_seconds: float = 0.0
+    """Longest time for which a request waits for a pool that restarts as a whole."""
+
+
+class Forwarding(Workers, Protocol):
+    """Starts the attempts of a request whose prompt the engine reads itself."""
+
+    is_estimated: bool
+    """Whether the length of its prompt is an estimate."""
+    counted_prompt_tokens: int | None
+    """Tokens of its prompt as the engine counted them; None until it reports them."""
+
+
+class RequestRunner:
+    """Runs the requests of all APIs of a Frontend."""
+
+    def __init__(
+        self,
+        models: ServedModels,
+        links: SchedulerLinks,
+        workers: WorkerClient,
+        metrics: FrontendMetrics,
+        options: GatewayOptions,
+        *,
+        admission: RequestAdmission,
+        recorder: Recorder | None = None,
+        popular_prefixes: PopularPrefixes | None = None,
+        access: Access | None = None,
+        disaggregation: Disaggregation | None = None,
+        poison_prompts: PoisonPrompts | None = None,
+    ) -> None:
+        self.poison_prompts = PoisonPrompts(0) if poison_prompts is None else poison_prompts
+        """The prompts that saw deaths of workers."""
+        self.options = options
+        self.workers = workers
+        """The connections to workers."""
+        self.admission = admission
+        """Admits requests within limits."""
+        self.popular_prefixes = popular_prefixes
+        """Counts the prefixes of prompts; None to count none."""
+        self.pool_choice = PoolChoice(links)
+        """Chooses among several components of a model."""
+        self._models = models
+        self._links = links
+        self.metrics = metrics
+        self._recorder = recorder
+        self._access = access
+        self._disaggregation = disaggregation
+        self._in_flight = 0
+        metrics.in_flight.set_function(lambda: self._in_flight)
+
+    async def run(
+        self,
+        request: FrontendServiceGenerateRequest,
+        prompt: bytes,
+        receiver: OutputReceiver,
+        *,
+        deadline: Deadline,
+        through: Forwarding | None = None,
+    ) -> None:
+        """Routes a request and runs it to its end; the receiver gets its output. Cancelling the task aborts it.
+
+        Args:
+            request: The request, without token ids.
+            prompt: Its prompt, as a packed buffer.
+            receiver: Receives the output.
+            deadline: Deadline of the request.
+            through: Starts the attempts of a request that has been checked; None for the Generate of workers.
+
+        Raises:
+            PoisonPrompt: workers died of it.
+            KvRouterError: the request is invalid, cannot be routed, or lost its worker; or an error of the receiver.
+        """
+        deadline = deadline.or_after(self.options.default_deadline_seconds)
+        known_model, code = "", "CANCELLED"
+        generation: Generation | None = None
+        admitted: AdmittedRequest | None = None
+        tokens = len(prompt) // TOKEN_BYTES
+        is_estimated = through is not None and through.is_estimated
+        self._in_flight += 1
+        try:
+            access = self._access
+            if access is not None and through is None:
+                access.enforce(
+                    lambda caller: check_generation(caller, request, access.fields, access.salts), "Generate"
+                )
+            views, lora_name = self._models.resolve_all(request.model)
+            known_model = views[0].descriptor.model
+            deaths = RequestDeaths(self.poison_prompts, _tenant_of(request), known_model, prompt)
+            if lora_name:
+                request.model = known_model
+                request.scope.lora_name = lora_name
+            view, pools = views[0], None
+            if len(views) > 1:
+                pools = self._pools_of(request, tokens, lora_name or known_model, through, deaths)
+                view = pools.largest()
+            if through is None:
+                check_request(request, tokens, view, self.options.limits)
+                vocabulary = self._models.texts.vocabulary_size(known_model)
+                check_vocabulary(prompt, vocabulary, "token_ids")
+                check_vocabulary(request.stop_conditions.stop_token_ids, vocabulary, "stop_conditions.stop_token_ids")
+            deaths.check()
+            admitted = self.admission.admit(views, tokens, request.stop_conditions.max_tokens, "Generate")
+            if pools is not None:
+                # Only now, since this asks Schedulers.
+                view = await pools.cheapest(prompt, deadline)
+            generation = Generation(
+                request,
+                prompt,
+                view,
+                self._links,
+                through or self.workers,
+                self.metrics,
+                self._budget(request, through),
+                deaths,
+                self._prefill_stage(request, view, through, deaths),
+                pools,
+                self.options.pool_restart_seconds,
+                is_estimated=is_estimated,
+            )
+            with suppress(OutputComplete):
+                await generation.run(receiver, deadline=deadline)
+            generation.observe_success()
+            code = "OK"
+        except KvRouterError as error:
+            code = error.code.name
+            raise
+        finally:
+            self._in_flight -= 1
+            if admitted is not None:
+                admitted.end(
+                    0 if generation is None else generation.output_tokens,
+                    sent=generation is not None and generation.sent,
+                    prompt_tokens=through.counted_prompt_tokens if through is not None and is_estimated else None,
+                )
+            self.metrics.ended(known_model, code).inc()
+            if generation is not None:
+                self._note(generation)
+
+    def _note(self, generation: Generation) -> None:
+        """Gives an ended request to those that observe the traffic."""
+        prefixes = self.popular_prefixes
+        is_counted = prefixes is not None and prefixes.wants_next()
+        if (self._recorder is None and not is_counted) or (outline := generation.outline()) is None:
+            return
+        if self._recorder is not None:
+            self._recorder.note(outline)
+        if prefixes is not None and is_counted:
+            prefixes.note(outline)
+
+    def _budget(self, request: FrontendServiceGenerateRequest, through: Workers | None) -> AttemptBudget:
+        limit = self.options.migration_limit
+        if request.HasField("migration_limit"):
+            limit = min(limit, request.migration_limit)
+        return AttemptBudget(
+            max_attempts=self.options.max_attempts,
+            migration_limit=limit,
+            pinned=request.constraints.HasField("worker_id"),
+            migration_blocker=(
+                partial(migration_blocker, request.sampling_options) if through is None else through.migration_blocker
+            ),
+        )
+
+    def _prefill_stage(
+        self,
+        request: FrontendServiceGenerateRequest,
+        view: ComponentView,
+        through: Workers | None,
+        deaths: RequestDeaths,
+    ) -> PrefillStage | None:
+        if self._disaggregation is None:
+            return None
+        return self._disaggregation.stage(request, view, through or self.workers, deaths)
+
+    def _pools_of(
+        self,
+        request: FrontendServiceGenerateRequest,
+        tokens: int,
+        model: str,
+        through: Forwarding | None,
+        deaths: RequestDeaths,
+    ) -> RequestPools:
+        """Returns the pools that can serve a request, of which there are several now.
+
+        Args:
+            request: The request.
+            tokens: Tokens of its prompt.
+            model: Its model or LoRA adapter.
+            through: Starts the attempts at workers with an OpenAI API; None for any worker.
+            deaths: Counts the workers that die of it.
+        """
+        return RequestPools(
+            request,
+            lambda: fitting_pools(request, tokens, self._models.pools(model, forwarding=through is not None)),
+            self.pool_choice,
+            self.workers.health,
+            lambda view: self._prefill_stage(request, view, through, deaths),
+            is_estimated=through is not None and through.is_estimated,
+        )
+
+
+def _tenant_of(request: FrontendServiceGenerateRequest) -> str:
+    """Returns the tenant of a request: its caller's, or without authentication that of its scope."""
+    caller = current_caller()
+    return request.scope.tenant if caller is None else caller.tenant

@@ -1,0 +1,133 @@
+"""Finds what serves a model: its component, its tokenizer, and the API of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.rules import check_model
+from kvrouter.frontend.request.validation import resolve_model
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.discovery.openai_server import is_openai_server
+from kvrouter.runtime.errors import NoWorkers, UnknownModel
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+
+class ServedModels:
+    """The models and LoRA adapters that are registered, as far as the caller may use them."""
+
+    def __init__(self, directory: Directory, texts: TextModels, access: Access | None) -> None:
+        self.texts = texts
+        """Tokenizers and chat templates."""
+        self._directory = directory
+        self._access = access
+        self._derived_from: object = None
+        """The registrations from which the following was derived."""
+        self._resolved: dict[str, tuple[list[ComponentView], str]] = {}
+        self._forwarding: set[ComponentName] = set()
+        self._only_forwarding: set[ComponentName] = set()
+
+    def resolve(self, model: str) -> tuple[ComponentView, str]:
+        """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+        Of several components it is the one with the most live workers: all of a model share what texts need.
+
+        Raises:
+            UnknownModel: no component serves it.
+        """
+        views, lora_name = self.resolve_all(model)
+        return views[0], lora_name
+
+    def resolve_all(self, model: str) -> tuple[list[ComponentView], str]:
+        """Returns the components that serve a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+        Raises:
+            UnknownModel: no component serves it.
+        """
+        if self._access is not None:
+            # Texts are prepared, and requests forwarded, by their model before they are checked as a whole.
+            self._access.enforce(lambda caller: check_model(caller, model), "")
+        components = self._components()
+        resolved = self._resolved.get(model)
+        if resolved is not None:
+            return resolved
+        try:
+            # Only what is served is kept, so that clients cannot make it grow.
+            resolved = self._resolved[model] = resolve_model(model, components)
+            return resolved
+        except UnknownModel as error:
+            if self._access is None:
+                raise
+            known = filter(self._access.caller().may_use, error.info.known_values)
+            raise UnknownModel(model, known, error.only) from None
+
+    @property
+    def may_forward(self) -> bool:
+        """Whether all workers of some model have an OpenAI API of their own."""
+        self._components()
+        return bool(self._forwarding)
+
+    def forwards_to(self, model: str) -> ComponentView | None:
+        """Returns the largest component of a model whose workers all have an OpenAI API, if there is one."""
+        views, _ = self.resolve_all(model)
+        return next((view for view in views if view.name in self._forwarding), None)
+
+    def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
+        """Returns the components of a model or adapter that requests can be sent to; all if they can to none.
+
+        Args:
+            model: Name of the model or adapter.
+            forwarding: Whether requests are forwarded to the OpenAI API of workers, or sent to their Generate.
+
+        Raises:
+            UnknownModel: no component serves it (any more).
+        """
+        found, _ = resolve_model(model, self._components())
+        if forwarding:
+            return [view for view in found if view.name in self._forwarding] or found
+        return [view for view in found if view.name not in self._only_forwarding] or found
+
+    def worker_at(self, endpoint: str) -> WorkerRegistration | None:
+        """Returns the registered worker with an address; None if there is none."""
+        views = self._directory.components.values()
+        return next((each for view in views for each in view.workers.values() if each.endpoint == endpoint), None)
+
+    def has_text(self, model: str) -> bool:
+        """Returns whether the output of a model or LoRA adapter is returned as text."""
+        return self.texts.any_loaded and self.texts.find(self.resolve(model)[0].descriptor.model) is not None
+
+    def text_of(self, model: str, field: str) -> ModelText:
+        """Returns the tokenizer and template of a model or adapter.
+
+        Args:
+            model: Name of the model or adapter.
+            field: Field of the request that needs them, for the error.
+
+        Raises:
+            UnknownModel: no component serves the model.
+            NoWorkers: the model has no live worker, so that nothing is known of its tokenizer.
+            BadRequest: the model has no tokenizer here.
+        """
+        view, _ = self.resolve(model)
+        if not view.workers and self.texts.find(view.descriptor.model) is None:
+            raise NoWorkers(f"{view.name} has no live worker")
+        return self.texts.get(view.descriptor.model, field)
+
+    def _components(self) -> Mapping[ComponentName, ComponentView]:
+        """Returns the registered components. What was derived from earlier ones is derived anew."""
+        components = self._directory.components
+        if components is not self._derived_from:
+            self._derived_from = components
+            self._resolved = {}
+            self._forwarding = {
+                name
+                for name, view in components.items()
+                if view.workers and all(worker.openai_endpoint for worker in view.workers.values())
+            }
+            self._only_forwarding = {
+                name for name in self._forwarding if all(map(is_openai_server, components[name].workers.values()))
+            }
+        return components

@@ -1,0 +1,318 @@
+"""Validates requests before anything is booked or sent for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvrouter.core import TokenBuffer, first_token_outside
+from kvrouter.frontend.workers.eligibility import can_take
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.discovery.openai_server import is_openai_server
+from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
+from kvrouter.runtime.request_ids import check_request_id
+from kvrouter.v1.common_pb2 import Role, RoutingOverrides, Stage
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.scheduler_pb2 import RoutingRequest
+from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
+
+MAX_REQUEST_ID_BYTES = 112
+"""The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
+MAX_MIGRATIONS = 16
+"""Maximum migration limit of a request."""
+CONSTRAINT_FIELD = "sampling_options.structured_output"
+"""Field of the contract that constrains an output."""
+
+
+_ONLY_PREFILL = Role.ROLE_PREFILL
+_UNFIT = {Stage.STAGE_PREFILL: Role.ROLE_DECODE}
+"""The role that does not serve a stage, if it is not the prefill role. A decode worker can compute prompts itself."""
+_NO_WORKER = WorkerRegistration()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one request."""
+
+    max_prompt_tokens: int
+    """Maximum number of prompt tokens, whatever the model allows."""
+    max_output_tokens: int
+    """Maximum number of tokens to generate."""
+
+
+def pools_of_model(
+    model: str, components: Mapping[ComponentName, ComponentView], stage: Stage = Stage.STAGE_WHOLE
+) -> list[ComponentView]:
+    """Returns the components that serve a model in a stage, at least one, that with the most live workers first.
+
+    Raises:
+        UnknownModel: no component serves the model.
+    """
+    unfit = _UNFIT.get(stage, _ONLY_PREFILL)
+    of_model = [view for view in components.values() if view.descriptor.model == model]
+    serving = [view for view in of_model if _serves(view, unfit)]
+    if not serving:
+        known = {view.descriptor.model for view in components.values() if view.workers and _serves(view, unfit)}
+        only = Role.Name(unfit).removeprefix("ROLE_").lower() if any(view.workers for view in of_model) else ""
+        raise UnknownModel(model, sorted(known), only)
+    return _largest_first(serving)
+
+
+def _serves(view: ComponentView, unfit: Role) -> bool:
+    return view.descriptor.role != unfit
+
+
+def _largest_first(views: list[ComponentView]) -> list[ComponentView]:
+    if len(views) > 1:
+        views.sort(key=lambda view: (len(view.workers), str(view.name)), reverse=True)
+    return views
+
+
+def resolve_model(model: str, components: Mapping[ComponentName, ComponentView]) -> tuple[list[ComponentView], str]:
+    """Returns the components that serve a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+    There is at least one component. That with the most live workers is the first.
+
+    Raises:
+        UnknownModel: no component serves it.
+    """
+    try:
+        return pools_of_model(model, components), ""
+    except UnknownModel:
+        serving = [
+            view
+            for view in components.values()
+            if view.descriptor.role != Role.ROLE_PREFILL
+            and any(model in worker.lora_names for worker in view.workers.values())
+        ]
+        if not serving:
+            raise
+    return _largest_first(serving), model
+
+
+def fitting_pools(
+    request: FrontendServiceGenerateRequest, tokens: int, views: Sequence[ComponentView]
+) -> Sequence[ComponentView]:
+    """Returns the pools that can run a request of that many prompt tokens; all of them if none can.
+
+    A pool can if a worker of it satisfies the request's constraints, and prompt and output keep its limit.
+    """
+    lora_name, is_constrained = request.scope.lora_name, request.sampling_options.HasField("structured_output")
+    longest = tokens + request.stop_conditions.max_tokens
+    return [
+        view
+        for view in views
+        if longest <= (view.descriptor.max_model_len or longest)
+        and any(
+            can_take(worker, request.constraints, lora_name) and (worker.serves_structured_output or not is_constrained)
+            for worker in view.workers.values()
+        )
+    ] or views
+
+
+@contextmanager
+def prompt_limit(views: Sequence[ComponentView], limits: Limits) -> Iterator[int]:
+    """Yields how many tokens a prompt may have so that a pool of the model can run it, to tokenize it within.
+
+    Args:
+        views: The pools, at least one. Those without live workers count only if none has any.
+        limits: Limits of a request.
+
+    Raises:
+        PromptTooLong: the tokenizer found more tokens; the error has the context length if that is the limit.
+    """
+    lengths = [view.descriptor.max_model_len for view in views if view.workers] or [
+        view.descriptor.max_model_len for view in views
+    ]
+    limit = min(limits.max_prompt_tokens, max(lengths) - 1) if all(lengths) else limits.max_prompt_tokens
+    try:
+        yield limit
+    except PromptTooLong as error:
+        if limit == limits.max_prompt_tokens:
+            raise
+        raise PromptTooLong.for_model(error.tokens, limit + 1, field=error.info.field) from None
+
+
+def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
+    """Returns the context length of the first pool that a prompt of that many tokens fits; 0 if it is not known."""
+    lengths = [view.descriptor.max_model_len for view in views if view.workers]
+    return next((length for length in lengths if not length or tokens < length), views[0].descriptor.max_model_len)
+
+
+def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
+    """Returns every model that has live workers, not only for prefill, in order of name.
+
+    A component's descriptor outlives its workers, so that its index stays valid. It must not appear as a model then.
+    """
+    models = [
+        Model(
+            name=view.descriptor.model,
+            component=view.descriptor.component,
+            block_size=view.descriptor.block_size,
+            workers=len(view.workers),
+            max_model_len=view.descriptor.max_model_len,
+            lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
+        )
+        for view in components.values()
+        if view.workers and view.descriptor.role != _ONLY_PREFILL
+    ]
+    return sorted(models, key=lambda model: (model.name, model.component.name))
+
+
+def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: ComponentView, limits: Limits) -> None:
+    """Checks a generation request whose prompt has that many tokens.
+
+    Raises:
+        BadRequest: a field is missing or out of range; the error names the field.
+        PromptTooLong: the prompt, or the prompt with its ``max_tokens``, exceeds a limit.
+    """
+    check_request_id(request.request_id, MAX_REQUEST_ID_BYTES, "request_id")
+    if tokens == 0:
+        raise BadRequest("the prompt is empty", field="token_ids", advice="Send at least one token id.")
+    if tokens > limits.max_prompt_tokens:
+        raise PromptTooLong(tokens, limits.max_prompt_tokens)
+    if is_openai_server(next(iter(view.workers.values()), _NO_WORKER)):
+        raise BadRequest(
+            f"the workers of model {view.descriptor.model!r} have only an OpenAI API",
+            field="model",
+            advice="Send the request to the Frontend's HTTP API.",
+        )
+    longest = view.descriptor.max_model_len
+    if longest and tokens >= longest:
+        raise PromptTooLong.for_model(tokens, longest)
+    _check_stop(request.stop_conditions, limits)
+    max_tokens = request.stop_conditions.max_tokens
+    if longest and tokens + max_tokens > longest:
+        raise PromptTooLong.for_model(tokens, longest, field="stop_conditions.max_tokens", output_tokens=max_tokens)
+    _check_sampling(request.sampling_options)
+    if request.migration_limit > MAX_MIGRATIONS:
+        raise BadRequest(
+            f"migration_limit is {request.migration_limit}",
+            field="migration_limit",
+            advice=f"Set migration_limit to at most {MAX_MIGRATIONS}.",
+        )
+    if request.HasField("overrides"):
+        check_overrides(request.overrides)
+    if request.sampling_options.HasField("structured_output"):
+        structured_workers(view)
+
+
+def check_vocabulary(token_ids: TokenBuffer, vocabulary: int, field: str) -> None:
+    """Checks that a model has the token ids of a request: an engine may not survive others.
+
+    Args:
+        token_ids: Packed token ids.
+        vocabulary: Number of token ids that the model has; 0 if it is not known.
+        field: Field of the request that has the token ids, for the error.
+
+    Raises:
+        BadRequest: it has not; the error has the position of the first one.
+    """
+    if vocabulary and (index := first_token_outside(token_ids, vocabulary)) is not None:
+        path = f"{field}.{index}"
+        raise BadRequest(
+            f"{path}: the model has no such token",
+            field=path,
+            advice=f"Send token ids from 0 to {vocabulary - 1}, those of the model's tokenizer.",
+        )
+
+
+def structured_workers(view: ComponentView, field: str = CONSTRAINT_FIELD) -> list[int]:
+    """Returns the workers that constrain outputs.
+
+    Args:
+        view: The component.
+        field: Field of the request that has the constraint, for the error.
+
+    Raises:
+        BadRequest: there are none.
+    """
+    able = [worker.worker_id for worker in view.workers.values() if worker.serves_structured_output]
+    if not able and view.workers:
+        raise BadRequest(
+            f"{field}: no worker of the model {view.descriptor.model!r} constrains outputs",
+            field=field,
+            advice=f"Leave {field} out, or use a model whose engines have structured output.",
+        )
+    return able
+
+
+def check_routing(request: RoutingRequest, limits: Limits) -> None:
+    """Checks a routing request. The Scheduler checks what depends on the component.
+
+    Raises:
+        BadRequest: an override is out of range.
+        PromptTooLong: there are more tokens or hashes than a prompt may have tokens, and they were counted.
+    """
+    check_overrides(request.overrides)
+    token_ids, hashes = len(request.token_ids.ids), len(request.local_hashes.hashes)
+    tokens = max(request.prompt_tokens, token_ids, hashes)
+    if tokens > limits.max_prompt_tokens and not request.length_is_estimated:
+        raise PromptTooLong(tokens, limits.max_prompt_tokens, field="token_ids" if token_ids else "local_hashes")
+
+
+def requested_tokens(request: RoutingRequest) -> int:
+    """Returns the prompt tokens of a routing request, of whole blocks where only hashes tell their number."""
+    hashed = len(request.local_hashes.hashes) * request.block_size
+    return max(request.prompt_tokens, len(request.token_ids.ids), hashed)
+
+
+def check_overrides(overrides: RoutingOverrides) -> None:
+    """Checks routing options that apply to every policy.
+
+    Raises:
+        BadRequest: a number is negative, not finite, or above its range.
+    """
+    _at_least_zero(overrides.overlap_score_weight, "overrides.overlap_score_weight")
+    _at_least_zero(overrides.router_temperature, "overrides.router_temperature")
+    threshold = overrides.active_decode_blocks_threshold
+    if not 0 <= threshold <= 1:
+        raise BadRequest(
+            f"active_decode_blocks_threshold is {threshold}",
+            field="overrides.active_decode_blocks_threshold",
+            advice="Send a share between 0 and 1.",
+        )
+
+
+def _check_stop(stop: StopConditions, limits: Limits) -> None:
+    if not 1 <= stop.max_tokens <= limits.max_output_tokens:
+        raise BadRequest(
+            f"max_tokens is {stop.max_tokens}",
+            field="stop_conditions.max_tokens",
+            advice=f"Set max_tokens to a value from 1 to {limits.max_output_tokens}.",
+        )
+    if stop.min_tokens > stop.max_tokens:
+        raise BadRequest(
+            f"min_tokens {stop.min_tokens} exceeds max_tokens {stop.max_tokens}",
+            field="stop_conditions.min_tokens",
+            advice="Set min_tokens to at most max_tokens.",
+        )
+    if stop.stop:
+        raise BadRequest(
+            "stop strings need the output as text",
+            field="stop_conditions.stop",
+            advice="Set return_text, or send stop_token_ids instead.",
+        )
+
+
+def _check_sampling(sampling: SamplingOptions) -> None:
+    _at_least_zero(sampling.temperature, "sampling_options.temperature")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise BadRequest(
+            f"top_p is {sampling.top_p}", field="sampling_options.top_p", advice="Send a number above 0 and up to 1."
+        )
+    if not 0 <= sampling.min_p <= 1:
+        raise BadRequest(
+            f"min_p is {sampling.min_p}", field="sampling_options.min_p", advice="Send a number between 0 and 1."
+        )
+    if sampling.n > 1:
+        raise BadRequest(f"n is {sampling.n}", field="sampling_options.n", advice="Send one request for each sequence.")
+
+
+def _at_least_zero(value: float, field: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise BadRequest(f"{field} is {value}", field=field, advice="Send a finite number, 0 or more.")

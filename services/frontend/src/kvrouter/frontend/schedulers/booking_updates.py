@@ -1,0 +1,218 @@
+"""The bookings of one session, and the numbered updates that inform a Scheduler of them.
+
+Only the client knows which of its bookings are live. Each opening of the session, at whichever Scheduler, has a higher
+opening number and lists every booking in use, so that the Scheduler can free those that ended while the session was
+elsewhere. Re-asserts then add the bookings that the Scheduler lacks. Updates are numbered over all openings, and sent
+again until a Scheduler has acknowledged them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import grpc
+import structlog
+from kvrouter.frontend.schedulers.live_bookings import Key, LiveBooking, key_of
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.scheduler_pb2 import (
+    BookingUpdate,
+    CloseSessionRequest,
+    FreeRequest,
+    LiveBookings,
+    MarkPrefillCompleteRequest,
+    OpenSessionRequest,
+    OpenSessionResponse,
+    RefusedUpdate,
+    ReportOutputRequest,
+    UpdateBookingsRequest,
+    UpdateBookingsResponse,
+)
+
+log = structlog.get_logger(component="frontend")
+
+BATCH_BYTES = 48 << 10
+"""Size at which a call takes no further update: below the size at which calls travel in parts and may be overtaken."""
+MAX_UPDATES = 65_536
+"""Number of updates that may wait for their acknowledgement."""
+
+
+class BookingUpdates:
+    """Live bookings, selections without a response, and updates without acknowledgement. Does no I/O."""
+
+    def __init__(self, session_id: str, client_name: str) -> None:
+        self._session_id = session_id
+        self._client_name = client_name
+        self._opening_number = 0
+        self._live: dict[Key, LiveBooking] = {}
+        self._selecting: dict[Key, BookingKey] = {}
+        self._first = 1
+        """Number of the oldest update that is not acknowledged."""
+        self._sent: deque[BookingUpdate] = deque()
+        """Updates that were sent and are not acknowledged."""
+        self._unsent: deque[BookingUpdate] = deque()
+        """Updates that follow those."""
+        self._asserting: dict[int, Key] = {}
+        """Re-asserts without acknowledgement, by number."""
+        self._refused: set[Key] = set()
+
+    @property
+    def live(self) -> int:
+        """Number of live bookings."""
+        return len(self._live)
+
+    @property
+    def asserting(self) -> int:
+        """Number of re-asserts that the current Scheduler has not acknowledged."""
+        return len(self._asserting)
+
+    @property
+    def refused(self) -> int:
+        """Number of bookings that the current Scheduler refused, to be re-asserted."""
+        return len(self._refused)
+
+    @property
+    def waiting(self) -> int:
+        """Number of updates that are not acknowledged."""
+        return len(self._sent) + len(self._unsent)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether too many updates wait for their acknowledgement. The next opening drops those that it replaces."""
+        return self.waiting > MAX_UPDATES
+
+    @property
+    def opening_number(self) -> int:
+        """Number of the last opening."""
+        return self._opening_number
+
+    def opening(self) -> OpenSessionRequest:
+        """Returns the call that opens the session again. Earlier calls will not be answered any more."""
+        self._opening_number += 1
+        self._asserting.clear()
+        self._refused.clear()
+        self._send_again()
+        if self.overflowed:
+            # The opening and the re-asserts say everything else.
+            self._first += len(self._unsent)
+            self._unsent = deque(update for update in self._unsent if update.HasField("free"))
+        keys = [booking.key for booking in self._live.values()]
+        # A Scheduler may have booked these already. If it freed them now, it would refuse the repeated selection.
+        keys += (key for name, key in self._selecting.items() if name not in self._live)
+        return OpenSessionRequest(
+            session_id=self._session_id,
+            client_name=self._client_name,
+            opening_number=self._opening_number,
+            live=LiveBookings(bookings=keys),
+            first_update=self._first,
+        )
+
+    def opened(self, response: OpenSessionResponse) -> None:
+        """Starts an opening: what the Scheduler lacks is sent again, and then each live booking is re-asserted."""
+        while self._unsent and self._first <= response.acknowledged:
+            self._unsent.popleft()
+            self._first += 1
+        for key in self._live:
+            self._reassert(key)
+
+    def closing(self) -> CloseSessionRequest:
+        """Returns the call that closes the last opening."""
+        return CloseSessionRequest(session_id=self._session_id, opening_number=self._opening_number)
+
+    def heartbeat(self) -> UpdateBookingsRequest:
+        """Returns a call without updates."""
+        return UpdateBookingsRequest(session_id=self._session_id, opening_number=self._opening_number)
+
+    def assert_refused(self) -> int:
+        """Adds re-asserts of the bookings that the Scheduler refused before. Returns how many."""
+        refused, self._refused = self._refused & self._live.keys(), set()
+        for key in refused:
+            self._reassert(key)
+        return len(refused)
+
+    def select(self, key: BookingKey) -> None:
+        """Records a selection that may book this key from now on."""
+        self._selecting[key_of(key)] = key
+
+    def selected(self, key: BookingKey) -> None:
+        """Records the end of a selection. The caller keeps or frees its booking in the same step."""
+        self._selecting.pop(key_of(key), None)
+
+    def keep(self, booking: LiveBooking) -> None:
+        """Stores a booking until it is freed."""
+        self._live[key_of(booking.key)] = booking
+
+    def prefill_complete(self, booking: LiveBooking, handover_us: int = 0) -> BookingUpdate:
+        """Marks the prompt as computed and returns the update that reports it. ``handover_us`` as in the contract."""
+        booking.prefill_complete = True
+        marking = MarkPrefillCompleteRequest(booking=booking.key)
+        if handover_us:
+            marking.handover_us = handover_us
+        return BookingUpdate(prefill_complete=marking)
+
+    def report_output(self, booking: LiveBooking, output_tokens: int) -> BookingUpdate | None:
+        """Sets the number of output tokens. Returns an update only if the request needs a further block."""
+        fills = booking.fills_block(output_tokens)
+        booking.output_tokens = output_tokens
+        if not fills:
+            return None
+        return BookingUpdate(output=ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
+
+    def free(self, key: BookingKey, cached_tokens: int | None = None, *, prefill_complete: bool = False) -> None:
+        """Ends a booking, and adds the update that frees it. ``prefill_complete`` as in the contract."""
+        self._live.pop(key_of(key), None)
+        freeing = FreeRequest(booking=key, cached_tokens=cached_tokens, prefill_complete=prefill_complete)
+        self.add(BookingUpdate(free=freeing))
+
+    def add(self, update: BookingUpdate) -> None:
+        """Adds an update to those to be sent."""
+        self._unsent.append(update)
+
+    def next_call(self) -> UpdateBookingsRequest | None:
+        """Returns the next call with updates to send, as many as fit; None if there are none."""
+        unsent, sent = self._unsent, self._sent
+        if not unsent:
+            return None
+        request = self.heartbeat()
+        request.first_number = self._first + len(sent)
+        updates, size = request.updates, 0
+        while unsent and size < BATCH_BYTES:
+            update = unsent.popleft()
+            sent.append(update)
+            updates.append(update)
+            size += update.ByteSize()
+        return request
+
+    def answered(self, response: UpdateBookingsResponse, *, is_last: bool) -> None:
+        """Processes the response to a call of the current opening.
+
+        Args:
+            response: The response.
+            is_last: Whether no other call is unanswered. Updates that were sent then and are not acknowledged were
+                overtaken by later ones, and are sent again.
+        """
+        for refused in response.refused:
+            key = self._asserting.get(refused.number)
+            if key is not None:
+                self._note_refusal(key, refused)
+        sent = self._sent
+        while sent and self._first <= response.acknowledged:
+            sent.popleft()
+            self._asserting.pop(self._first, None)
+            self._first += 1
+        if is_last and sent:
+            self._send_again()
+
+    def _send_again(self) -> None:
+        self._sent.extend(self._unsent)
+        self._sent, self._unsent = deque(), self._sent
+
+    def _reassert(self, key: Key) -> None:
+        self._asserting[self._first + len(self._sent) + len(self._unsent)] = key
+        self.add(BookingUpdate(reassert=self._live[key].to_reassert()))
+
+    def _note_refusal(self, key: Key, refused: RefusedUpdate) -> None:
+        if refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
+            # A repetition would be refused as well. The Scheduler does not account for this load until it ends.
+            log.error("booking.refused", request_id=key[0], cause=refused.message)
+            return
+        self._refused.add(key)

@@ -1,0 +1,177 @@
+"""The links to the Schedulers of all components: one per component, or one per shard if the component is sharded."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+from kvrouter.core import sequence_hashes
+from kvrouter.frontend.schedulers.connections import SchedulerConnection
+from kvrouter.frontend.schedulers.prefix_shards import PrefixSplit
+from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
+from kvrouter.frontend.schedulers.sharding import Sharding
+from kvrouter.frontend.schedulers.source import SchedulerSource
+from kvrouter.net import trace_context
+from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.errors import DependencyAway
+from kvrouter.v1.names import ComponentName
+
+_WHOLE = 0
+"""Shard number of a component that is not sharded."""
+
+
+class _Component:
+    def __init__(self, sharding: bool | None) -> None:
+        self.sharding = Sharding(sharding)
+        self.split = PrefixSplit()
+        self.links: dict[int, SchedulerLink] = {}
+
+
+class SchedulerLinks:
+    """Opens links when they are first needed and keeps them. ``run`` must be running."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        source: SchedulerSource,
+        *,
+        instance_id: str,
+        sharding: bool | None = None,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+        tenant: Callable[[], tuple[str, float]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens no link yet.
+
+        Args:
+            directory: Discovered components.
+            source: Finds the Schedulers of a component.
+            instance_id: Id of this Frontend.
+            sharding: Whether to shard requests: True, False, or None to follow the Scheduler's advice.
+            heartbeat_timeout_seconds: Silence after which a Scheduler is replaced by another, in seconds.
+            tenant: Returns tenant and weight of the caller of the running call; None without authentication.
+            clock: Returns the time in seconds.
+        """
+        self._directory = directory
+        self._tenant = tenant
+        self._source = source
+        self._instance_id = instance_id
+        # A restarted Frontend with the same id does not own its former bookings, so its sessions need other ids.
+        self._session_prefix = f"{instance_id}.{secrets.token_hex(4)}"
+        self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._sharded = sharding
+        self._clock = clock
+        self._components: dict[ComponentName, _Component] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    @property
+    def live_bookings(self) -> int:
+        """Number of bookings not yet freed, over all components."""
+        return sum(link.live_bookings for component in self._components.values() for link in component.links.values())
+
+    @property
+    def most_waiting_updates(self) -> int:
+        """Largest number of booking updates that one Scheduler has not acknowledged."""
+        links = (link for component in self._components.values() for link in component.links.values())
+        return max((link.waiting_updates for link in links), default=0)
+
+    @property
+    def sharded_components(self) -> int:
+        """Number of components whose requests are sharded."""
+        return sum(self._is_sharded(component) for component in self._components.values())
+
+    def ready(self) -> bool:
+        """Returns whether every component with workers has an open session."""
+        components = self._directory.components.items()
+        return all(self._has_session(name) for name, view in components if view.workers)
+
+    def link(self, name: ComponentName, local_hashes: bytes, conversation_id: str = "") -> SchedulerLink:
+        """Returns the link for a request.
+
+        Args:
+            name: The component.
+            local_hashes: Packed u64, one for each full block of the prompt.
+            conversation_id: Conversation of the request; empty for none.
+
+        Raises:
+            DependencyAway: ``run`` is not running, because the gateway is starting or stopping.
+        """
+        component = self._component(name)
+        shard = _WHOLE
+        if self._is_sharded(component):
+            shard = component.split.shard(sequence_hashes(local_hashes), conversation_id)
+        return self._link(name, shard)
+
+    def schedulers(self) -> list[Scheduler]:
+        """Returns every live Scheduler."""
+        return self._source.everyone()
+
+    def deciding_schedulers(self) -> list[Scheduler]:
+        """Returns the deciding Scheduler of each component, without duplicates."""
+        picks = [self._pick(component) for component in self._directory.components]
+        return [picked.scheduler for picked in dict(pick for pick in picks if pick is not None).values()]
+
+    def scheduler(self, component: ComponentName) -> Scheduler:
+        """Returns the deciding Scheduler of a component; one that does not answer only if there is no other.
+
+        Raises:
+            DependencyAway: no Scheduler is live.
+        """
+        pick = self._pick(component)
+        if pick is None:
+            raise DependencyAway(f"no Scheduler of {component} is registered and ready")
+        return pick[1].scheduler
+
+    async def run(self) -> None:
+        """Keeps open links running, and opens one for each discovered component, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            try:
+                while True:
+                    for name in self._directory.components:
+                        self._link(name, _WHOLE)
+                    await self._directory.changed()
+            finally:
+                self._group = None
+
+    def _pick(self, name: ComponentName) -> tuple[str, SchedulerConnection] | None:
+        known = self._components.get(name)
+        link = None if known is None else known.links.get(_WHOLE)
+        return self._source.pick(name, () if link is None else link.avoided)
+
+    def _component(self, name: ComponentName) -> _Component:
+        component = self._components.get(name)
+        if component is None:
+            component = self._components[name] = _Component(self._sharded)
+        return component
+
+    def _has_session(self, name: ComponentName) -> bool:
+        link = self._component(name).links.get(_WHOLE)
+        return link is not None and link.ready
+
+    def _is_sharded(self, component: _Component) -> bool:
+        return component.sharding.active(self._clock()) and self._source.count() > 1
+
+    def _link(self, name: ComponentName, shard: int) -> SchedulerLink:
+        component = self._component(name)
+        link = component.links.get(shard)
+        if link is None:
+            if self._group is None:
+                raise DependencyAway(f"the gateway has no link to a Scheduler of {name}: it is starting or stopping")
+            link = component.links[shard] = SchedulerLink(
+                name,
+                self._source,
+                session_id=f"{self._session_prefix}.{name.name}" + (f".{shard}" if shard else ""),
+                client_name=self._instance_id,
+                shard=shard,
+                heartbeat_timeout_seconds=self._heartbeat_timeout,
+                tenant=self._tenant,
+                on_sharding_advised=lambda: component.sharding.advise(self._clock()),
+            )
+            self._group.create_task(
+                link.run(), name=f"scheduler-link {name} {shard}", context=trace_context.background()
+            )
+        return link

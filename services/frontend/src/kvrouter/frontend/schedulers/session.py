@@ -1,0 +1,78 @@
+"""One opening of a link's session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from kvrouter.frontend.schedulers.connections import SchedulerConnection
+from kvrouter.frontend.schedulers.first_step import FirstStep
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+
+
+class SelectionUnanswered(Exception):
+    """The session has ended, or the deadline of a selection has passed."""
+
+
+class Session:
+    """An opening of the session at one Scheduler, from the attempt to its end."""
+
+    def __init__(self, connection: SchedulerConnection) -> None:
+        """``connection`` is that to the Scheduler."""
+        self.connection = connection
+        self.unanswered = 0
+        """Number of calls with updates that are not answered."""
+        self._waiting: set[asyncio.Timeout] = set()
+        """The time limits of the selections that wait for the Scheduler."""
+        self._ended = asyncio.Event()
+        self._cause = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the session has ended."""
+        return self._ended.is_set()
+
+    async def answer(
+        self, selection: Coroutine[Any, Any, SelectWorkerResponse], deadline: Deadline
+    ) -> SelectWorkerResponse:
+        """Runs a selection while the session lasts. A Scheduler in this process mostly answers without waiting.
+
+        Raises:
+            SelectionUnanswered: the session or the time ended first.
+            KvRouterError: raised by the selection.
+        """
+        first = FirstStep(selection)
+        if not first.waits:
+            return first.result
+        limit = asyncio.timeout(0 if self.has_ended else deadline.remaining())
+        try:
+            async with limit:
+                self._waiting.add(limit)
+                try:
+                    return await first.rest()
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise SelectionUnanswered from None
+        finally:
+            del limit  # It refers to the task, whose exception's traceback refers to this frame.
+
+    async def ended(self) -> str:
+        """Returns when the session has ended, with the cause."""
+        await self._ended.wait()
+        return self._cause
+
+    def end(self, cause: str) -> None:
+        """Ends the session and the selections under way, which are repeated in the next session."""
+        if self._ended.is_set():
+            return
+        self._cause = cause
+        self._ended.set()
+        now = asyncio.get_running_loop().time()
+        for limit in self._waiting:
+            if not limit.expired():
+                limit.reschedule(now)

@@ -1,0 +1,416 @@
+"""The Frontend's connection to the Scheduler of one component.
+
+A link keeps one session open. Selections are calls that name it; the progress of bookings travels in numbered updates
+(``kvrouter.frontend.schedulers.booking_updates``), which wait for nothing: those of one step of the event loop
+are sent together at its end, further ones together when these are acknowledged, or ahead of the next selection, so that
+a selection never overtakes an earlier free. When the Scheduler goes away or stops answering heartbeats, or when another
+one becomes the component's, the link opens the session at another Scheduler. Selections wait for that up to their
+deadline and keep their arrival time. A call to a Scheduler that has not discovered the workers yet is repeated until it
+has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+
+import structlog
+from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates
+from kvrouter.frontend.schedulers.connections import SchedulerConnection
+from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice
+from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
+from kvrouter.frontend.schedulers.source import SchedulerSource
+from kvrouter.net import trace_context
+from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
+from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import (
+    DeadlineExceeded,
+    DependencyAway,
+    Draining,
+    KvRouterError,
+    NotFound,
+    NoWorkers,
+    SessionLost,
+    UnknownModel,
+)
+from kvrouter.runtime.tracing import Kind, span
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import (
+    SelectWorkerRequest,
+    SelectWorkerResponse,
+    UpdateBookingsRequest,
+    UpdateBookingsResponse,
+)
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+log = structlog.get_logger(component="frontend")
+
+HEARTBEAT_TIMEOUT_SECONDS = 2.0
+"""Silence after which a Scheduler is replaced by another: far above a round trip, far below a lease."""
+_REASSERT_SECONDS = 0.1
+"""Pause before a refused call is repeated: about as long as a Scheduler takes to discover a component."""
+_LONGEST_REASSERT_SECONDS = 5.0
+_REFUSALS_LOGGED = 5
+"""Consecutive refusals before they are logged, since a Scheduler that has just started may lack some workers."""
+_YOUNG_SECONDS = 2.0
+"""Age of a link up to which its Scheduler may not have discovered the component: many times what discovery takes."""
+_LONGEST_SELECTION_SECONDS = 86_400.0
+"""Time limit of the call of a selection. Its deadline is shorter, and is kept here and in the Scheduler's queue."""
+
+
+class _SessionEnded(Exception):
+    """The session has ended; the link opens another."""
+
+
+class _NotOpened(Exception):
+    """No session could be opened; the link tries again after a pause."""
+
+
+class SchedulerLink:
+    """Books load at the Scheduler of one component. ``run`` must be running."""
+
+    def __init__(
+        self,
+        component: ComponentName,
+        source: SchedulerSource,
+        *,
+        session_id: str,
+        client_name: str,
+        shard: int = 0,
+        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
+        tenant: Callable[[], tuple[str, float]] | None = None,
+        on_sharding_advised: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connects nothing yet.
+
+        Args:
+            component: The component.
+            source: Finds the component's Schedulers.
+            session_id: Id of the session, unique to this link over all restarts of its process.
+            client_name: Name of the Frontend, for logs.
+            shard: Shard of the component; 0 if it is not sharded.
+            heartbeat_timeout_seconds: Silence after which a Scheduler is replaced by another, in seconds.
+            tenant: Returns tenant and weight of the caller of the running call; None without authentication.
+            on_sharding_advised: Called when a Scheduler reports overload.
+        """
+        self._tenant = tenant
+        self._component = component
+        self._on_sharding_advised = on_sharding_advised
+        self._young_until = time.monotonic() + _YOUNG_SECONDS
+        self._choice = SchedulerChoice(component, source, shard)
+        self._session_id = session_id
+        self._heartbeat_timeout = heartbeat_timeout_seconds
+        self._updates = BookingUpdates(session_id, client_name)
+        self._monitor = HeartbeatMonitor()
+        self._session: Session | None = None
+        """The session, while it is open."""
+        self._sending: asyncio.Handle | None = None
+        """Sends the updates of this step of the event loop."""
+        self._open = asyncio.Event()
+        self._refusal = asyncio.Event()
+        """Set when the Scheduler has refused a re-assert."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a session is open."""
+        return self._open.is_set()
+
+    @property
+    def live_bookings(self) -> int:
+        """Number of bookings not yet freed."""
+        return self._updates.live
+
+    @property
+    def waiting_updates(self) -> int:
+        """Number of booking updates that are not acknowledged."""
+        return self._updates.waiting
+
+    @property
+    def avoided(self) -> Collection[str]:
+        """Ids of the Schedulers that recently did not answer."""
+        return self._choice.avoided
+
+    async def wait_ready(self) -> None:
+        """Returns when a session is open."""
+        await self._open.wait()
+
+    async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+        """Chooses a rank. If the session ends meanwhile, the call is repeated in the next session.
+
+        Args:
+            request: The request; session and time left are filled in here.
+            deadline: Time by which a rank must be chosen.
+
+        Raises:
+            KvRouterError: the error that the Scheduler returned.
+            DependencyAway: no Scheduler was available before the deadline, or the only one answers no heartbeat.
+            DeadlineExceeded: the Scheduler answers heartbeats, but did not decide before the deadline.
+        """
+        sent = False
+        if self._tenant is not None:
+            request.tenant, request.tenant_weight = self._tenant()
+        self._updates.select(request.booking)
+        try:
+            while True:
+                session = self._session or await self._opened(deadline)
+                if session is None:
+                    if sent:
+                        self._release(request.booking)
+                    raise self._unanswered()
+                sent = True
+                try:
+                    selected = await session.answer(self._select_in(session, request, deadline), deadline)
+                except SelectionUnanswered:
+                    if session.has_ended:
+                        continue
+                    self._release(request.booking)
+                    raise self._unanswered() from None
+                except (NotFound, UnknownModel, NoWorkers):
+                    if time.monotonic() >= self._young_until:
+                        raise
+                    await asyncio.sleep(_REASSERT_SECONDS)
+                    continue
+                except (SessionLost, DependencyAway, Draining) as error:
+                    self._end(session, str(error))
+                    continue
+                if selected.sharding_advised:
+                    self._on_sharding_advised()
+                return selected
+        except asyncio.CancelledError:
+            if sent:
+                self._release(request.booking)
+            raise
+        finally:
+            self._updates.selected(request.booking)
+
+    async def _opened(self, deadline: Deadline) -> Session | None:
+        """Returns the session when it is open; None if it is not before the deadline."""
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                while self._session is None:
+                    await self._open.wait()
+        except TimeoutError:
+            return None
+        return self._session
+
+    async def _select_in(
+        self, session: Session, request: SelectWorkerRequest, deadline: Deadline
+    ) -> SelectWorkerResponse:
+        self._send_updates(session)
+        remaining = deadline.remaining()
+        request.session_id, request.opening_number = self._session_id, self._updates.opening_number
+        request.time_left_ms = 0 if remaining is None else max(1, int(remaining * 1e3))
+        limit = Deadline.after(_LONGEST_SELECTION_SECONDS)
+        with span("kvrouter.v1.SchedulerService/SelectWorker", Kind.CLIENT):
+            return await session.connection.scheduler.select_worker(request, deadline=limit)
+
+    def _unanswered(self) -> KvRouterError:
+        if self._monitor.silent:
+            return DependencyAway(
+                f"the only Scheduler of {self._component} has answered nothing for {self._heartbeat_timeout:g} s"
+            )
+        if not self.ready:
+            return DependencyAway(f"no session with a Scheduler of {self._component} is open: check that one is ready")
+        return DeadlineExceeded("the Scheduler chose no worker before the deadline")
+
+    def keep(self, booking: LiveBooking) -> None:
+        """Stores a booking until it is freed, to re-assert it at another Scheduler."""
+        self._updates.keep(booking)
+
+    def prefill_complete(self, booking: LiveBooking, *, handover_us: int = 0) -> None:
+        """Reports that the prompt is computed. Does not wait.
+
+        Args:
+            booking: The booking.
+            handover_us: Time from the end of a prefill elsewhere to the first token, microseconds; 0 if unknown.
+        """
+        update = self._updates.prefill_complete(booking, handover_us)
+        # Without a session nothing is to be sent: the next opening re-asserts the booking as it is by then.
+        if self._session is not None:
+            self._updates.add(update)
+            self._send()
+
+    def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
+        """Reports the number of output tokens if the request needs a further block. Does not wait."""
+        update = self._updates.report_output(booking, output_tokens)
+        if update is not None and self._session is not None:
+            self._updates.add(update)
+            self._send()
+
+    def free(self, booking: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool = False) -> None:
+        """Frees a booking. Does not wait, so that a handler that is being cancelled can call it.
+
+        Args:
+            booking: The booking.
+            cached_tokens: Prompt tokens that the worker found in its cache; None if it did not say so.
+            prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
+        """
+        self._updates.free(booking.key, cached_tokens, prefill_complete=prefill_complete)
+        self._send()
+
+    def _release(self, key: BookingKey) -> None:
+        self._updates.free(key)
+        self._send()
+
+    def _send(self) -> None:
+        """Sends updates unless some are under way: then they go together when those are acknowledged.
+
+        They are sent when the current message from a worker is processed, since it may cause updates of many requests.
+        """
+        session = self._session
+        if session is None:
+            return
+        if not session.unanswered:
+            if self._sending is None:
+                self._sending = asyncio.get_running_loop().call_soon(self._send_now, context=trace_context.background())
+        else:
+            self._end_if_overflowed(session)
+
+    def _send_now(self) -> None:
+        if self._sending is None:
+            return
+        self._sending.cancel()
+        self._sending = None
+        session = self._session
+        if session is not None:
+            if not session.unanswered:
+                self._send_updates(session)
+            self._end_if_overflowed(session)
+
+    def _end_if_overflowed(self, session: Session) -> None:
+        if self._updates.overflowed:
+            # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
+            self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
+
+    def _send_updates(self, session: Session) -> None:
+        # A Scheduler in this process answers before the next call is made.
+        session.unanswered += 1
+        while session is self._session and (request := self._updates.next_call()) is not None:
+            self._send_call(session, request)
+        session.unanswered -= 1
+
+    def _send_call(self, session: Session, request: UpdateBookingsRequest) -> None:
+        session.unanswered += 1
+        session.connection.update_bookings(request, lambda answer: self._answered(session, answer))
+
+    def _answered(self, session: Session, answer: UpdateBookingsResponse | KvRouterError) -> None:
+        session.unanswered -= 1
+        if session is not self._session:
+            return
+        if isinstance(answer, KvRouterError):
+            self._end(session, str(answer))
+            return
+        self._monitor.heard()
+        self._updates.answered(answer, is_last=not session.unanswered)
+        if self._updates.refused:
+            self._refusal.set()
+        self._send()
+
+    def _end(self, session: Session, cause: str) -> None:
+        """Ends a session in this step: nothing more is sent in it."""
+        if session is self._session:
+            self._session = None
+            self._open.clear()
+        session.end(cause)
+
+    async def run(self) -> None:
+        """Keeps a session open until cancelled."""
+        while True:
+            async for attempt in AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(_NotOpened)
+            ):
+                with attempt:
+                    await self._next_session()
+
+    async def _next_session(self) -> None:
+        while (picked := self._choice.pick()) is None:
+            await self._choice.changed()
+        if not await self._keep_session(*picked):
+            # A dead Scheduler stays registered until its lease expires; requests must not wait for that.
+            self._choice.avoid(picked[0])
+            raise _NotOpened
+
+    async def _keep_session(self, scheduler_id: str, connection: SchedulerConnection) -> bool:
+        """Opens a session and keeps it until it ends or another Scheduler becomes the component's.
+
+        Returns whether it was opened.
+        """
+        opened = False
+        session = Session(connection)
+        opening = self._updates.opening()
+        self._monitor = HeartbeatMonitor()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._end_when_moved(scheduler_id))
+                group.create_task(self._end_when_silent(scheduler_id, session))
+                response = await connection.open_session(opening)
+                opened = True
+                # Without an await: earlier changes are in these updates, later ones are sent as they come.
+                self._updates.opened(response)
+                self._session = session
+                self._open.set()
+                self._monitor.heard()
+                self._send_updates(session)
+                log.info("session.opened", scheduler=scheduler_id, component_name=str(self._component))
+                group.create_task(self._assert_refused())
+                group.create_task(self._end_when_lost(session))
+                raise _SessionEnded(await session.ended())
+        except* (_SessionEnded, KvRouterError) as group_error:
+            causes = "; ".join(str(error) for error in group_error.exceptions if str(error))
+            log.warning("session.ended", scheduler=scheduler_id, component_name=str(self._component), cause=causes)
+        finally:
+            self._send_now()
+            self._end(session, "")
+            connection.close_session(self._updates.closing())
+            self._monitor = HeartbeatMonitor()
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # A cancellation that arrives while the group ends by its own error is lost in the group.
+            raise asyncio.CancelledError
+        return opened
+
+    async def _assert_refused(self) -> None:
+        backoff = Backoff(_REASSERT_SECONDS, _LONGEST_REASSERT_SECONDS)
+        pause = _REASSERT_SECONDS
+        while True:
+            if not backoff.failures:
+                await self._refusal.wait()
+            self._refusal.clear()
+            await asyncio.sleep(pause)
+            refused = self._updates.assert_refused()
+            pause = _REASSERT_SECONDS
+            if refused:
+                pause = backoff.failed()
+                if backoff.failures == _REFUSALS_LOGGED:
+                    log.warning("bookings.refused", component_name=str(self._component), bookings=refused)
+            elif not self._updates.asserting and (failures := backoff.succeeded()) >= _REFUSALS_LOGGED:
+                log.info("bookings.accepted", component_name=str(self._component), refusals=failures)
+            self._send()
+
+    async def _end_when_silent(self, scheduler_id: str, session: Session) -> None:
+        """Sends heartbeats. Leaves a Scheduler that answers nothing, not even the opening, if there is another."""
+        while True:
+            await asyncio.sleep(self._heartbeat_timeout / MISSES)
+            self._monitor.tick()
+            if self._monitor.silent and self._choice.instead_of(scheduler_id) is not None:
+                self._choice.avoid(scheduler_id)
+                raise _SessionEnded(f"no answer for {self._heartbeat_timeout:g} s")
+            if session is self._session and not session.unanswered:
+                self._send_call(session, self._updates.heartbeat())
+
+    async def _end_when_lost(self, session: Session) -> None:
+        await session.connection.lost()
+        self._end(session, "the connection was lost")
+
+    async def _end_when_moved(self, scheduler_id: str) -> None:
+        """Ends the session when another Scheduler becomes the component's and answers."""
+        while True:
+            better = self._choice.better_than(scheduler_id)
+            if better is None:
+                await self._choice.changed()
+            elif await self._choice.answers(*better, self._heartbeat_timeout):
+                raise _SessionEnded(f"{better[0]} is now the component's Scheduler")

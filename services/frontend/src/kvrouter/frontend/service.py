@@ -1,0 +1,417 @@
+"""Implements the Frontend's contract with sessions at Schedulers and channels to workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from kvrouter.frontend.access import rules
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.caller import current_grant
+from kvrouter.frontend.access.client_bookings import ClientBookings
+from kvrouter.frontend.access.rules import own_booking, owned_id, visible
+from kvrouter.frontend.edge.output_buffer import OutputBuffer
+from kvrouter.frontend.edge.text_prompt import with_text
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.packed_prompt import take_prompt
+from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
+from kvrouter.frontend.request.output_receiver import OutputReceiver
+from kvrouter.frontend.request.request_runner import RequestRunner
+from kvrouter.frontend.request.served_models import ServedModels
+from kvrouter.frontend.request.validation import (
+    check_routing,
+    describe_models,
+    pools_of_model,
+    requested_tokens,
+)
+from kvrouter.frontend.schedulers.client_sessions import kept_session, open_session, scheduler_session_id
+from kvrouter.frontend.schedulers.indexer_client import IndexerClient
+from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
+from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.runtime.component_field import component_name
+from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.errors import (
+    DeadlineExceeded,
+    DependencyAway,
+    KvRouterError,
+    SessionLost,
+)
+from kvrouter.runtime.rpc import not_awaited_by_drain
+from kvrouter.v1.common_pb2 import Component, Stage
+from kvrouter.v1.frontend_pb2 import (
+    BestWorkerRequest,
+    BestWorkerResponse,
+    DumpIndexRequest,
+    DumpIndexResponse,
+    FindOverlapsRequest,
+    FindOverlapsResponse,
+    FrontendServiceGenerateRequest,
+    FrontendServiceGenerateResponse,
+    GetWorkerHealthRequest,
+    GetWorkerHealthResponse,
+    KeepSessionRequest,
+    KeepSessionResponse,
+    ListModelsRequest,
+    ListModelsResponse,
+    PotentialLoadsRequest,
+    PotentialLoadsResponse,
+    PrefillCompleteRequest,
+    PrefillCompleteResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+)
+from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import (
+    BusyThresholds,
+    FreeRequest,
+    FreeResponse,
+    GetPotentialLoadsRequest,
+    ListBusyThresholdsRequest,
+    MarkPrefillCompleteRequest,
+    MarkPrefillCompleteResponse,
+    RoutingRequest,
+    SelectWorkerRequest,
+    SetBusyThresholdRequest,
+)
+
+_Answer = TypeVar("_Answer", FreeResponse, MarkPrefillCompleteResponse)
+
+
+class FrontendService:
+    """The service behind the Frontend's gRPC and HTTP APIs."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        links: SchedulerLinks,
+        models: ServedModels,
+        runner: RequestRunner,
+        metrics: FrontendMetrics,
+        indexers: IndexerClient,
+        bookings: ClientBookings,
+        prompts: PromptComparison,
+        access: Access | None = None,
+    ) -> None:
+        self.models = models
+        """The models that are served."""
+        self.runner = runner
+        """Runs requests."""
+        self.indexers = indexers
+        """The Indexers, for questions about the index."""
+        self.access = access
+        """Authentication; None if everybody may do everything."""
+        self._bookings = bookings
+        self._prompts = prompts
+        self._directory = directory
+        self._links = links
+        self._pool_choice = runner.pool_choice
+        metrics.live_bookings.set_function(lambda: links.live_bookings)
+        metrics.sharded_components.set_function(lambda: links.sharded_components)
+
+    def ready(self) -> bool:
+        """Returns whether requests can be routed."""
+        return self._directory.is_synced and self._links.ready()
+
+    @property
+    def registrations_age_seconds(self) -> float | None:
+        """Seconds since etcd last confirmed the registrations; None without etcd."""
+        return self._directory.age_seconds
+
+    async def generate(
+        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[FrontendServiceGenerateResponse, None]:
+        """Routes a request, runs it, and yields its output piece by piece.
+
+        Raises:
+            BadRequest, PromptTooLong, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers, NotReady, AllBusy,
+            WorkerLost, PoisonPrompt, OutOfRange, TooLarge, Overloaded, DeadlineExceeded, DependencyAway.
+        """
+        async with aclosing(self.generate_encoded(request, deadline=deadline)) as responses:
+            async for encoded in responses:
+                yield FrontendServiceGenerateResponse.FromString(encoded)
+
+    async def generate_encoded(
+        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[bytes, None]:
+        """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
+        buffer = OutputBuffer()
+        prompt = take_prompt(request)
+        receiver: OutputReceiver = buffer
+        if request.prompt_text or request.return_text:
+            limits = self.runner.options.limits
+            prompt, receiver = await with_text(self.models, limits, request, prompt, buffer)
+        running = asyncio.create_task(self.runner.run(request, prompt, receiver, deadline=deadline))
+        running.add_done_callback(lambda _: buffer.end())
+        try:
+            while responses := await buffer.take():
+                for response in responses:
+                    yield response
+            await running
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            del running  # Its exception's traceback refers to this frame.
+
+    async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
+        """Returns the rank that a request would go to. A named booking is made, in the session or under a lease.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
+            AllBusy, RequestIdReused, TooLarge, DeadlineExceeded, DependencyAway.
+        """
+        booking = request.booking if request.HasField("booking") else None
+        select = SelectWorkerRequest(request=request.request, booking=booking, restores=request.restores)
+        if request.session_id:
+            select.session_id = scheduler_session_id(self._own_session(request.session_id))
+        component = await self._resolve_pool(select.request, request.booking.stage, deadline)
+        avoided = self.runner.workers.health.why_avoided(component)
+        constraints = select.request.constraints
+        constraints.avoided_worker_ids[:] = [*avoided, *constraints.avoided_worker_ids]
+        constraints.avoided_reasons[:] = avoided.values()
+        scheduler = self._links.scheduler(component)
+        if booking is None:
+            return await self._select(scheduler, select, request.session_id, deadline)
+        if self.access is not None:
+            own_booking(self.access.caller(), select.booking)
+        select.lease_ms = self._bookings.lease_ms(request.lease_ms)
+        tokens, output_tokens = requested_tokens(select.request), select.request.max_output_tokens
+        session_id = self._own_session(request.session_id)
+        with self._bookings.booking(select.booking, session_id, select.lease_ms, tokens, output_tokens):
+            return await self._select(scheduler, select, request.session_id, deadline)
+
+    async def _select(
+        self, scheduler: Scheduler, select: SelectWorkerRequest, session_id: str, deadline: Deadline
+    ) -> BestWorkerResponse:
+        try:
+            return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
+        except SessionLost:
+            # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
+            await open_session(scheduler, self._own_session(session_id))
+            selection = await scheduler.select_worker(select, deadline=deadline)
+            return BestWorkerResponse(selection=selection, session_opened=True)
+
+    async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
+        """Returns the load that each rank would have with a request.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker,
+            DeadlineExceeded, DependencyAway.
+        """
+        asked = GetPotentialLoadsRequest(request=request.request)
+        scheduler = self._links.scheduler(self._resolve(asked.request, Stage.STAGE_WHOLE))
+        answer = await scheduler.get_potential_loads(asked, deadline=deadline)
+        return PotentialLoadsResponse(loads=answer.loads)
+
+    async def prefill_complete(self, request: PrefillCompleteRequest, *, deadline: Deadline) -> PrefillCompleteResponse:
+        """Marks the prompt of a booking made by ``best_worker`` as computed.
+
+        Raises:
+            BadRequest, DeadlineExceeded, DependencyAway.
+        """
+        marking = MarkPrefillCompleteRequest(booking=request.booking)
+        if self.access is not None:
+            own_booking(self.access.caller(), marking.booking)
+        answers = await self._ask_all(
+            lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
+        )
+        self._bookings.renew(marking.booking)
+        return PrefillCompleteResponse(known=any(answer.known for answer in answers))
+
+    async def release(self, request: ReleaseRequest, *, deadline: Deadline) -> ReleaseResponse:
+        """Ends a booking made by ``best_worker``.
+
+        Raises:
+            BadRequest, DeadlineExceeded, DependencyAway.
+        """
+        freeing = FreeRequest(booking=request.booking)
+        if self.access is not None:
+            own_booking(self.access.caller(), freeing.booking)
+        answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
+        self._bookings.release(freeing.booking)
+        return ReleaseResponse(known=any(answer.known for answer in answers))
+
+    async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
+        """Returns the models that are served."""
+        models = describe_models(self._directory.components)
+        return ListModelsResponse(models=models if self.access is None else visible(self.access.caller(), models))
+
+    async def get_worker_health(
+        self,
+        request: GetWorkerHealthRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - answered from memory
+    ) -> GetWorkerHealthResponse:
+        """Returns the health of each worker, as this Frontend sees it.
+
+        Raises:
+            BadRequest.
+        """
+        component = component_name(request.component) if request.HasField("component") else None
+        workers = self.runner.workers.health.status(component, self._prompts.difference)
+        return GetWorkerHealthResponse(workers=workers)
+
+    @not_awaited_by_drain
+    async def keep_session(
+        self,
+        request: KeepSessionRequest,
+        *,
+        deadline: Deadline,  # noqa: ARG002 - it lasts as long as the call
+    ) -> AsyncGenerator[KeepSessionResponse, None]:
+        """Keeps a client's session open until the call ends. Yields one response, when it is open.
+
+        Raises:
+            BadRequest, DependencyAway.
+        """
+        if (grant := current_grant()) is not None:
+            grant.end()  # It counts as a call, and then as a session.
+        session_id = self._own_session(request.session_id)
+        owned = KeepSessionRequest(session_id=session_id, client_name=request.client_name)
+        with self._bookings.session(session_id) as kept:
+            async with aclosing(kept_session(owned, self._links.schedulers)) as opened:
+                async for response in opened:
+                    kept.grace_seconds = response.grace_ms / 1000
+                    yield KeepSessionResponse(grace_ms=response.grace_ms)
+
+    async def find_overlaps(self, request: FindOverlapsRequest, *, deadline: Deadline) -> FindOverlapsResponse:
+        """Returns the overlap of each rank with a prompt, as an Indexer reports it.
+
+        Raises:
+            BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, NotReady, DeadlineExceeded,
+            DependencyAway.
+        """
+        asked = RoutingRequest()
+        asked.CopyFrom(request.request)
+        indexer = await self.indexers.indexer(self._resolve(asked, Stage.STAGE_WHOLE))
+        query = FindMatchesRequest(
+            component=asked.component,
+            block_size=asked.block_size,
+            scope=asked.scope,
+            multimodal_hashes=asked.multimodal_hashes,
+        )
+        if asked.HasField("local_hashes"):
+            query.local_hashes.CopyFrom(asked.local_hashes)
+        else:
+            query.token_ids.CopyFrom(asked.token_ids)
+        return FindOverlapsResponse(matches=await indexer.find_matches(query, deadline=deadline))
+
+    async def dump_index(
+        self, request: DumpIndexRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[DumpIndexResponse, None]:
+        """Yields an Indexer's whole index of a component in chunks, rank by rank.
+
+        Raises:
+            BadRequest, UnknownModel, UnknownComponent, NotReady, DeadlineExceeded, DependencyAway.
+        """
+        named = request.HasField("component")
+        component = component_name(request.component) if named else self._view(request.model).name
+        indexer = await self.indexers.indexer(component)
+        dump = DumpRequest(component=Component(namespace=component.namespace, name=component.name))
+        async with aclosing(indexer.dump(dump, deadline=deadline)) as parts:
+            async for part in parts:
+                yield DumpIndexResponse(state=part.state)
+
+    async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
+        """Sets the given busy thresholds of a model. Returns those in force.
+
+        Raises:
+            KvRouterError: the model is unknown, or the thresholds cannot be stored.
+        """
+        scheduler = self._links.scheduler(self._view(request.model).name)
+        return (await scheduler.set_busy_threshold(request, deadline=deadline)).thresholds
+
+    async def busy_thresholds(self, *, deadline: Deadline) -> dict[str, BusyThresholds]:
+        """Returns the busy thresholds in force, for every model that has one.
+
+        Raises:
+            KvRouterError: a Scheduler does not answer.
+        """
+        thresholds: dict[str, BusyThresholds] = {}
+        for scheduler in self._links.deciding_schedulers():
+            answer = await scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=deadline)
+            thresholds.update(answer.thresholds)
+        return thresholds
+
+    async def _ask_all(
+        self, ask: Callable[[Scheduler, Deadline], Awaitable[_Answer]], deadline: Deadline
+    ) -> list[_Answer]:
+        """Calls every live Scheduler about a booking, since a stand-in may have made it while the usual one was away.
+
+        A Scheduler that fails or times out matters only if no other Scheduler knows the booking.
+
+        Raises:
+            DependencyAway: no Scheduler is live.
+            KvRouterError: no Scheduler knows the booking, and one that might know it failed.
+        """
+        schedulers = self._links.schedulers()
+        if not schedulers and self._directory.components:
+            raise DependencyAway("no Scheduler is registered and ready: check that one runs in this namespace")
+        limit = deadline.within(HEARTBEAT_TIMEOUT_SECONDS)
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(_settled(ask(each, limit))) for each in schedulers]
+        outcomes = [task.result() for task in asking]
+        answers = [outcome for outcome in outcomes if not isinstance(outcome, KvRouterError)]
+        for outcome in outcomes:
+            if isinstance(outcome, KvRouterError) and not any(answer.known for answer in answers):
+                if isinstance(outcome, DeadlineExceeded) and not deadline.expired:
+                    raise DependencyAway("a Scheduler that may have the booking does not answer")
+                raise outcome.untraced()
+        return answers
+
+    def _own_session(self, session_id: str) -> str:
+        """Returns the id of a client's session, which is one of its tenant."""
+        return session_id if self.access is None else owned_id(self.access.caller(), session_id)
+
+    def _check_access(self, request: RoutingRequest, model: str) -> None:
+        access = self.access
+        if access is not None:
+            isolates = access.isolates_tenants
+            access.enforce(
+                lambda caller: rules.check_routing(caller, request, model, access.salts, isolates_tenants=isolates),
+                "SchedulerCall",
+            )
+
+    def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:
+        return pools_of_model(model, self._directory.components, stage)[0]
+
+    async def _resolve_pool(self, request: RoutingRequest, stage: Stage, deadline: Deadline) -> ComponentName:
+        """Does the same as ``_resolve``, but of several components of the model takes the one where it costs least."""
+        is_named = request.HasField("component")
+        name = self._resolve(request, stage)
+        views = [] if is_named else pools_of_model(request.model, self._directory.components, stage)
+        if len(views) <= 1:
+            return name
+
+        def routing(view: ComponentView) -> RoutingRequest:
+            routed = RoutingRequest()
+            routed.CopyFrom(request)
+            routed.component.CopyFrom(view.descriptor.component)
+            return routed
+
+        view = (await self._pool_choice.cheapest_first(views, routing, deadline))[0]
+        request.component.CopyFrom(view.descriptor.component)
+        return view.name
+
+    def _resolve(self, request: RoutingRequest, stage: Stage) -> ComponentName:
+        """Checks a request, and sets its component where it names only a model. No Scheduler then looks it up again."""
+        check_routing(request, self.runner.options.limits)
+        if request.HasField("component"):
+            name = component_name(request.component)
+            view = self._directory.components.get(name)
+            self._check_access(request, "" if view is None else view.descriptor.model)
+            return name
+        self._check_access(request, request.model)
+        view = self._view(request.model, stage)
+        request.component.CopyFrom(view.descriptor.component)
+        return view.name
+
+
+async def _settled(requested: Awaitable[_Answer]) -> _Answer | KvRouterError:
+    try:
+        return await requested
+    except KvRouterError as error:
+        return error

@@ -1,0 +1,323 @@
+"""One call of a request to a worker, as a state machine that the worker's responses and its health drive.
+
+Every event is processed in one step, without a task: a response goes from the connection's reader to the client's
+buffer in one call. The attempt ends exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from kvrouter.core import read_tokens
+from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.workers.failures import Fault, WorkerFailure, fault_of
+from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputLimit
+from kvrouter.frontend.workers.worker_call import WorkerCall
+from kvrouter.net.calls import CallError, NotSent, OutcomeUnknown
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, WorkerLost, from_call_error
+from kvrouter.v1.worker_pb2 import FinishReason
+
+log = structlog.get_logger(component="frontend")
+
+_ENGINE_FAILED = frozenset({FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT})
+_ENGINE_MAY_DIE = frozenset({"error", "unfinished"})
+"""Failures with which an engine may answer before its process ends."""
+_HARMLESS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED})
+"""Codes with which a worker fails a request that does not harm it."""
+_UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
+
+Outcome = WorkerFailure | Exception | None
+"""How an attempt ended: by its worker's fault, by an error for the client, or complete."""
+
+
+class RunningCall(Protocol):
+    """A call to a worker."""
+
+    def cancel(self) -> object:
+        """Cancels the call; its receiver gets nothing more. Has no effect on a call that has ended."""
+        ...
+
+
+class WorkerAttempt:
+    """Receives what a worker sends for one request, and limits and classifies it."""
+
+    def __init__(
+        self,
+        worker_id: int,
+        request_id: str,
+        health: WorkerCall,
+        metrics: FrontendMetrics,
+        on_output: Callable[[Output], None],
+        *,
+        max_tokens: int,
+        deadline: Deadline,
+        may_leave: Callable[[str], bool],
+        stays_a_probe: bool,
+        shares_blame: bool = False,
+    ) -> None:
+        """Calls nothing yet; ``start`` must follow.
+
+        Args:
+            worker_id: The worker.
+            request_id: The request, for logs.
+            health: The call as the worker's health counts it; it ends with the attempt.
+            metrics: The Frontend's metrics.
+            on_output: Called with each piece. An exception from it ends the attempt.
+            max_tokens: Number of tokens after which the output ends, even if the worker generates more.
+            deadline: Deadline of the call.
+            may_leave: Returns whether the request may leave its worker for a cause, as in ``WorkerFailure``: because
+                another one could take it, or continue it once it has output.
+            stays_a_probe: Whether to wait for one more missed probe before leaving a worker that does not answer.
+            shares_blame: Whether the worker receives its prompt from another worker, which may be at fault if it fails
+                before its first output. Such a failure counts against it only by ``blame``.
+        """
+        self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        """Done when the attempt has ended."""
+        self._worker_id = worker_id
+        self._request_id = request_id
+        self._health = health
+        self._metrics = metrics
+        self._on_output = on_output
+        self._max_tokens = max_tokens
+        self._limit = OutputLimit(max_tokens)
+        self._deadline = deadline
+        self._may_leave = may_leave
+        self._stays_a_probe = stays_a_probe
+        self._shares_blame = shares_blame
+        self._unattributed: WorkerFailure | None = None
+        self._missed_to_leave = 0
+        """Number of missed probes at which a suspected worker is left."""
+        self._call: RunningCall | None = None
+        self._over = False
+        self._has_output = False
+        self._finish_reason: FinishReason = _UNFINISHED
+
+    def start(self, call: Callable[[WorkerAttempt], RunningCall]) -> None:
+        """Makes the call, unless the worker is known not to answer and another could take the request."""
+        self._health.watch(self._leave_if_needed)
+        self._wait_for_output()
+        if not self._over:
+            running = call(self)
+            if self._over:
+                running.cancel()
+            else:
+                self._call = running
+
+    def cancel(self) -> None:
+        """Ends the attempt and cancels the call. Has no effect on an attempt that has ended."""
+        self._end(None)
+
+    @property
+    def is_unattributed(self) -> bool:
+        """Whether it failed, and not certainly by its worker's fault."""
+        return self._unattributed is not None
+
+    def blame(self) -> None:
+        """Counts a failure against the worker that was not attributed yet."""
+        if self._unattributed is not None:
+            self._health.failed(self._unattributed)
+            self._unattributed = None
+
+    def fail(self, error: Exception) -> bool:
+        """Ends the attempt with an error that is not its worker's, unless it has output. Returns whether it did."""
+        if self._over or self._has_output:
+            return False
+        self._end(error)
+        return True
+
+    def on_response(self, encoded: bytes) -> None:
+        """Passes a piece on that a worker has sent, an encoded WorkerServiceGenerateResponse."""
+        if self._has_output and not (self._over or self._finish_reason):
+            token_ids = read_tokens(encoded)
+            if token_ids is not None and self._limit.admits(len(token_ids)):
+                self._health.heard()
+                tokens = Output()
+                tokens.tokens = len(token_ids)
+                tokens.token_ids = token_ids
+                tokens.raw = encoded
+                try:
+                    self._on_output(tokens)
+                except Exception as error:
+                    self._receiver_failed(error)
+                return
+        if self._has_finished():
+            return
+        try:
+            output = DetailedOutput.parse(encoded)
+        except DecodeError:
+            self._end_failed(self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse"))
+        else:
+            self._take(output)
+
+    def take(self, output: DetailedOutput) -> None:
+        """Passes a piece on that an engine has sent over its OpenAI API."""
+        if not self._has_finished():
+            self._take(output)
+
+    def _has_finished(self) -> bool:
+        """Returns whether a further piece comes after the end of the output, and is ignored."""
+        if self._over:
+            return True
+        self._health.heard()
+        if self._finish_reason:
+            self._finish()
+            return True
+        return False
+
+    def _take(self, output: DetailedOutput) -> None:
+        """Passes a piece on that begins or ends the output, or has more than tokens."""
+        output = self._limit.cut(output)
+        self._finish_reason = output.finish_reason
+        if not self._has_output:
+            if output.tokens:
+                self._has_output = True
+                self._missed_to_leave = 0
+                self._health.responded()
+            else:
+                self._wait_for_output()
+        if output.finish_reason in _ENGINE_FAILED:
+            failure = self._note("error", f"ended the request with {FinishReason.Name(output.finish_reason)}")
+            if not self._has_output:
+                self._end(failure)
+            elif self._may_leave("error"):
+                if output.tokens:  # The request continues on another worker.
+                    self._pass_on(output.without("finish_reason"))
+                self._end(failure)
+        if not self._over:
+            self._pass_on(output)
+            if self._limit.overrun and not self._over:
+                self._stop_overrun()
+
+    def on_end(self) -> None:
+        """Ends the attempt, since the worker has sent all of its response."""
+        self._call = None
+        if self._over:
+            return
+        if self._finish_reason != _UNFINISHED:
+            self._finish()
+        else:
+            self._end_failed(None)
+
+    def on_error(self, error: Exception) -> None:
+        """Ends the attempt, since the call failed with a KvRouterError or CallError; any other error is a defect."""
+        self._call = None
+        if self._over:
+            return
+        failure = from_call_error(error) if isinstance(error, CallError) else error
+        if not isinstance(failure, KvRouterError):
+            self._end(failure)
+        elif self._finish_reason != _UNFINISHED:
+            self._finish()
+        else:
+            self._end_failed(self._judge(failure, error))
+
+    def _pass_on(self, output: Output) -> None:
+        try:
+            self._on_output(output)
+        except Exception as error:
+            self._receiver_failed(error)
+
+    def _receiver_failed(self, error: Exception) -> None:
+        """Ends the attempt. The error is raised in the request's task, since the connection serves other requests."""
+        self._end(error.untraced() if isinstance(error, KvRouterError) else error)
+
+    def _wait_for_output(self) -> None:
+        self._missed_to_leave = self._health.missed_probes + self._stays_a_probe
+        self._leave_if_needed()
+
+    def _leave_if_needed(self) -> None:
+        if self._over:
+            return
+        health, missed = self._health, self._health.missed_probes
+        if health.is_lost and self._may_leave("lost"):
+            self._leave("lost", "is lost: its registration has ended, and it does not answer")
+        elif health.is_stalled and self._may_leave("stalled"):
+            self._leave("stalled", "generates nothing any more")
+        elif health.is_leaving and self._may_leave("drained"):
+            self._end(WorkerFailure(self._worker_id, "drained", f"worker {self._worker_id} is being drained"))
+        elif health.is_suspected and missed >= self._missed_to_leave and self._may_leave("silent"):
+            self._leave("silent", f"stopped answering: it missed {missed} probes in a row")
+
+    def _leave(self, cause: str, what: str) -> None:
+        """Ends the attempt at a worker that does not go on with it.
+
+        That is not counted against the worker: probes and stall detection decide when it is avoided.
+        """
+        self._metrics.worker_failures.labels(cause=cause).inc()
+        message = f"worker {self._worker_id} {what}"
+        self._end(WorkerFailure(self._worker_id, cause, message, fate=self._health.fate()))
+
+    def _finish(self) -> None:
+        if self._finish_reason not in _ENGINE_FAILED:
+            self._health.completed()
+        self._end(None)
+
+    def _end_failed(self, outcome: Outcome) -> None:
+        """Ends output that has no finish reason. At max_tokens it is complete for the client nevertheless."""
+        if self._limit.reached:
+            self._pass_on(self._limit.last_piece())
+            self._end(None)
+        else:
+            self._end(outcome or self._note("unfinished", "ended its answer unfinished"))
+
+    def _stop_overrun(self) -> None:
+        self._metrics.output_overruns.inc()
+        log.warning(
+            "worker.exceeded_max_tokens",
+            worker=self._worker_id,
+            request_id=self._request_id,
+            max_tokens=self._max_tokens,
+            consequence="the answer ends at the limit, the call is cancelled",
+        )
+        self._finish()
+
+    def _judge(self, error: KvRouterError, cause: Exception) -> WorkerFailure | KvRouterError:
+        """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client.
+
+        Args:
+            error: The error of the call.
+            cause: The same, or the CallError from which it was made.
+        """
+        fault = fault_of(error, self._deadline)
+        if fault is Fault.WORKER:
+            unknown, not_sent = isinstance(cause, OutcomeUnknown), isinstance(cause, NotSent)
+            # A sidecar, which lives on, says so of its engine.
+            died = unknown or isinstance(error, WorkerLost)
+            # Taken first, since a worker that signs off, or is known to have died, is another one afterwards.
+            fate = None if not_sent or error.code in _HARMLESS else self._health.fate(connection_lost=died)
+            failure = self._note(error.code.name, f"failed with {error.code.name}: {error}")
+            return replace(failure, outcome_unknown=unknown, not_sent=not_sent, fate=fate)
+        if fault is Fault.DEADLINE and self._health.is_suspected:
+            missed = self._health.missed_probes
+            return DeadlineExceeded(
+                f"the deadline has passed; worker {self._worker_id} has missed {missed} probes in a row"
+            )
+        return error.untraced()
+
+    def _note(self, cause: str, what: str) -> WorkerFailure:
+        fate = self._health.fate() if cause in _ENGINE_MAY_DIE else None
+        failure = WorkerFailure(self._worker_id, cause, f"worker {self._worker_id} {what}", fate=fate)
+        self._metrics.worker_failures.labels(cause=cause).inc()
+        if self._shares_blame and not self._has_output:
+            self._unattributed = failure
+        else:
+            self._health.failed(failure)
+        return failure
+
+    def _end(self, outcome: Outcome) -> None:
+        if self._over:
+            return
+        self._over = True
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        self._health.end()
+        if not self.ended.done():
+            self.ended.set_result(outcome)

@@ -1,0 +1,106 @@
+"""Events of a response: those that differ only in a number, and when they are written."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiohttp import HttpVersion10, HttpVersion11, web
+from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
+
+
+class Connection(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.writes = 0
+        self.closing = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+        self.writes += 1
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+
+def opened(version: Any, writer: StepWriter | None = None) -> tuple[EventStream, Connection, SimpleNamespace]:
+    connection, protocol = Connection(), SimpleNamespace(writing_paused=False)
+    request = SimpleNamespace(version=version, keep_alive=True, protocol=protocol, transport=connection)
+    return EventStream(cast(web.Request, request), writer or StepWriter()), connection, protocol
+
+
+async def step() -> None:
+    """Returns after a step of the event loop."""
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("version", [HttpVersion10, HttpVersion11])
+async def test_numbered_events_are_those_that_are_formatted_one_by_one(version: Any) -> None:
+    stream, connection, _ = opened(version)
+    stream.write_event(b"first")
+    events = stream.numbered(b'{"id":[', b"]}")
+    for number in (0, 9, 10, 65_535, (1 << 32) - 1):
+        await step()
+        connection.written = b""
+        assert events.write(number)
+        await step()
+        numbered, connection.written = connection.written, b""
+        stream.write_event(b'{"id":[%d]}' % number)
+        await step()
+        assert numbered == connection.written != b""
+
+
+async def test_nothing_is_written_while_the_client_does_not_read_or_is_gone() -> None:
+    stream, connection, protocol = opened(HttpVersion11)
+    stream.write_event(b"first")
+    events = stream.numbered(b"", b"")
+    await step()
+    connection.written = b""
+    protocol.writing_paused = True
+    assert not events.write(1)
+    protocol.writing_paused, connection.closing = False, True
+    assert events.write(1), "the output of a client that left is dropped, not kept"
+    await step()
+    assert not connection.written
+
+
+def test_numbered_events_need_a_response_that_has_begun() -> None:
+    with pytest.raises(RuntimeError, match="has begun"):
+        opened(HttpVersion11)[0].numbered(b"", b"")
+
+
+async def test_what_clients_get_in_a_step_is_one_write_for_each() -> None:
+    writer = StepWriter()
+    streams = [opened(HttpVersion11, writer) for _ in range(2)]
+    for stream, _, _ in streams:
+        stream.write_event(b"first")
+        assert stream.numbered(b"", b"").write(2)
+    assert not any(connection.writes for _, connection, _ in streams)
+    await step()
+    for _, connection, _ in streams:
+        assert connection.writes == 1
+        assert connection.written.index(b"data: first") < connection.written.index(b"data: 2")
+
+
+async def test_a_response_is_written_before_its_handler_returns() -> None:
+    stream, connection, _ = opened(HttpVersion11)
+    stream.write_event(b"[DONE]")
+    stream.end()
+    assert connection.writes == 1
+    assert connection.written.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_client_that_has_left_does_not_stop_the_writes_of_others() -> None:
+    writer = StepWriter()
+    (gone, left, _), (stream, connection, _) = opened(HttpVersion11, writer), opened(HttpVersion11, writer)
+    gone.write_event(b"lost")
+    stream.write_event(b"kept")
+    left.closing = True
+    await step()
+    assert not left.written
+    assert b"data: kept" in connection.written

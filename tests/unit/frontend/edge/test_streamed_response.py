@@ -1,0 +1,53 @@
+"""Chunks of a streamed chat or completion whose request continues on another worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from kvrouter.frontend.edge.choice import Piece
+from kvrouter.frontend.edge.event_stream import EventStream
+from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.streamed_response import StreamedResponse
+from kvrouter.frontend.edge.text_request import SharedFields, TextRequest
+from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+
+
+class Client:
+    """An EventStream with a client that reads."""
+
+    is_full = False
+
+    def __init__(self) -> None:
+        self.chunks: list[Any] = []
+
+    @property
+    def begun(self) -> bool:
+        return bool(self.chunks)
+
+    def add_headers(self, headers: Mapping[str, str]) -> None: ...
+
+    def write_event(self, data: bytes) -> None:
+        self.chunks.append(json.loads(data))
+
+    def end(self, *, close: bool = False) -> None: ...
+
+    async def drain(self) -> None: ...
+
+
+def test_the_first_chunk_of_a_continuation_says_where_it_runs() -> None:
+    client = Client()
+    request = TextRequest(SharedFields(model="m"), [], None, is_chat=True)
+    stream = StreamedResponse(ResponseFrame(request, None, [b"\0" * 4]), cast(EventStream, client))
+    stream.routed(0, RoutingInfo(rank=Rank(worker_id=1)))
+    for text in "ab":
+        stream.add(0, Piece(text, [], [], [], None, None))
+    stream.routed(0, RoutingInfo(rank=Rank(worker_id=2), migrations=1, earlier_ranks=[Rank(worker_id=1)]))
+    for text in "cd":
+        stream.add(0, Piece(text, [], [], [], None, None))
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in client.chunks] == list("abcd")
+    moved = [chunk.get("kvrouter") for chunk in client.chunks]
+    assert [each is not None for each in moved] == [False, False, True, False]
+    assert (moved[2]["worker_id"], moved[2]["earlier_ranks"], moved[2]["migrations"]) == (2, ["1:0"], 1)

@@ -1,0 +1,28 @@
+"""The hashes of a request are those of its prompt's tokens."""
+
+from __future__ import annotations
+
+import pytest
+from kvrouter.core import Scope, local_hashes
+from kvrouter.frontend.packed_prompt import take_prompt
+from kvrouter.frontend.request.prompt_hashing import hash_prompt
+from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48, 1 << 17])
+@pytest.mark.parametrize("count", [0, 15, 16, 70_000, 200_001])
+def test_a_prompt_has_the_hashes_of_its_tokens(count: int, block_size: int) -> None:
+    tokens = [token * 7919 % 128_000 for token in range(count)]
+    request = FrontendServiceGenerateRequest(token_ids=tokens, scope=BlockScope(cache_salt="s"))
+    prompt = take_prompt(request)
+    assert hash_prompt(prompt, request, block_size) == local_hashes(tokens, block_size, Scope("", "s", ""))
+
+
+def test_multimodal_content_counts() -> None:
+    tokens = list(range(100))
+    request = FrontendServiceGenerateRequest(
+        token_ids=tokens, multimodal_hashes=[MultimodalHash(block_index=2, hash=7)]
+    )
+    prompt = take_prompt(request)
+    assert hash_prompt(prompt, request, 16) == local_hashes(tokens, 16, Scope("", "", ""), [(2, 7)])

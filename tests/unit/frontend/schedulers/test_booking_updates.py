@@ -1,0 +1,153 @@
+"""When updates of bookings are sent, and which travel together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from kvrouter.frontend.schedulers import booking_updates, session_link
+from kvrouter.runtime.deadline import Deadline
+
+from .linked_scheduler import Answering, Refusing, booking, linked, selection, until, until_asserted
+
+
+async def test_a_refused_booking_is_asserted_until_it_is_taken_as_it_is_by_then() -> None:
+    scheduler = Refusing(2)
+    async with linked(scheduler) as link:
+        live = booking("a")
+        link.keep(live)
+        scheduler.opened.set()
+        await until_asserted(scheduler, 1)
+        link.prefill_complete(live)
+        await until_asserted(scheduler, 3)
+    assert [each.prefill_complete for each in scheduler.asserted] == [False, True, True]
+
+
+async def test_a_link_without_refusals_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def assert_refused(_: booking_updates.BookingUpdates) -> int:
+        nonlocal looks
+        looks += 1
+        return 0
+
+    monkeypatch.setattr(session_link, "_REASSERT_SECONDS", 0.0)
+    monkeypatch.setattr(booking_updates.BookingUpdates, "assert_refused", assert_refused)
+    scheduler = Answering()
+    async with linked(scheduler, heartbeat_timeout_seconds=0.02) as link:
+        await link.wait_ready()
+        link.keep(booking("a"))
+        await until(lambda: scheduler.heartbeats > 3)
+    assert not looks
+
+
+async def test_changes_while_a_session_opens_are_sent() -> None:
+    scheduler = Refusing(0)
+    async with linked(scheduler) as link:
+        done, freed = booking("done"), booking("freed")
+        link.keep(done)
+        link.keep(freed)
+        await asyncio.sleep(0)
+        link.prefill_complete(done)
+        link.free(freed, None)
+        scheduler.opened.set()
+        await until_asserted(scheduler, 1)
+        await link.wait_ready()
+    assert [(each.booking.request_id, each.prefill_complete) for each in scheduler.asserted] == [("done", True)]
+
+
+async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in_the_next_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(booking_updates, "MAX_UPDATES", 8)
+    scheduler = Refusing(0)
+    scheduler.deaf_sessions = 1
+    scheduler.opened.set()
+    async with linked(scheduler) as link, asyncio.TaskGroup() as group:
+        await link.wait_ready()
+        selecting = group.create_task(link.select(selection(), deadline=Deadline.never()))
+        kept, freed = booking("kept"), booking("freed")
+        link.keep(kept)
+        link.keep(freed)
+        for tokens in range(16, 16 * 20, 16):
+            link.report_output(kept, tokens)
+        link.prefill_complete(kept)
+        link.free(freed, 7)
+        await selecting
+        await until_asserted(scheduler, 1)
+        while not scheduler.freed:
+            await asyncio.sleep(0.01)
+    (sent,) = scheduler.asserted
+    assert (sent.booking.request_id, sent.prefill_complete, sent.output_tokens) == ("kept", True, 16 * 19)
+    assert [(each.booking.request_id, each.cached_tokens) for each in scheduler.freed] == [("freed", 7)]
+    assert len(scheduler.openings) == 2
+
+
+async def test_updates_of_one_step_travel_in_one_call() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        bookings = [booking(name) for name in "abc"]
+        for each in bookings:
+            link.keep(each)
+            link.prefill_complete(each)
+            link.free(each, None)
+        await until(lambda: len(scheduler.freed) == 3)
+    updates = [call for call in scheduler.calls if call.updates]
+    assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 6)]
+
+
+async def test_updates_that_gather_while_others_are_under_way_travel_together() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        scheduler.at_work.clear()
+        first, *others = [booking(name) for name in "abc"]
+        link.keep(first)
+        link.prefill_complete(first)
+        await until(lambda: any(call.updates for call in scheduler.calls))
+        link.free(first, None)
+        for each in others:
+            link.keep(each)
+            link.prefill_complete(each)
+            await asyncio.sleep(0)
+            link.free(each, None)
+        scheduler.at_work.set()
+        await until(lambda: len(scheduler.freed) == 3)
+    updates = [call for call in scheduler.calls if call.updates]
+    assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 1), (2, 5)]
+
+
+async def test_a_computed_prompt_is_reported_by_the_free_that_follows_at_once() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        live = booking("a")
+        link.keep(live)
+        link.free(live, None, prefill_complete=True)
+        await until(lambda: scheduler.freed)
+    assert [len(call.updates) for call in scheduler.calls if call.updates] == [1]
+    assert [each.prefill_complete for each in scheduler.freed] == [True]
+
+
+async def test_updates_of_the_step_in_which_a_link_ends_are_sent() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        link.free(booking("a"), None)
+    assert [len(call.updates) for call in scheduler.calls if call.updates] == [1]
+
+
+async def test_a_selection_does_not_overtake_an_earlier_free() -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await link.wait_ready()
+        scheduler.at_work.clear()
+        link.free(booking("a"), None)
+        await until(lambda: any(call.updates for call in scheduler.calls))
+        link.free(booking("b"), None)
+        selecting = asyncio.create_task(link.select(selection(), deadline=Deadline.never()))
+        await until(lambda: scheduler.selected)
+        assert [len(call.updates) for call in scheduler.calls if call.updates] == [1, 1]
+        scheduler.at_work.set()
+        await selecting

@@ -1,0 +1,61 @@
+"""What an ordinary call to a worker says of its request: never sent, or perhaps processed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+from kvrouter.frontend.workers.connection import WorkerConnection
+from kvrouter.net.calls import CallStreamCounts, NotSent, OutcomeUnknown
+from kvrouter.runtime.deadline import Deadline
+
+
+class Failed:
+    """Records how a call failed."""
+
+    def __init__(self) -> None:
+        self.error: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    def on_response(self, encoded: bytes) -> None:
+        raise AssertionError(encoded)
+
+    def on_end(self) -> None:
+        raise AssertionError
+
+    def on_error(self, error: Exception) -> None:
+        self.error.set_result(error)
+
+
+async def test_a_request_is_not_sent_to_a_worker_that_cannot_be_connected_to() -> None:
+    connection = WorkerConnection("127.0.0.1:1", "tester", CallStreamCounts())
+    receiver = Failed()
+    connection.generate(b"", receiver, deadline=Deadline.after(60))
+    assert isinstance(await asyncio.wait_for(receiver.error, 60), NotSent)
+    await connection.close()
+
+
+async def test_a_request_that_its_worker_has_read_was_sent_even_if_the_worker_can_no_longer_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = asyncio.Event()
+
+    async def generate(_request: bytes, _context: object) -> None:
+        reading.set()
+        await asyncio.Event().wait()
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("kvrouter.v1.WorkerService", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    connection = WorkerConnection(f"127.0.0.1:{port}", "tester", CallStreamCounts())
+    receiver = Failed()
+    connection.generate(b"", receiver, deadline=Deadline.after(60))
+    await asyncio.wait_for(reading.wait(), 60)
+    unreachable = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    monkeypatch.setattr(connection._channel, "get_state", lambda try_to_connect=False: unreachable)  # noqa: ARG005
+    await server.stop(0)
+    assert isinstance(await asyncio.wait_for(receiver.error, 60), OutcomeUnknown)
+    await connection.close()
