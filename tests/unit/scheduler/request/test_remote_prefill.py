@@ -10,11 +10,11 @@ from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.request.remote_prefill import (
     MODELS,
     FirstPrefill,
-    PrefillDecision,
     PrefillFactors,
     RemotePrefillOptions,
     prefill_places,
 )
+from kvrouter.v1.scheduler_pb2 import PrefillDecision
 
 OPTIONS = RemotePrefillOptions(
     min_tokens=100,
@@ -47,34 +47,34 @@ def test_a_prefill_worker_computes_what_is_long_and_faster_to_transfer(
     uncached: int, is_remote: bool, reason: str
 ) -> None:
     decision = decide_prefill(uncached, OPTIONS)
-    assert (decision.is_remote, decision.uncached_tokens) == (is_remote, uncached)
+    assert (decision.remote, decision.uncached_tokens) == (is_remote, uncached)
     assert reason in decision.reason
 
 
 def test_a_slow_link_keeps_every_prompt_at_its_decode_worker() -> None:
     slow = RemotePrefillOptions(0, 16.0, KvTransfer(gigabytes_per_second=1.0))
-    assert not any(decide_prefill(tokens, slow).is_remote for tokens in (0, 1, 1_000, 1_000_000))
+    assert not any(decide_prefill(tokens, slow).remote for tokens in (0, 1, 1_000, 1_000_000))
 
 
 def test_without_a_time_to_compute_there_is_no_detour() -> None:
     free = RemotePrefillOptions(prefill_us_per_token=0.0, transfer=KvTransfer(0, latency_ms=0.0))
-    assert not decide_prefill(10_000, free).is_remote
+    assert not decide_prefill(10_000, free).remote
 
 
 def test_the_columns_agree_with_the_single_decision() -> None:
     uncached = np.array([0, 99, 100, 400, 401, 10_000])
     places = prefill_places(uncached, OPTIONS)
-    assert places.is_remote.tolist() == [decide_prefill(int(tokens), OPTIONS).is_remote for tokens in uncached]
+    assert places.is_remote.tolist() == [decide_prefill(int(tokens), OPTIONS).remote for tokens in uncached]
 
 
 def test_a_prompt_stays_where_it_need_not_wait() -> None:
     # 52 ms to transfer, 100 ms to compute.
-    assert decide_prefill(10_000, OPTIONS, first=FirstPrefill(47.0, 10_000, 100.0)).is_remote
+    assert decide_prefill(10_000, OPTIONS, first=FirstPrefill(47.0, 10_000, 100.0)).remote
     queue_there = decide_prefill(10_000, OPTIONS, first=FirstPrefill(49.0, 10_000, 100.0))
-    assert not queue_there.is_remote
+    assert not queue_there.remote
     assert "takes 52.0 ms after a wait of 49.0 ms, no less than to compute them (100.0 ms)" in queue_there.reason
     queue_at_both = decide_prefill(10_000, OPTIONS, first=FirstPrefill(49.0, 10_000, 100.0), wait_ms=2.0)
-    assert queue_at_both.is_remote
+    assert queue_at_both.remote
     assert "to compute them 100.0 ms after a wait of 2.0 ms" in queue_at_both.reason
     assert (queue_at_both.wait_ms, queue_at_both.prefill_wait_ms) == (2.0, 49.0)
 
@@ -83,9 +83,9 @@ def test_a_slow_decode_worker_leaves_more_to_prefill_workers() -> None:
     learned = RemotePrefillOptions(min_tokens=0)
     compute = decide_prefill(2_000, learned).compute_ms
     first = FirstPrefill(0.8 * compute, 2_000, compute)
-    assert not decide_prefill(2_000, learned, first=first).is_remote
+    assert not decide_prefill(2_000, learned, first=first).remote
     slow = decide_prefill(2_000, learned, first=first, relative_latency=2.0)
-    assert slow.is_remote
+    assert slow.remote
     assert slow.compute_ms == pytest.approx(2 * decide_prefill(2_000, learned).compute_ms)
 
 
@@ -97,14 +97,14 @@ def test_what_is_transferred_weighs_less_than_what_is_computed() -> None:
 def test_measured_times_decide_unless_the_time_to_compute_is_given() -> None:
     learned = RemotePrefillOptions(min_tokens=0)
     fast_engines, slow_link = PrefillFactors(compute=0.05), PrefillFactors(transfer=10.0)
-    assert decide_prefill(2_000, learned).is_remote
+    assert decide_prefill(2_000, learned).remote
     for factors in (fast_engines, slow_link):
         decision = decide_prefill(2_000, learned, factors)
-        assert (decision.is_remote, decision.factors) == (False, factors)
+        assert (decision.remote, decision.compute_factor, decision.transfer_factor) == (False, *factors)
     given = RemotePrefillOptions(min_tokens=0, prefill_us_per_token=16.0)
     decision = decide_prefill(2_000, given, fast_engines)
-    assert decision.is_remote
-    assert decision.factors.compute == 1.0
+    assert decision.remote
+    assert decision.compute_factor == 1.0
 
 
 def test_the_model_counts_the_fixed_part_of_each_step() -> None:
@@ -129,6 +129,6 @@ def test_the_speed_of_prefill_workers_and_what_they_hold_decide(
 ) -> None:
     # 52 ms to transfer, 100 ms to compute.
     decision = decide_prefill(10_000, OPTIONS, first=there)
-    assert decision.is_remote is is_remote
+    assert decision.remote is is_remote
     assert reason in decision.reason
     assert (decision.prefill_wait_ms, decision.prefill_uncached_tokens, decision.prefill_compute_ms) == there

@@ -1,1 +1,1 @@
-"""The Scheduler: which rank a request goes to, and the load that requests in flight put on each rank."""
+"""The Scheduler: chooses a rank for each request, and counts the load of requests in flight."""

@@ -94,7 +94,7 @@ class SchedulerMetrics:
         self._audited: dict[str, tuple[Counter, Counter]] = {}
 
     def audit(self, model: str, predicted: int, actual: int) -> None:
-        """Compares a prediction of cached blocks with the number that the worker reported."""
+        """Compares a prediction of cached blocks with the worker's report."""
         audited = self._audited.get(model)
         if audited is None:
             label = model_label(model, self._audited)
@@ -107,7 +107,7 @@ class SchedulerMetrics:
 
 
 class ScrapedGauges(Collector):
-    """Gauges that are read when they are scraped."""
+    """Gauges read on each scrape."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ScrapedGauges(Collector):
         self._samples = samples
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Returns the families without samples, so that registering reads nothing."""
+        """Returns the families without samples: registering reads nothing."""
         return iter([GaugeMetricFamily(name, text, labels=self._labels) for name, text in self._documentation.items()])
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -174,9 +174,9 @@ class SchedulerSettings(RoutingSettings):
         return PredictionLimits(self.router_ttl, self.router_max_tree_size, self.router_prune_target_ratio)
 
     def ignored_options(self) -> list[str]:
-        """Returns flags that were given without effect.
+        """Returns the given flags without effect.
 
-        These are limits of predictions although overlaps come from events, and options that the mode does not use.
+        These are limits of predictions although overlaps come from events, and options of other modes.
         """
         ignored = [name for name in OF_POLICIES if name not in POLICIES[self.router_mode].options]
         if self.kv_events:
@@ -184,5 +184,5 @@ class SchedulerSettings(RoutingSettings):
         return [f"--{name.replace('_', '-')}" for name in ignored if name in self.model_fields_set]
 
     def accounting(self) -> Accounting:
-        """Returns what counts as load."""
+        """Returns the rules for counting load."""
         return Accounting(self.track_active_blocks, self.assume_kv_reuse, self.track_output_blocks)

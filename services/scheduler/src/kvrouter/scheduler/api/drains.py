@@ -49,7 +49,7 @@ class Drains:
         return pb.DrainWorkerResponse(was_draining=was_draining)
 
     async def undrain(self, request: pb.UndrainWorkerRequest) -> pb.UndrainWorkerResponse:
-        """Ends the drain of a worker, also of one that has left.
+        """Ends the drain of a worker, registered or not.
 
         Raises:
             BadRequest, UnknownComponent, UnknownWorker, DependencyAway.
@@ -80,11 +80,11 @@ class Drains:
         key = view.name.drain_key(worker_id).encode()
         try:
             async with connect(self._etcd) as client:
-                found = await client.get(key)
+                stored = await client.get(key)
                 if drain is not None:
                     await client.put(key, drain.SerializeToString())
-                elif found is not None:
+                elif stored is not None:
                     await client.delete(key)
         except AWAY as error:
             raise DependencyAway(f"etcd is unreachable, nothing has changed: {error}") from None
-        return found is not None
+        return stored is not None

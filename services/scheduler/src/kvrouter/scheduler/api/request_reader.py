@@ -25,7 +25,7 @@ log = structlog.get_logger(component="scheduler")
 _DECODE = Stage.STAGE_DECODE  # read once: looking up an enum value by name takes a microsecond
 
 MAX_LEASE_SECONDS = 24 * 3600.0
-"""Longest lease. It bounds the load of bookings that their callers never free."""
+"""Longest lease. It bounds the load of bookings without a free."""
 
 _NOT_BOOKED = BookingOptions()
 
@@ -72,7 +72,7 @@ class RequestReader:
             stage: The stage to book; None for prefill at a component of prefill workers, for decode at one of decode
                 workers if the request may be prefilled locally, and else for the whole request.
             booking: The requested booking.
-            needs_worker: Whether to refuse a request without a worker in a mode that takes the worker from the request.
+            needs_worker: Whether a request must name a worker where its mode takes the worker from the request.
 
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
@@ -120,10 +120,10 @@ class RequestReader:
     def _warn_of_ignored(self, context: RequestContext) -> None:
         """Logs overrides without effect, once for each kind."""
         mode = context.options.mode
-        news = [name for name in context.ignored_overrides if (mode, name) not in self._warned]
-        if news:
-            self._warned.update((mode, name) for name in news)
-            log.warning("overrides.ignored", overrides=news, mode=mode)
+        names = [name for name in context.ignored_overrides if (mode, name) not in self._warned]
+        if names:
+            self._warned.update((mode, name) for name in names)
+            log.warning("overrides.ignored", overrides=names, mode=mode)
 
 
 def conversation_of(request: RoutingRequest) -> bytes:
@@ -149,7 +149,7 @@ def _check_restores(booking: BookingOptions, constraints: WorkerConstraints) -> 
 
 
 def _stage_at(role: Role, *, may_prefill_locally: bool) -> Stage:
-    """Returns the stage of a request that names none, by the role of its component's workers."""
+    """Returns the stage of a request without one, by the role of its component's workers."""
     if role == Role.ROLE_PREFILL:
         return Stage.STAGE_PREFILL
     return Stage.STAGE_DECODE if role == Role.ROLE_DECODE and may_prefill_locally else Stage.STAGE_WHOLE

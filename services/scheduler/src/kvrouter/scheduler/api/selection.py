@@ -45,7 +45,7 @@ class Selector:
         self._queued = queued
         self._metrics = metrics
         self._under_way: dict[Key, asyncio.Event] = {}
-        """Selections that run, each with the event of its end."""
+        """Running selections, each with the event of its end."""
 
     async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
         """Chooses a rank, and books it if the request names a booking.
@@ -108,7 +108,7 @@ class Selector:
         )
 
     async def compare(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
-        """Returns the choice and its cost for a caller that compares components.
+        """Returns the choice in one component with its cost, for callers with a choice of components.
 
         Raises:
             KvRouterError: the request is refused, or no rank can take it.

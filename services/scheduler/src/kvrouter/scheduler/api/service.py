@@ -120,7 +120,7 @@ class SchedulerService:
     async def get_potential_loads(
         self, request: pb.GetPotentialLoadsRequest, *, deadline: Deadline
     ) -> pb.GetPotentialLoadsResponse:
-        """Returns the load that each rank would have with a request. Reads overlaps unless the weight is 0.
+        """Returns the load of each rank with a request added. Reads overlaps unless the weight is 0.
 
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker.
@@ -178,7 +178,7 @@ class SchedulerService:
         *,
         deadline: Deadline,
     ) -> pb.ListBusyThresholdsResponse:
-        """Returns the thresholds of every model that has one in force."""
+        """Returns the thresholds of every model with one in force."""
         in_force = self._thresholds.in_force(self._pools.models())
         return pb.ListBusyThresholdsResponse(
             thresholds={model: thresholds.to_message() for model, thresholds in in_force.items()}

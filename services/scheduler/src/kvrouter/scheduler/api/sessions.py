@@ -21,9 +21,9 @@ log = structlog.get_logger(component="scheduler")
 TICK_SECONDS = 1.0
 """Interval at which ``close_silent`` must be called, seconds."""
 _MAX_ID_BYTES = 256
-"""Longest session id: room for the names of a client and a component, 64 bytes each, and what a client adds."""
+"""Longest session id: room for the names of a client and a component, 64 bytes each, and a suffix of the client."""
 _MAX_NUMBER = 1 << 63
-"""Number that no update reaches."""
+"""Upper bound of update numbers, exclusive."""
 
 
 class Sessions:
@@ -50,7 +50,7 @@ class Sessions:
         """The same by connection."""
 
     def open(self, request: pb.OpenSessionRequest, connection: Connection | None = None) -> pb.OpenSessionResponse:
-        """Opens a session. In the same step it frees the session's bookings that the client no longer lists.
+        """Opens a session. In the same step it frees the session's bookings missing in the client's list.
 
         Args:
             request: The request.
@@ -81,7 +81,7 @@ class Sessions:
         )
 
     def update(self, request: pb.UpdateBookingsRequest) -> pb.UpdateBookingsResponse:
-        """Applies the updates that were not applied before. One that is refused does not affect the others.
+        """Applies the updates not applied before. A refused one leaves the others intact.
 
         Raises:
             BadRequest: the updates have no numbers.
@@ -109,7 +109,7 @@ class Sessions:
         return pb.CloseSessionResponse(was_open=was_open)
 
     def close_silent(self) -> None:
-        """Closes the sessions that no call has named for a while. A client that goes on opens its session again."""
+        """Closes sessions after some time without a call. A client still alive opens its session again."""
         for session_id in self._booking_leases.tick():
             log.warning("session.silent", session=session_id, seconds=SILENT_TICKS * TICK_SECONDS)
             self._close(session_id, "silent")

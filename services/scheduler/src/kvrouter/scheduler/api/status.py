@@ -43,7 +43,7 @@ class Status:
     ) -> None:
         """``mode`` is the default policy; ``clock`` returns the seconds by which load reports are stamped.
 
-        ``directory_age`` returns the seconds since etcd last confirmed what is registered, ``ignored``
+        ``directory_age`` returns the seconds since etcd last confirmed the registrations, ``ignored``
         the reasons by key why entries in etcd are not followed.
         """
         self._pools = pools
@@ -64,7 +64,7 @@ class Status:
         """Returns the state of the component in the request, or of all components.
 
         Raises:
-            UnknownComponent: no component has that name.
+            UnknownComponent: no component has the name.
         """
         pools = sorted(self._pools, key=lambda pool: str(pool.name))
         only: ComponentName | None = None

@@ -1,4 +1,4 @@
-"""A live booking: a request's load on a rank, and the Schedulers that own it.
+"""A live booking: a request's load on a rank, and its owners among the Schedulers.
 
 The booking table publishes its changes. A listener receives those of its kind, each after it has happened.
 """
@@ -36,28 +36,28 @@ class Booking:
     prompt: Prompt
     """Without local hashes, unless overlaps are predicted."""
     placement: Placement
-    """The placement at which its load counts: that of its greatest owner."""
+    """The placement at which its load counts, chosen by its greatest owner."""
     outcome: SelectWorkerResponse
     """The response to the selection."""
     audited: bool = False
-    """Whether an Indexer predicted its overlap, so that the prediction can be compared with the worker's count."""
+    """Whether an Indexer predicted its overlap, for a comparison with the worker's count."""
     most_overlap_blocks: int = 0
-    """Overlap of the rank that held most of the prompt, if ``audited``."""
+    """Largest overlap of any rank, if ``audited``."""
     forecast_ms: float | None = None
     """Forecast time to its first token; None if it is unsuitable for latency calibration."""
     session_id: str = ""
-    """Session at this Scheduler that owns it; empty for a lease."""
+    """Owning session at this Scheduler; empty for a lease."""
     lease_seconds: float = 0.0
-    """Time until it expires after the last call that names it, in seconds; unused in a session."""
+    """Time until it expires after the last call about it, in seconds; unused in a session."""
     lease_until: float = 0.0
     conversation: bytes = b""
     """Digest of its conversation; empty for none."""
     prefilled: bool = False
     output_tokens: int = 0
     has_local_progress: bool = False
-    """Whether its progress was reported here while only other Schedulers owned it, so that they learn it from here."""
+    """Whether its progress was reported here while only other Schedulers owned it, which learn it from here."""
     owners: dict[SchedulerIncarnation, Placement] = field(default_factory=dict)
-    """The Schedulers that own it, each with the placement that it chose."""
+    """Its owners, each with its choice of a placement."""
 
     @property
     def component(self) -> ComponentName:
@@ -117,13 +117,13 @@ class Freed(NamedTuple):
 
     key: Key
     booking: Booking | None
-    """None if the table had no booking of that key."""
+    """None if the table had no booking of the key."""
     is_remote: bool
     """Whether another Scheduler announced it."""
     is_expired: bool
     """Whether its lease ran out."""
     cached_tokens: int | None
-    """Prompt tokens that the worker found in its cache; None if unknown."""
+    """Prompt tokens found in the worker's cache; None if unknown."""
 
 
 class SessionEnded(NamedTuple):
@@ -132,7 +132,7 @@ class SessionEnded(NamedTuple):
     session_id: str
     client_name: str
     bookings: Sequence[Booking]
-    """Keys of the bookings that the session owned."""
+    """The session's bookings."""
 
 
 BookingChange = Booked | Moved | OwnerAdded | OwnerRemoved | PrefillCompleted | OutputGenerated | Freed | SessionEnded

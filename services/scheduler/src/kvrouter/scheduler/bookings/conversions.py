@@ -15,7 +15,7 @@ from kvrouter.v1.sync_pb2 import AddRequest
 
 
 def add_request(booking: Booking, placement: Placement, now: float) -> AddRequest:
-    """Returns the announcement of a booking by an owner that has it at ``placement``. ``now`` is in seconds."""
+    """Returns an owner's announcement of a booking at ``placement``. ``now`` is in seconds."""
     lease_until_unix_ns = 0 if booking.session_id else time.time_ns() + int((booking.lease_until - now) * 1e9)
     return AddRequest(
         booking=key_message(booking.key),

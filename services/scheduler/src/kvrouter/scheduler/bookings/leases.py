@@ -1,8 +1,8 @@
 """Sessions and leases of this Scheduler: which calls may book, and when their bookings end.
 
-A booking that a session owns ends with the session, after a grace; one under a lease when no call has named it for the
+A session's booking ends with the session, after a grace; a leased one when no call has named it for the
 duration of the lease. Time is a parameter, in seconds of a monotonic clock. The bookings themselves are in the table.
-Silence of a session is counted in ticks of this process's event loop, so that a Scheduler that was frozen itself does
+Silence of a session is counted in ticks of this process's event loop: a Scheduler after a freeze of its own does
 not take its clients for gone.
 """
 
@@ -22,7 +22,7 @@ _LEAST_SWEEP = 1024
 """Number of leases in the heap below which it is not swept."""
 
 SILENT_TICKS = 10
-"""Consecutive ticks without a call that names a session after which the session is closed."""
+"""Consecutive ticks without a call of a session after which the session is closed."""
 
 
 class BookingFreed(RequestIdReused):
@@ -44,16 +44,16 @@ class Session:
     ends: float = 0.0
     """End of its grace, once it is closed."""
     acknowledged: int = 0
-    """Number of the last update that was applied or refused."""
+    """Number of the last update, applied or refused."""
     silent_ticks: int = 0
-    """Ticks since the last call that named it."""
+    """Ticks since the last call about it."""
 
 
 class BookingLeases:
     """Sessions and leases over a booking table."""
 
     def __init__(self, booking_table: BookingTable, *, session_grace_seconds: float) -> None:
-        """``session_grace_seconds`` is the time that bookings outlive their session."""
+        """Bookings outlive their session by ``session_grace_seconds``."""
         self._booking_table = booking_table
         self._grace = session_grace_seconds
         self._sessions: dict[str, Session] = {}
@@ -63,13 +63,13 @@ class BookingLeases:
 
     @property
     def sessions(self) -> int:
-        """Number of sessions that are open or in their grace."""
+        """Number of sessions, open or in their grace."""
         return len(self._sessions)
 
     def check_bookable(self, key: Key, session_id: str, opening_number: int = 0) -> None:
-        """Checks that a key may be booked for a session, or under a lease if ``session_id`` is empty.
+        """Checks a key before it is booked for a session, or under a lease if ``session_id`` is empty.
 
-        A key that was dropped with its owner but never freed is bookable in an open session, because the client of that
+        A key dropped with its owner but never freed is bookable in an open session, because the client of the
         session vouches for it. A lease has nobody who does.
 
         Raises:
@@ -96,7 +96,7 @@ class BookingLeases:
         return is_booked
 
     def own(self, booking: Booking, session_id: str, lease_seconds: float, now: float, opening_number: int = 0) -> None:
-        """Makes a session or a lease own a booking that only other Schedulers own so far.
+        """Makes a session or a lease own a booking of other Schedulers.
 
         Raises:
             BookingFreed: it was freed.
@@ -112,13 +112,13 @@ class BookingLeases:
         self._watch(booking)
 
     def adopt(self, booking: Booking, session_id: str, placement: Placement) -> None:
-        """Makes an open session own a booking, at the placement that its client states."""
+        """Makes an open session own a booking, at the placement stated by its client."""
         here = self._booking_table.here
         if booking.session_id != session_id or booking.owners.get(here) != placement:
             self._booking_table.own(booking, placement, session_id=session_id)
 
     def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> Session:
-        """Opens a session, or opens the one of that id again, with its bookings.
+        """Opens a session, or opens it again with its bookings.
 
         Args:
             session_id: The session.
@@ -138,7 +138,7 @@ class BookingLeases:
         return session
 
     def free_all_but(self, session_id: str, live: Collection[Key]) -> int:
-        """Frees the bookings of a session that its client no longer lists. Returns how many.
+        """Frees the bookings of a session missing in its client's list. Returns how many.
 
         Their frees went to another Scheduler while the session was there.
         """
@@ -148,11 +148,11 @@ class BookingLeases:
         return len(ended)
 
     def check_open(self, session_id: str, opening_number: int = 0) -> Session:
-        """Returns a session that a call names, which shows that its client lives.
+        """Returns the session of a call. The call shows its client to be alive.
 
         Args:
             session_id: The session.
-            opening_number: The opening that the call belongs to; 0 for any.
+            opening_number: The opening of the call; 0 for any.
 
         Raises:
             SessionLost: the session is not open, or its last opening has another number.
@@ -164,7 +164,7 @@ class BookingLeases:
         return session
 
     def close_session(self, session_id: str, now: float, opening_number: int = 0) -> bool:
-        """Begins the grace of a session. Returns whether it was open, with that opening number unless that is 0."""
+        """Begins the grace of a session. Returns whether it was open, with the opening number unless it is 0."""
         session = self._sessions.get(session_id)
         if session is None or not session.open or opening_number not in (0, session.opening_number):
             return False
@@ -174,7 +174,7 @@ class BookingLeases:
         return True
 
     def tick(self) -> list[str]:
-        """Counts a tick. Returns the open sessions that no call has named for ``SILENT_TICKS``."""
+        """Counts a tick. Returns the open sessions without a call for ``SILENT_TICKS``."""
         silent = []
         for session_id, session in self._sessions.items():
             if session.open:
@@ -184,7 +184,7 @@ class BookingLeases:
         return silent
 
     def expire(self, now: float) -> None:
-        """Ends the leases that ran out and the sessions whose grace is over."""
+        """Ends expired leases and sessions after their grace."""
         self._expire_leases(now)
         due = [name for name, session in self._sessions.items() if not session.open and session.ends <= now]
         for session_id in due:

@@ -11,13 +11,13 @@ log = structlog.get_logger(component="scheduler")
 
 
 class BookingStatistics:
-    """A listener of the booking table that counts and logs. Changes nothing."""
+    """A listener of the booking table for metrics and logs."""
 
     def __init__(self, metrics: SchedulerMetrics) -> None:
         self._metrics = metrics
 
     def follow(self, booking_table: BookingTable) -> None:
-        """Subscribes to the changes that it counts."""
+        """Subscribes to frees and ends of sessions."""
         booking_table.subscribe(Freed, self._freed)
         booking_table.subscribe(SessionEnded, self._session_ended)
 
@@ -40,7 +40,7 @@ class BookingStatistics:
         log.info("session.expired", session=change.session_id, client=change.client_name, bookings=bookings)
 
     def _compare_prediction(self, booking: Booking, cached_tokens: int) -> None:
-        """Compares the predicted overlap with what the worker found in its cache."""
+        """Compares the predicted overlap with the worker's cached tokens."""
         block_size, prompt_tokens = booking.pool.booked_load.block_size, booking.prompt.tokens
         # The block of the last token is computed even if it is cached: the model needs its output.
         reachable = (prompt_tokens - 1) // block_size
@@ -57,20 +57,20 @@ class BookingStatistics:
         )
 
     def _check_predictions(self, booking: Booking, predicted_tokens: int, cached_tokens: int) -> None:
-        """Logs a difference between predictions and reports that persists."""
+        """Logs a persistent difference between predictions and reports."""
         prompt_tokens = booking.prompt.tokens
-        found = booking.pool.prediction_check.add(
+        difference = booking.pool.prediction_check.add(
             prompt_tokens=prompt_tokens,
             predicted_tokens=predicted_tokens,
             reported_tokens=min(cached_tokens, prompt_tokens),
         )
-        if found is not None:
+        if difference is not None:
             log.warning(
                 "cache.predictions_differ",
                 component_name=str(booking.component),
                 model=booking.pool.model,
-                requests=found.requests,
-                predicted_share=round(found.predicted, 3),
-                reported_share=round(found.reported, 3),
-                advice=found.advice,
+                requests=difference.requests,
+                predicted_share=round(difference.predicted, 3),
+                reported_share=round(difference.reported, 3),
+                advice=difference.advice,
             )

@@ -1,4 +1,4 @@
-"""The one table of live bookings: those that this Scheduler owns, and those that it counts for other Schedulers.
+"""The one table of live bookings: this Scheduler's own, and those counted for other Schedulers.
 
 A booking lives while at least one Scheduler owns it and nobody has freed it. Updates merge by maximum, in any order and
 however often they arrive: booked < prefilled < freed, and the highest number of output tokens. Its load is therefore
@@ -33,27 +33,27 @@ _Change = TypeVar("_Change", bound=BookingChange)
 
 
 class Progress(NamedTuple):
-    """Progress of a booking that was dropped with its last owner.
+    """Progress of a booking dropped with its last owner.
 
-    Schedulers that still own the booking may lack what was reported here, and it counts when the booking returns.
+    Its other owners may lack reports received here, so the progress counts when the booking returns.
     """
 
     component: ComponentName
     prefilled: bool
     output_tokens: int
     is_local: bool
-    """Whether some of it was reported here, so that the others learn it from here."""
+    """Whether some of it was reported here, from where the others learn it."""
 
 
 class BookingTable:
-    """Live bookings by key, the keys that ended, and the load of both. A booking is released exactly once."""
+    """Live bookings by key, ended keys, and their load. A booking is released exactly once."""
 
     def __init__(self, here: SchedulerIncarnation = (0, ""), *, tombstones: int = 1 << 16) -> None:
         """Creates an empty table.
 
         Args:
             here: This Scheduler.
-            tombstones: Number of freed keys to remember, so that a late call does not book one of them again.
+            tombstones: Number of freed keys to remember, against late calls for them.
         """
         self.here = here
         self._bookings: dict[Key, Booking] = {}
@@ -91,7 +91,7 @@ class BookingTable:
         return booking
 
     def of_session(self, session_id: str) -> Set[Key]:
-        """Returns the keys that a session of this Scheduler owns."""
+        """Returns the keys of a session of this Scheduler."""
         return self._of_sessions.get(session_id, frozenset())
 
     def is_here(self, booking: Booking) -> bool:
@@ -103,15 +103,15 @@ class BookingTable:
         return key in self._gone
 
     def was_freed(self, key: Key) -> bool:
-        """Returns whether a key is remembered as freed. A key that was dropped with its last owner was not."""
+        """Returns whether a key is remembered as freed. A key dropped with its last owner is not."""
         return key in self._gone and self._gone[key] is None
 
     def freed(self) -> list[Key]:
-        """Returns the keys that are remembered as freed, oldest first."""
+        """Returns the keys remembered as freed, oldest first."""
         return [key for key, progress in self._gone.items() if progress is None]
 
     def dropped(self) -> list[tuple[Key, Progress]]:
-        """Returns the keys that are remembered as dropped with their last owner, each with its progress."""
+        """Returns the keys remembered as dropped with their last owner, each with its progress."""
         return [(key, progress) for key, progress in self._gone.items() if progress is not None]
 
     def book(self, booking: Booking, owner: SchedulerIncarnation) -> bool:
@@ -165,7 +165,7 @@ class BookingTable:
         """Removes a Scheduler from the owners of a booking, and drops the booking with its last owner.
 
         Returns:
-            The booking; None if that Scheduler did not own it.
+            The booking; None if it had another owner.
         """
         booking = self._bookings.get(key)
         if booking is None or owner not in booking.owners:
@@ -185,13 +185,13 @@ class BookingTable:
         return booking
 
     def end_session(self, session_id: str, client_name: str) -> None:
-        """Removes this Scheduler from the owners of everything that a session owns. ``client_name`` is for logs."""
+        """Removes this Scheduler from the owners of a session's bookings. ``client_name`` is for logs."""
         keys = list(self.of_session(session_id))
         bookings = [booking for key in keys if (booking := self.remove_owner(key, self.here)) is not None]
         self._publish(SessionEnded(session_id, client_name, bookings))
 
     def prefill_complete(self, booking: Booking, *, is_remote: bool = False) -> None:
-        """Notes that the prompt of a live booking is computed."""
+        """Records the end of a live booking's prefill."""
         self._note_progress(booking, is_remote=is_remote)
         booking.prefilled = True
         booking.pool.booked_load.prefill_complete(booking.key)
@@ -213,11 +213,11 @@ class BookingTable:
         is_remote: bool = False,
         is_expired: bool = False,
     ) -> Booking | None:
-        """Ends a booking. A key that is not booked is remembered as freed all the same.
+        """Ends a booking. A key without one is remembered as freed all the same.
 
         Args:
             key: The booking.
-            cached_tokens: Prompt tokens that the worker found in its cache; None if unknown.
+            cached_tokens: Prompt tokens found in the worker's cache; None if unknown.
             prefilled: Whether its prompt is computed as well, as ``prefill_complete`` notes it.
             is_remote: Whether another Scheduler announced the end.
             is_expired: Whether its lease ran out.
@@ -258,7 +258,7 @@ class BookingTable:
         booking.pool.booked_load.free(booking.key, prefilled=prefilled)
 
     def _restore(self, booking: Booking, earlier: Progress) -> None:
-        """Counts the progress that a booking had when it was dropped."""
+        """Counts the progress of a booking from before it was dropped."""
         booking.has_local_progress |= earlier.is_local
         load = booking.pool.booked_load
         if earlier.prefilled:

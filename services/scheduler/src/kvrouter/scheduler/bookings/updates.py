@@ -1,4 +1,4 @@
-"""The calls about bookings that exist, and the periodic expiry: each is one call on the booking table."""
+"""The calls about live bookings, and the periodic expiry: each is one call on the booking table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BookingUpdates:
         self._clock = clock
 
     def mark_prefill_complete(self, request: pb.MarkPrefillCompleteRequest) -> pb.MarkPrefillCompleteResponse:
-        """Records that the prompt of a booking is computed."""
+        """Records the end of a booking's prefill."""
         booking = self._find(request.booking)
         if booking is not None:
             if request.handover_us and not booking.prefilled:
@@ -80,7 +80,7 @@ class BookingUpdates:
                 self._booking_table.generated(booking, request.output_tokens)
 
     def expire(self) -> None:
-        """Ends the leases that ran out and the sessions whose grace is over."""
+        """Ends expired leases and sessions after their grace."""
         self._booking_leases.expire(self._clock())
 
     def _find(self, key: BookingKey) -> Booking | None:
@@ -97,7 +97,7 @@ class BookingUpdates:
 
 
 def _note_handover(booking: Booking, measured_us: int) -> None:
-    """Compares the time of a hand-over with what its decision expected."""
+    """Compares the time of a hand-over with the forecast of its decision."""
     expected = booking.outcome.prefill
     if expected.remote and expected.transfer_factor > 0:
         modelled = expected.transfer_ms / expected.transfer_factor

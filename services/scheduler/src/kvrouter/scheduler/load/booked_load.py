@@ -25,7 +25,7 @@ _PREFILL, _DECODE = Stage.STAGE_PREFILL, Stage.STAGE_DECODE
 
 
 def new_prefill_tokens(prompt_tokens: int, overlap_blocks: Column, block_size: int, stage: Stage) -> Column:
-    """Returns the prompt tokens that each rank would compute; 0 in the decode stage, which receives its blocks."""
+    """Returns the prompt tokens left to compute on each rank; 0 in the decode stage, which receives its blocks."""
     if stage == _DECODE:
         return np.zeros_like(overlap_blocks)
     return np.maximum(prompt_tokens - overlap_blocks * block_size, 0)
@@ -33,7 +33,7 @@ def new_prefill_tokens(prompt_tokens: int, overlap_blocks: Column, block_size: i
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """What counts as load."""
+    """Rules for counting load."""
 
     track_active_blocks: bool = True
     """Whether blocks of requests in flight count. Never in the prefill stage, which leaves no blocks in use."""
@@ -44,10 +44,10 @@ class Accounting:
 
 
 class Head(NamedTuple):
-    """The prompt that a rank is computing."""
+    """The prompt under computation on a rank."""
 
     tokens: int = 0
-    """Its tokens that had to be computed at dispatch; 0 if no prompt waits."""
+    """Its uncached tokens at dispatch; 0 if no prompt waits."""
     seconds: float = 0.0
     """Seconds since it became the first."""
     requests: int = 0
@@ -93,7 +93,7 @@ class PrefillQueues:
             self._update(rank)
 
     def enter(self, rank: Rank, key: Key, tokens: int, now: float) -> None:
-        """Adds a request that was dispatched to a rank, with the prompt tokens that must be computed."""
+        """Adds a dispatched request with its uncached prompt tokens."""
         queue = self._queues.setdefault(rank, {})
         if not queue:
             self._since[rank] = now
@@ -101,7 +101,7 @@ class PrefillQueues:
         self._update(rank)
 
     def leave(self, rank: Rank, key: Key, now: float) -> None:
-        """Removes a request that has its first token or has ended. An unknown request changes nothing."""
+        """Removes a request after its first token or its end. An unknown request changes nothing."""
         queue = self._queues.get(rank)
         if queue is None or key not in queue:
             return
@@ -116,14 +116,14 @@ class PrefillQueues:
         return len(self._queues.get(rank, ()))
 
     def head(self, rank: Rank, now: float) -> Head:
-        """Returns the prompt that a rank is computing."""
+        """Returns the prompt under computation on a rank."""
         queue = self._queues.get(rank)
         if not queue:
             return Head()
         return Head(next(iter(queue.values())), max(0.0, now - self._since[rank]), len(queue))
 
     def heads(self, now: float) -> Heads:
-        """Returns the prompts that the shown ranks are computing."""
+        """Returns the prompts under computation on the shown ranks."""
         # A change copies the columns if they were read, so that a reader's do not change.
         self._is_read = True
         return Heads(self._tokens, self._requests, self._first_since, now)
@@ -152,9 +152,9 @@ class RankLoad(NamedTuple):
     requests: int = 0
     """Bookings."""
     leading_active_blocks: int = 0
-    """Leading blocks of the request to place that are active."""
+    """Leading active blocks of the request to place."""
     head: Head = Head()
-    """The prompt that the rank is computing."""
+    """The prompt under computation on the rank."""
 
 
 class Loads(NamedTuple):
@@ -175,7 +175,7 @@ class Loads(NamedTuple):
 class BookedLoad:
     """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
 
-    A rank that is no longer registered keeps its load until its bookings are freed: the lease of a worker can expire
+    An unregistered rank keeps its load until its bookings are freed: the lease of a worker can expire
     while its requests continue.
     """
 
@@ -194,7 +194,7 @@ class BookedLoad:
         self._sequences = ActiveSequences(block_size, max_bookings=max_bookings, tombstones=0)
         self._registered: frozenset[Rank] = frozenset()
         self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
-        """The ranks that the core knows, and the indexes of the registered ones; None if they all are."""
+        """The ranks known to the core, and the indexes of the registered ones; None if they all are."""
         self._bookings: dict[Rank, int] = {}
         self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
@@ -238,7 +238,7 @@ class BookedLoad:
         return self._peaks.reported(rank, self._bookings.get(rank, 0))
 
     def load_by_rank(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
-        """Returns the load of every rank that is registered or has bookings, for display."""
+        """Returns the load of every rank with a registration or bookings, for display."""
         columns, added = self._read(prompt, stage)
         now, head = self._clock(), self._prefills.head
         return {
@@ -255,7 +255,7 @@ class BookedLoad:
         return self._sequences.loads(), -(-prompt.tokens // self.block_size)
 
     def _registered_of(self, columns: LoadColumns) -> Column:
-        """Returns the columns of registered ranks as rows; the core also knows ranks that have bookings only."""
+        """Returns the columns of registered ranks as rows; the core also knows ranks with bookings only."""
         known = columns.ranks
         rows: Column = np.ndarray((4, len(known)), np.int64, columns.packed)
         if self._places is None or self._places[0] is not known:
@@ -271,9 +271,9 @@ class BookedLoad:
 
         Args:
             key: Key of the booking.
-            rank: Rank that serves the request.
+            rank: Rank of the request.
             prompt: The prompt.
-            prefill_tokens: Prompt tokens that the rank must compute.
+            prefill_tokens: Prompt tokens to compute there.
             forecast_ms: Forecast time to first token, if it is suitable for latency calibration.
 
         Raises:
@@ -320,15 +320,15 @@ class BookedLoad:
         return self.prefill_times.factors(self._clock())
 
     def handed_over(self, measured_ms: float, modelled: float) -> None:
-        """Measures a hand-over that ends now, given the time of the model of the link; both in ms."""
+        """Measures the end of a hand-over, given its modelled time; both in ms."""
         self.prefill_times.handed_over(measured_ms, modelled, self._clock())
 
     def tracks_blocks(self, stage: int) -> bool:
-        """Returns whether the blocks of a booking of that stage count as active."""
+        """Returns whether the blocks of a booking of the stage count as active."""
         return self._accounting.track_active_blocks and stage != _PREFILL
 
     def prefill_complete(self, key: Key) -> bool:
-        """Notes that the prompt is computed. Returns whether the booking is live."""
+        """Records the end of the prefill. Returns whether the booking is live."""
         rank = self._sequences.rank(key)
         if rank is None:
             return False

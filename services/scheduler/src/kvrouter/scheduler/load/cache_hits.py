@@ -36,14 +36,14 @@ class CacheHits:
         predicted_tokens: int | None,
         reachable_tokens: int = 0,
     ) -> None:
-        """Adds a request that has ended.
+        """Adds an ended request.
 
         Args:
-            rank: Rank that served it.
+            rank: Its rank.
             prompt_tokens: Tokens of its prompt.
-            cached_tokens: Tokens that the worker found cached.
-            predicted_tokens: Tokens that the index predicted as cached; None without a prediction.
-            reachable_tokens: The same for the rank that held most of the prompt.
+            cached_tokens: Tokens found in the worker's cache.
+            predicted_tokens: Cached tokens predicted from the index; None without a prediction.
+            reachable_tokens: The same for the rank with the largest overlap.
         """
         counts = self._counts.setdefault(rank, HitCounts())
         counts.requests += 1
@@ -63,12 +63,12 @@ WINDOW_SECONDS = 60.0
 MIN_REQUESTS = 20
 """Minimum number of requests in a window, since single requests often differ."""
 TOLERANCE = 0.1
-"""Difference, as a share of the prompt tokens, that is normal: events arrive late, and blocks are evicted meanwhile."""
+"""Normal difference, as a share of the prompt tokens: events arrive late, and blocks are evicted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a window of time showed."""
+    """Shares of one window of time."""
 
     requests: int
     predicted: float
@@ -84,7 +84,7 @@ class Difference:
 
     @property
     def advice(self) -> str:
-        """What to check."""
+        """Advice for operators."""
         if self.direction > 0:
             return (
                 "Workers compute again what the index says they hold. Check with kvrouter index verify, and that the "
@@ -108,13 +108,13 @@ class PredictionCheck:
         self._previous_direction = 0
 
     def add(self, *, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> Difference | None:
-        """Adds a request that has ended; returns a persistent difference, at most once for each window."""
-        found = self._close_window() if self._clock() - self._since >= WINDOW_SECONDS else None
+        """Adds an ended request; returns a persistent difference, at most once for each window."""
+        difference = self._close_window() if self._clock() - self._since >= WINDOW_SECONDS else None
         self._requests += 1
         self._prompt += prompt_tokens
         self._predicted += predicted_tokens
         self._reported += reported_tokens
-        return found
+        return difference
 
     def _close_window(self) -> Difference | None:
         window = Difference(

@@ -1,24 +1,24 @@
-"""Room that a tenant with its share of the ranks leaves free, for requests that other tenants will soon send.
+"""Room kept free by a tenant with its share of the ranks, for the next requests of other tenants.
 
     kept    = max(0, need - sum of min(n, share))                              [requests]
     need    = min(min(sum of p, ceil(sum of m + DEVIATIONS * sqrt(sum of m * (p - m)))) + SPARE, MOST * places)
 
-Sums are over the other tenants that had a request in flight in the last minute:
+Sums are over the other tenants with a request in flight in the last minute:
 
     n       = requests in flight                                              [requests]
-    p       = the most that were in flight at once in the last RECENT_S, at most the tenant's share
+    p       = peak of n in the last RECENT_S, at most the tenant's share
     m       = mean of n over about MEAN_S, at most p
     share   = max(1, places * weight / weights of all those tenants)           [requests]
-    places  = requests that all ranks have room for, used or not               [requests]
+    places  = requests that fit on all ranks together, those running included  [requests]
 
 A number between 0 and p with mean m has a variance of m * (p - m) at most (Bhatia and Davis, 2000), and variances of
-independent tenants add up. So what one tenant had at once is kept for it, but not for each of many that rarely send.
-SPARE gives its next request a choice: the slot that its last one left is often on a rank where prompts of others have
+independent tenants add up. So the peak of one tenant is kept for it, but not those of many tenants with rare requests.
+SPARE gives its next request a choice: the slot left by its last one is often on a rank where prompts of others have
 just begun.
 
 A tenant has its share if it uses as large a part of all slots, or of the KV cache, as its weight is of all weights. One
-below it may use the room that is kept. A tenant that uses more than another one piles up few prompts on a rank
-(``delays``). A tenant that is alone is not limited.
+below it may use the kept room. A tenant with more use than another one piles up few prompts on a rank
+(``delays``). A single tenant is not limited.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ SLOWER = 1.5
 """Factor by which prompts of a limited tenant may delay the first token of a prompt of others."""
 
 SPARE = 1
-"""Places kept beyond those that other tenants are likely to need."""
+"""Places kept beyond the likely need of other tenants."""
 
 MOST = 0.5
-"""Part of all places that is kept free at most."""
+"""Largest part of all places to keep free."""
 
 PROMPTS = 16.0
 """Requests over which the mean prompt length of a tenant is taken."""
 
 MAX_TENANTS = 256
-"""Tenants that are remembered. Of more, those that began a request most recently count."""
+"""Tenants to remember. Of more, those with the most recent requests count."""
 
 
 @dataclass(slots=True)
 class _Recent:
-    """A tenant that had a request in flight of late."""
+    """A tenant with a recent request in flight."""
 
     weight: float
     seen: float
@@ -99,14 +99,14 @@ class Headroom:
         self._forgot = -math.inf
         """When it last looked for tenants to forget."""
         self._kept: dict[str, int] = {}
-        """What each tenant leaves free, as computed since a request began or ended."""
+        """Places to keep free by tenant, computed since a request last began or ended."""
 
     def __len__(self) -> int:
-        """Returns the number of tenants that it remembers."""
+        """Returns the number of remembered tenants."""
         return len(self._recent)
 
     def began(self, key: Key, tenant: Tenant, tokens: int, prompt_tokens: int, now: float) -> None:
-        """Notes that a request goes to a rank, where it counts ``tokens`` of KV cache as in ``Choice.use_tokens``."""
+        """Records a dispatch, which counts ``tokens`` of KV cache as in ``Choice.use_tokens``."""
         if key in self._running:
             return
         self._kept.clear()
@@ -127,7 +127,7 @@ class Headroom:
         self._recent.move_to_end(tenant.name)
 
     def ended(self, key: Key, now: float) -> None:
-        """Notes that a request has ended."""
+        """Records the end of a request."""
         self._kept.clear()
         tenant, tokens = self._running.pop(key, ("", 0))
         if tokens and (recent := self._recent.get(tenant)) is not None:
@@ -168,7 +168,7 @@ class Headroom:
     def kept(self, tenant: str, places: float, now: float) -> int:
         """Returns the further requests of other tenants for which a tenant leaves room.
 
-        ``places``: requests that all ranks have room for, used or not.
+        ``places``: requests that fit on all ranks together, those running included.
         """
         kept = self._kept.get(tenant)
         if kept is None:
@@ -203,19 +203,19 @@ class Headroom:
 
 def places(free_slots: Amounts, free_blocks: Amounts, blocks: int) -> Amounts:
     """Returns how many requests of so many blocks each rank has room for; infinite where both limits are unknown."""
-    found: Amounts = np.floor(np.maximum(np.minimum(free_slots, free_blocks / blocks), 0.0))
-    return found
+    counts: Amounts = np.floor(np.maximum(np.minimum(free_slots, free_blocks / blocks), 0.0))
+    return counts
 
 
 def delays(booked: Column, added: Column, typical: float) -> Mask:
-    """Returns on which ranks a prompt would delay those that others will send.
+    """Returns on which ranks a prompt would delay the next ones of others.
 
-    A rank that has prompts to compute takes another one if all of them together with a typical one of others take no
-    more than SLOWER times as long as that one alone. A rank without a prompt to compute takes any.
+    A rank with prompts to compute takes another one if all of them together with a typical one of others take no
+    more than SLOWER times as long as the typical one alone. A rank without a prompt to compute takes any.
 
     Args:
-        booked: Prompt tokens that each rank has yet to compute.
-        added: Prompt tokens that it would have to compute for the request.
+        booked: Booked prompt tokens of each rank, not yet computed.
+        added: Prompt tokens to compute there for the request.
         typical: Prompt tokens of a request of other tenants.
     """
     tokens: Amounts = np.add(booked, added, dtype=np.float64) + typical
@@ -224,11 +224,11 @@ def delays(booked: Column, added: Column, typical: float) -> Mask:
 
 
 def takes_kept_room(before: Amounts, after: Amounts, kept: int) -> Mask:
-    """Returns on which ranks a request would leave less room than is kept for others.
+    """Returns on which ranks a request would leave less room than others need.
 
     Args:
         before: Places of each rank without the request.
-        after: Those that would be left there.
+        after: Those left there with it.
         kept: Places to leave free in all.
     """
     taken: Mask = before.sum() - before + after < kept

@@ -7,18 +7,18 @@ From these:
     m         = mean of x on a rank, of which a new one corrects 1 / n
     s         = standard deviation of x around m over all ranks, at least LEAST_SPREAD
     d         = m - mean of m over the ranks, by their weights
-    doubt     = max(DOUBT * s / sqrt(n), TRAFFIC)           deviation that chance or traffic explains
-    latency   = exp(d * max(0, 1 - (doubt / d)^2))          measured time of the rank over that of the component  [1]
+    doubt     = max(DOUBT * s / sqrt(n), TRAFFIC)           deviation explained by chance or traffic
+    latency   = exp(d * max(0, 1 - (doubt / d)^2))          measured time of the rank over the component's    [1]
 
-A deviation that chance or traffic explains is thus none: ranks of equal speed have exactly 1, and so has a rank that
-has just begun. A large one counts almost whole (the positive-part estimator of James and Stein). A rank that gets no
-requests returns to 1 by its half-life and is measured again, so that no rank is avoided for ever.
+A deviation explained by chance or traffic is thus none: ranks of equal speed have exactly 1, and so has a rank with
+few first tokens. A large one counts almost whole (the positive-part estimator of James and Stein). A rank without
+requests returns to 1 by its half-life and is measured again: no rank is avoided for ever.
 
 Beside it, the time model of mode ``forecast`` is calibrated against the engines of the whole component:
 
     value *= clamp(measured / (forecast * relative latency), 1/4, 4) ^ STEP         at each suitable first token
 
-That factor serves all ranks, and forecasts are those at the component's speed.
+The factor serves all ranks, and forecasts are those at the component's speed.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from kvrouter.core import Rank
 from numpy.typing import NDArray
 
 WINDOW = 50
-"""First tokens that a rank's mean reflects. More would follow a change of speed more slowly, and would tell speeds
-apart that differ by too little to matter."""
+"""First tokens in a rank's mean. More would follow a change of speed more slowly, and would tell speeds
+apart whose difference is too small to matter."""
 
 DOUBT = 4.0
-"""Standard errors that chance explains. At 3, equal ranks of a full fleet seemed unequal in a sixth of the time: past
+"""Standard errors explained by chance. At 3, equal ranks of a full fleet seemed unequal in a sixth of the time: past
 the knee, deviations have long tails."""
 
 SPREAD, LEAST_SPREAD = 0.25, 0.1
-"""Standard deviation of x before the first one is known, and the lowest that is believed. Measured ones are 0.06 to
+"""Standard deviation of x before the first one is known, and the lowest credible one. Measured ones are 0.06 to
 0.3: the most where ranks are full, the least where prompts are long."""
 
 SPREAD_STEP = 0.02
-"""Share of the difference in variance that one first token corrects: about 50 form a new value."""
+"""Correction of the variance by one first token, as a share of the difference: about 50 form a new value."""
 
 TRAFFIC = 0.2
-"""Deviation, in its logarithm, that a difference in traffic explains. Ranks of equal speed whose requests share a
+"""Deviation, in its logarithm, explained by a difference in traffic. Ranks of equal speed whose requests share a
 popular prompt decode more context per block than the time model assumes: they are up to a fifth slower than others."""
 
 HALF_LIFE_S = 300.0
-"""Seconds after which a rank's first tokens count half. A worker that recovers from a slow spell is tried again within
-some minutes, while ranks in use have hundreds of first tokens in that time."""
+"""Seconds after which a rank's first tokens count half. A worker after a slow spell is tried again within
+some minutes, while ranks in use have hundreds of first tokens meanwhile."""
 
 WIDEST = 4.0
 """Limit of a single ratio of measured to forecast time, and of a relative latency, in either direction."""
@@ -89,7 +89,7 @@ class RelativeLatency:
     def set_ranks(self, registered: Iterable[tuple[Rank, int]]) -> None:
         """Replaces the registered ranks and their incarnations, in the order of the column.
 
-        A rank that is gone is forgotten, and one of another incarnation starts anew.
+        Unregistered ranks are forgotten, and a new incarnation starts anew.
         """
         before, self._means = self._means, {}
         for rank, incarnation in registered:
@@ -142,10 +142,10 @@ class RelativeLatency:
 
 
 STEP = 0.02
-"""Share of the difference, in its logarithm, that one first token corrects: about 50 first tokens form a new value."""
+"""Correction by one first token, as a share of the difference in logarithms: about 50 form a new value."""
 
 MAX_EXPECTED = 1 << 16
-"""Forecasts that wait for their first token; beyond it the oldest are dropped."""
+"""Most forecasts without a first token; beyond it the oldest are dropped."""
 
 
 class _Expected(NamedTuple):
@@ -168,7 +168,7 @@ class LatencyCalibration:
         self._expected: dict[Hashable, _Expected] = {}
 
     def expect(self, key: Hashable, rank: Rank, forecast_ms: float, now: float) -> None:
-        """Notes that a request was dispatched to a rank.
+        """Records a dispatch with its forecast.
 
         Args:
             key: Key of its booking.
@@ -192,5 +192,5 @@ class LatencyCalibration:
         self.value *= min(max(ratio / expected.latency, 1 / WIDEST), WIDEST) ** STEP
 
     def forget(self, key: Hashable) -> None:
-        """Drops the forecast of a request that ended without a first token."""
+        """Drops the forecast of a request without a first token."""
         self._expected.pop(key, None)

@@ -1,4 +1,4 @@
-"""Detects that this Scheduler is overloaded, by how late its event loop runs.
+"""Detects overload of this Scheduler, by the lateness of its event loop.
 
 All decisions of a component are made in one process, one after another. When more requests arrive than it can decide,
 the turns of its event loop come later and later. The mean over SECONDS counts, so a single pause does not matter. An

@@ -1,4 +1,4 @@
-"""The components that requests can go to, with their candidates, load and load reports."""
+"""The registered components with their candidates, load and load reports."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Pool:
         self.prediction_check = PredictionCheck(clock)
         self.headroom = Headroom()
         self.previous: dict[str, Rank] = {}
-        """Rank that each policy chose last, by the policy's name."""
+        """Last choice of each policy, by the policy's name."""
         self.worker_set = WorkerSet(())
         """Every registered rank."""
         self.view = view
         self._capacity: tuple[WorkerSet, float, Amounts] | None = None
-        """Requests that each rank may have, with the ranks and the mean time in flight that it is computed from."""
+        """Capacity of each rank in requests, after the ranks and the mean time in flight of its computation."""
         self._set_ranks(view)
 
     def follow(self, view: ComponentView) -> None:
@@ -80,7 +80,7 @@ class Pool:
 
         Args:
             requests: Bookings of each rank.
-            now: Seconds, by the clock that stamps load reports.
+            now: Seconds, by the clock of load reports.
         """
         return free_slots(self._slots_and_ahead(), self.worker_set.slots, requests, self.reports.others(now))
 
@@ -103,9 +103,9 @@ class Pool:
         return self._capacity[2]
 
     def open_ranks(self, now: float) -> Collection[Rank] | None:
-        """Returns the ranks that accept requests and have a free slot; None if one has no known limit, or none accepts.
+        """Returns the accepting ranks with a free slot; None if one has no known limit, or none accepts.
 
-        ``now``: seconds, by the clock that stamps load reports.
+        ``now``: seconds, by the clock of load reports.
         """
         ranks, accepting = self.worker_set, self.worker_set.accepting
         if not ranks.limits_requests:
@@ -120,7 +120,7 @@ class Pool:
 
     @property
     def model(self) -> str:
-        """Model that it serves."""
+        """Its model."""
         return self.view.descriptor.model
 
     @property
@@ -165,7 +165,7 @@ class Pools:
         """Returns a component by name.
 
         Raises:
-            UnknownComponent: no component has that name.
+            UnknownComponent: no component has the name.
         """
         try:
             pool = self.get(_component_name(namespace, name))
@@ -176,13 +176,13 @@ class Pools:
         return pool
 
     def find(self, request: RoutingRequest, stage: Stage) -> Pool:
-        """Returns the component that a request names, or the one that serves its model and stage.
+        """Returns the component of a request, by its name or by its model and stage.
 
         Of several components, the one with the most live workers is returned.
 
         Raises:
-            UnknownComponent: the request names a component that is not registered.
-            UnknownModel: no component serves the model in that stage.
+            UnknownComponent: the named component is not registered.
+            UnknownModel: no component serves the model in the stage.
         """
         if request.HasField("component"):
             return self.named(request.component.namespace, request.component.name)
@@ -227,7 +227,7 @@ def _component_name(namespace: str, name: str) -> ComponentName:
 
 
 def rank_load_gauges(pools: Pools) -> ScrapedGauges:
-    """Returns the load of every rank that is registered or has bookings, and its relative latency if registered."""
+    """Returns the load of every rank with a registration or bookings, and the relative latency of registered ones."""
 
     def samples() -> Iterator[tuple[Sequence[str], Sequence[float]]]:
         for pool in pools:

@@ -1,15 +1,15 @@
-"""Learns how long the ranks of a component compute prompts, and how long they receive prompts that others computed.
+"""Learns how long the ranks of a component compute prompts, and how long they receive prompts of others.
 
     factor = exp(mean of log(measured / modelled)), the mean of about the last WINDOW measurements
 
 Measured are
 
-- first tokens of prompts of at least LEAST_TOKENS new tokens on ranks that compute no other prompt;
+- first tokens of prompts of at least LEAST_TOKENS new tokens on ranks without another prompt;
 - hand-overs: the time from the end of a prefill to the first token of its decode worker, as the Frontend reports it.
 
 Unlike the latency calibration of mode forecast this works in every mode. The model counts as the first measurements, so
-that a single odd one has little weight. Measurements count for less the longer there are none: a factor decides whether
-prompts are computed there, so one that says no would have no further measurements, and would never change.
+a single odd one has little weight. Measurements count for less the longer there are none: a factor decides whether
+prompts are computed there, so a factor that says no would have no further measurements, and would never change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrouter.scheduler.request.remote_prefill import PrefillFactors, modelled_m
 LEAST_TOKENS = 256
 """Shorter prompts take mostly the fixed part of a step."""
 WINDOW = 50
-"""Measurements that a factor reflects."""
+"""Measurements in a factor."""
 HALF_LIFE_SECONDS = 120.0
 """Time without measurements after which the earlier ones count for half."""
 _PRIOR = 3
@@ -31,7 +31,7 @@ _PRIOR = 3
 _WIDEST = 16.0
 """Limit of a single ratio of measured to modelled time, in either direction."""
 _MAX_EXPECTED = 1 << 16
-"""Prompts that wait for their first token; beyond it the oldest are dropped."""
+"""Most prompts without a first token; beyond it the oldest are dropped."""
 
 
 class _Factor:
@@ -39,7 +39,7 @@ class _Factor:
         self.count = 0
         self._mean = 0.0
         self._weight = float(_PRIOR)
-        """Measurements that the mean reflects, and the model."""
+        """Measurements in the mean, the model included."""
         self._last = 0.0
 
     def value(self, now: float) -> float:
@@ -56,7 +56,7 @@ class _Factor:
         self._last = now
 
     def _faded(self, now: float) -> tuple[float, float]:
-        """Returns mean and weight at a time: what has faded is replaced by the model."""
+        """Returns mean and weight at a time: the model replaces faded measurements."""
         left = self._weight * 0.5 ** (max(0.0, now - self._last) / HALF_LIFE_SECONDS)
         weight = left + _PRIOR * (1 - left / self._weight)
         return self._mean * left / weight, weight
@@ -75,11 +75,11 @@ class PrefillTimes:
 
     @property
     def measured_prompts(self) -> int:
-        """Number of first tokens that the factor for computing rests on."""
+        """Number of first tokens in the factor for computing."""
         return self._compute.count
 
     def expect(self, key: Hashable, tokens: int, now: float) -> None:
-        """Notes that a rank without other prompts computes a prompt now.
+        """Records the start of a prompt on a rank without others.
 
         Args:
             key: Key of its booking.
@@ -93,13 +93,13 @@ class PrefillTimes:
         self._expected[key] = (tokens, now)
 
     def first_token(self, key: Hashable, now: float) -> None:
-        """Measures a prompt that is expected."""
+        """Measures an expected prompt."""
         if (expected := self._expected.pop(key, None)) is not None:
             tokens, since = expected
             self._compute.observe((now - since) * 1e3, float(modelled_ms(np.array([tokens]))[0]), now)
 
     def forget(self, key: Hashable) -> None:
-        """Drops a prompt that ended without a first token."""
+        """Drops a prompt without a first token."""
         self._expected.pop(key, None)
 
     def handed_over(self, measured_ms: float, modelled: float, now: float) -> None:

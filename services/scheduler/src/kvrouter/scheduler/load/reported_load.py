@@ -1,4 +1,4 @@
-"""Load that ranks report, received over NATS. While NATS is away, booked load alone counts."""
+"""Load reported by ranks over NATS. While NATS is away, booked load alone counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = structlog.get_logger(component="scheduler")
 
 _LARGEST = (1 << 63) - 1
 _REORDER_SECONDS = 2.0
-"""Longest time by which later reports can overtake one. A longer contradiction means that the order is wrong: a clock
+"""Longest time by which later reports can overtake one. A longer contradiction shows a wrong order: a clock
 was set back, a publisher restarted, or a number was forged."""
 
 
@@ -32,7 +32,7 @@ class Reported(NamedTuple):
     """Reported load as columns in the order of the registered ranks; 0 without a recent report."""
 
     shares: NDArray[np.float64]
-    """Share of the blocks that is active; 0 if their number is unknown."""
+    """Active share of the blocks; 0 if their number is unknown."""
     prefill_tokens: Column
 
 
@@ -52,7 +52,7 @@ class LoadReports:
 
         Args:
             max_age_seconds: How long a report counts after its arrival.
-            most_booked: Returns how many of the requests in a report that arrives may be booked here.
+            most_booked: Returns how many requests of an arriving report may be booked here.
         """
         self._max_age = max_age_seconds
         self._most_booked = most_booked
@@ -113,7 +113,7 @@ class LoadReports:
         return Reported(self._shares * counts, self._prefill_tokens * counts)
 
     def others(self, now: float) -> Column | None:
-        """Returns the requests that every registered rank reports beyond those booked; None if none reports any."""
+        """Returns the reported requests of every registered rank beyond those booked; None if there are none."""
         if not self._others.any():
             return None
         others: Column = self._others * (now - self._heard <= self._max_age)
@@ -131,20 +131,20 @@ class LoadReports:
         return incarnation is not None and report.incarnation >= incarnation
 
     def _is_outrun(self, report: LoadReport, arrived: _Arrived, now: float) -> bool:
-        """Returns whether a report is older than one that has arrived.
+        """Returns whether a report is older than an arrived one.
 
-        Of different incarnations the registered one counts; another one counts only after that one has fallen silent.
+        Of different incarnations the registered one counts; another one counts only after it has fallen silent.
         Within an incarnation the sequence decides where both reports have one, because clocks can be set back.
         """
-        before, came, _ = arrived
+        before, arrived_at, _ = arrived
         if report.incarnation != before.incarnation:
             registered = self._registered.get(rank_of(report))
-            return registered == before.incarnation and now - came <= self._max_age
+            return registered == before.incarnation and now - arrived_at <= self._max_age
         if report.sequence and before.sequence:
             is_earlier = report.sequence < before.sequence
         else:
             is_earlier = report.measured_unix_ns < before.measured_unix_ns
-        return is_earlier and now - came <= _REORDER_SECONDS
+        return is_earlier and now - arrived_at <= _REORDER_SECONDS
 
 
 class LoadListener:

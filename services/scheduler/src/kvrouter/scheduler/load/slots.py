@@ -1,15 +1,15 @@
-"""Slots: the requests that the engine of a rank runs at once, and how many of them are free.
+"""Slots: how many requests the engine of a rank runs at once, and how many of them are free.
 
     free(w)   = slots(w) + ahead(w) - booked(w) - others(w)                  [requests]
 
     slots(w)  = max_sequences of the rank; unlimited where it is unknown     [requests]
-    ahead(w)  = floor(slots(w) * min(1, DISPATCH_S / R)): those that end while one is dispatched
+    ahead(w)  = floor(slots(w) * min(1, DISPATCH_S / R)): ends during one dispatch
     R         = mean time in flight of the component's requests              [seconds]
-    others(w) = requests that the engine reports beyond those booked, at most slots(w) - 1
+    others(w) = requests reported by the engine beyond those booked, at most slots(w) - 1
 
-An engine whose slots are all taken by booked requests has nothing to run in place of one that ends, until the next one
-has been dispatched. With short requests that is a large part of its time. ``ahead`` requests therefore wait in the
-engine. They delay a request that goes first by ``ahead * R / slots``, which is DISPATCH_S at most.
+An engine whose slots are all taken by booked requests has nothing to run in place of an ended one, until the next one
+has been dispatched. With short requests this is a large part of its time. ``ahead`` requests therefore wait in the
+engine. They delay the next request by ``ahead * R / slots``, which is DISPATCH_S at most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvrouter.core import Rank
 from kvrouter.scheduler.policies.interface import Amounts, Column
 
 DISPATCH_S = 0.02
-"""Time in seconds from the end of a request to the first step of the one that takes its place: its end is reported, the
+"""Time in seconds from the end of a request to the first step of its successor: its end is reported, the
 next one is released and dispatched, and the engine ends the step under way."""
 
 WINDOW, LEAST = 64, 8
@@ -29,7 +29,7 @@ WINDOW, LEAST = 64, 8
 
 
 class TimeInFlight:
-    """Mean time from dispatch to end: request-seconds over the requests that ended (Little's law)."""
+    """Mean time from dispatch to end: request-seconds over ended requests (Little's law)."""
 
     def __init__(self) -> None:
         self.seconds = math.inf
@@ -41,12 +41,12 @@ class TimeInFlight:
         self._now = 0.0
 
     def began(self, now: float) -> None:
-        """Notes that a request was dispatched."""
+        """Records a dispatch."""
         self._pass(now)
         self._live += 1
 
     def ended(self, now: float) -> None:
-        """Notes that a request has ended."""
+        """Records the end of a request."""
         self._pass(now)
         self._live -= 1
         self._ended += 1
@@ -63,10 +63,10 @@ class TimeInFlight:
 
 
 class BookingPeaks:
-    """The most bookings that each rank had at once, of late.
+    """The recent peak of each rank's bookings.
 
-    A report counts requests as they were some time before it arrives. Only what exceeds every number of bookings since
-    the report before the last is certain to be of others.
+    A report counts requests as they were some time before it arrives. Only an excess over every number of bookings
+    since the report before the last is certain to be of others.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class BookingPeaks:
         """Peak between the last two reports, and since the last."""
 
     def booked(self, rank: Rank, bookings: int) -> None:
-        """Notes that a rank has that many bookings."""
+        """Records a rank's number of bookings."""
         before, since = self._peaks.get(rank, (0, 0))
         if bookings > since:
             self._peaks[rank] = before, bookings
@@ -91,20 +91,20 @@ class BookingPeaks:
 
 
 def capacity(slots: Amounts, seconds_in_flight: float) -> Amounts:
-    """Returns the requests that each rank may have at once: its slots, and the requests that may wait in its engine."""
+    """Returns the capacity of each rank in requests: its slots, and the waiting requests of its engine."""
     share = min(1.0, DISPATCH_S / seconds_in_flight) if seconds_in_flight > 0 else 1.0
     ahead: Amounts = np.floor(slots * share) if share else np.zeros_like(slots)
     return slots + ahead
 
 
 def free_slots(capacity: Amounts, slots: Amounts, booked: Column, others: Column | None) -> Amounts:
-    """Returns the further requests that each rank may have, 0 or less where there is no slot.
+    """Returns the free slots of each rank, 0 or less where there is none.
 
     Args:
         capacity: As ``capacity`` returns it.
-        slots: Requests that each rank runs at once; infinite where that is unknown.
+        slots: Requests run at once by each rank; infinite where unknown.
         booked: Its bookings.
-        others: Requests that its engine reports beyond those; None if there are none. They leave every rank a slot, so
+        others: Further requests reported by its engine; None if there are none. They leave every rank a slot, so
             that a wrong report cannot keep it idle.
     """
     free: Amounts = capacity - booked

@@ -1,6 +1,6 @@
 """Busy thresholds in force, by model: those set at run time, over those of the options.
 
-etcd stores what was set, so all Schedulers share it and restarts keep it. Without etcd each process has its own.
+etcd stores them, so all Schedulers share them and restarts keep them. Without etcd each process has its own.
 
 A rank is busy while its load is strictly above a threshold. Its load is the greater of the booked and the reported one;
 its blocks count only if their total is known.
@@ -26,7 +26,7 @@ from kvrouter.v1.registry_pb2 import BusyThresholdsRecord
 log = structlog.get_logger(component="scheduler")
 
 _TRIES = 16
-"""Attempts to write a key that others write at the same time."""
+"""Attempts to write a key against concurrent writers."""
 
 
 class ThresholdBoard:
@@ -54,7 +54,7 @@ class ThresholdBoard:
         return self._at_start if was_set is None else was_set.over(self._at_start)
 
     def in_force(self, models: Iterable[str]) -> dict[str, Thresholds]:
-        """Returns the thresholds of every model that has any, among the given models and those that were set."""
+        """Returns the thresholds of every model with any, given or set."""
         every = {model: self.of(model) for model in sorted({*models, *self._set})}
         return {model: thresholds for model, thresholds in every.items() if thresholds.any_set}
 
@@ -70,11 +70,11 @@ class ThresholdBoard:
         try:
             async with connect(self._etcd) as client:
                 for _ in range(_TRIES):
-                    found = await client.get(key)
-                    before = None if found is None else self._read(key.decode(), found.value)
+                    stored = await client.get(key)
+                    before = None if stored is None else self._read(key.decode(), stored.value)
                     merged = update.apply(before or Thresholds())
                     record = BusyThresholdsRecord(model=model, thresholds=merged.to_message())
-                    revision = 0 if found is None else found.mod_revision
+                    revision = 0 if stored is None else stored.mod_revision
                     written, _responses = await client.transaction(
                         compare=[client.transactions.mod(key) == revision],
                         success=[client.transactions.put(key, record.SerializeToString())],
@@ -134,10 +134,10 @@ class ThresholdBoard:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load that thresholds are compared with, as columns of shape (candidates,)."""
+    """The load to compare with thresholds, as columns of shape (candidates,)."""
 
     shares: Amounts
-    """Share of the blocks that is active."""
+    """Active share of the blocks."""
     prefill_tokens: Column
 
     @classmethod

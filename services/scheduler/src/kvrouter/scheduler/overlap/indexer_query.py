@@ -1,4 +1,4 @@
-"""Queries an Indexer for the leading blocks of a prompt that each rank holds.
+"""Queries an Indexer for each rank's leading blocks of a prompt.
 
 The time is bounded. If no Indexer answers in time, the request is routed by load alone.
 """
@@ -29,7 +29,7 @@ from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 log = structlog.get_logger(component="scheduler")
 
 _LISTS = 64
-"""Lists of ranks to keep decoded: one for each component and Indexer, and those of ranks that come and go."""
+"""Lists of ranks to keep decoded: one for each component and Indexer, and some for changes of the ranks."""
 
 
 class OverlapIndex(Protocol):
@@ -56,11 +56,11 @@ class Overlaps(NamedTuple):
     """Overlaps by rank, or the reason why there are none. Entry i of each column belongs to the i-th listed rank."""
 
     listed: ListedRanks = _NO_RANKS
-    """The ranks, and the incarnation of the cache that the blocks of each belong to."""
+    """The ranks, each with the incarnation of its cache."""
     blocks: Column = np.zeros(0, np.int64)
     """Leading blocks in device memory, at most those of the prompt."""
     next_event_ids: Sequence[int] = ()
-    """Id of the next event that the Indexer expects from the rank; empty if the blocks are predicted."""
+    """Id of the rank's next event at the Indexer; empty if the blocks are predicted."""
     prefill: Mapping[ComponentName, Overlaps] = MappingProxyType({})
     """The same in the components whose workers may compute the prompt for these ranks."""
     failure: str = ""
@@ -73,9 +73,9 @@ class Overlaps(NamedTuple):
         return cls(_listed(tuple(held), incarnations), np.array([blocks for blocks, _ in held.values()], np.int64))
 
     def on(self, worker_set: WorkerSet) -> Column:
-        """Returns the leading blocks that each candidate holds, of its registered incarnation where that is known.
+        """Returns the leading blocks of each candidate, of its registered incarnation where known.
 
-        Blocks of an earlier incarnation are gone. A later one belongs to a worker that is about to register, or is
+        Blocks of an earlier incarnation are gone. A later one belongs to a worker about to register, or is
         unconfirmed. Both count as 0, so the overlap is never overestimated.
         """
         if not len(self.blocks):
@@ -110,7 +110,7 @@ async def ask(
     Args:
         indexers: Finds an Indexer.
         component: The component.
-        prompt: The prompt; without a block that can be reused no query is sent.
+        prompt: The prompt; without a reusable block no query is sent.
         block_size: Tokens per block.
         timeout_seconds: Maximum time to wait.
         deadline: The caller's deadline, which applies as well.
@@ -170,5 +170,5 @@ def _decoded(worker_ids: bytes, dp_ranks: bytes, incarnations: bytes) -> ListedR
 
 @lru_cache(maxsize=_LISTS)
 def _listed(ranks: tuple[Rank, ...], incarnations: tuple[int, ...]) -> ListedRanks:
-    """Returns a list of ranks; the same object for the same ranks, so that what follows from it is kept."""
+    """Returns a list of ranks; the same object for the same ranks, as a key of caches."""
     return ListedRanks(ranks, np.array(incarnations, np.uint64))

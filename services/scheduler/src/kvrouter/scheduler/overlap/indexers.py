@@ -33,7 +33,7 @@ class _Connection:
 
 
 class RemoteIndexers:
-    """Finds Indexers in the Directory, and queries them on call streams. Callable, so that it is an ``IndexerSource``.
+    """Finds Indexers in the Directory, and queries them on call streams. Callable, as an ``IndexerSource``.
 
     ``run`` must be running.
     """
@@ -91,7 +91,7 @@ class RemoteIndexers:
             self._avoided.add(endpoint)
 
     async def run(self) -> None:
-        """Connects to every registered Indexer, and disconnects from those that unregistered, until cancelled."""
+        """Stays connected to the registered Indexers until cancelled."""
         async with asyncio.TaskGroup() as self._group:
             try:
                 async for directory in self._directory.changes():

@@ -23,11 +23,11 @@ class PredictionLimits:
     """Bounds of the predicted blocks."""
 
     ttl_seconds: float = 120.0
-    """Time for which a block is predicted after the last request that used it."""
+    """Time for which a block is predicted after its last use."""
     max_blocks: int = 1 << 20
     """Maximum number of blocks over all ranks of a component; above it the least recently used are evicted."""
     prune_ratio: float = 0.8
-    """Share of ``max_blocks`` that remains after an eviction."""
+    """Remaining share of ``max_blocks`` after an eviction."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Prediction:
     block_size: int
     index: PredictedIndex = field(repr=False)
     incarnations: dict[Rank, int] = field(default_factory=dict)
-    """Incarnation of each rank that its blocks belong to."""
+    """Incarnation of each rank's blocks."""
 
 
 class Predictions:
@@ -56,10 +56,10 @@ class Predictions:
         return max((len(each.index) for each in self._predicted.values()), default=0)
 
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
-        """Returns the leading blocks of a prompt that each rank is predicted to hold."""
+        """Returns the predicted leading blocks of a prompt on each rank."""
         predicted = self._of(pool)
-        found = predicted.index.overlaps(prompt.reusable_hashes(predicted.block_size), self._clock())
-        return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in found.items()})
+        held = predicted.index.overlaps(prompt.reusable_hashes(predicted.block_size), self._clock())
+        return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in held.items()})
 
     def follow(self, booking_table: BookingTable) -> None:
         """Subscribes to new and moved bookings, to record their blocks for their ranks."""

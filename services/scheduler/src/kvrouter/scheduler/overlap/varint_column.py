@@ -7,7 +7,7 @@ from kvrouter.scheduler.policies.interface import Column
 from numpy.typing import NDArray
 
 _MORE = 0x80
-"""Bit of a byte that another byte of its number follows."""
+"""Bit of a byte with a successor in its number."""
 _BITS = 7
 """Bits of a number in a byte, the lowest first."""
 _LONGEST = 63

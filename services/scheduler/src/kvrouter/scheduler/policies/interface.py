@@ -40,32 +40,32 @@ class SchedulingContext(NamedTuple):
     temperature: float
     """Softmax temperature, at least 0; 0 takes the cheapest rank."""
     previous: Rank | None
-    """Rank that this policy chose last in the component; None before its first choice."""
+    """Last choice of this policy in the component; None before its first one."""
     ranks: tuple[Rank, ...]
     overlap_blocks: Column
     """Leading blocks of the prompt in device memory; 0 everywhere if there is no overlap information."""
     new_prefill_tokens: Column
-    """Prompt tokens that the rank would have to compute."""
+    """Prompt tokens to compute on the rank."""
     prefill_tokens: Column
     """Prefill tokens booked and not computed, without this request."""
     active_blocks: Column
     """Distinct blocks of requests in flight, with this request; 0 everywhere if blocks are not tracked."""
     leading_active_blocks: Column
-    """Leading blocks of this request that requests in flight use on the rank."""
+    """Leading blocks of this request in use by requests in flight on the rank."""
     active_requests: Column
     """Requests booked."""
     free_slots: Amounts
-    """Further requests that the rank may have; 0 or less if it has no slot, infinite if its slots are unknown."""
+    """Free slots of the rank; 0 or less if it has none, infinite if its slots are unknown."""
     is_kept: Mask
-    """Whether the request would take room there that its tenant leaves free for others."""
+    """Whether the request would take room kept for other tenants there."""
     total_blocks: Column
     """KV blocks in device memory; 0 if unknown."""
     max_batched_tokens: Column
-    """Prompt tokens that a step computes at most; 0 if unknown."""
+    """Most prompt tokens of a step; 0 if unknown."""
     head_prefill_tokens: Column
     """Prefill tokens of the oldest request without a first token; 0 without one."""
     head_prefill_since: Amounts
-    """Time at which that request became the oldest, in seconds; infinite without one."""
+    """Time at which this request became the oldest, in seconds; infinite without one."""
     prefill_requests: Column
     """Requests booked without a first token."""
     relative_latency: Amounts
@@ -102,7 +102,7 @@ _COLUMNS = (
     "prefill_requests",
     "relative_latency",
 )
-"""Fields of a context that have an entry for each candidate, besides the ranks."""
+"""Fields of a context with an entry for each candidate, besides the ranks."""
 
 
 def _unexplained(index: int) -> str:  # noqa: ARG001 - stands in for a formula
@@ -121,7 +121,7 @@ class Explanation(NamedTuple):
     formula: Callable[[int], str] = _unexplained
     """Renders the cost of the candidate at an index. Called only on demand."""
     counts_blocks: bool = False
-    """Whether the unit of the costs is a block, so that they depend on the component's block size."""
+    """Whether the unit of the costs is a block, of the component's block size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Choice:
     use_tokens: int = 0
     """As in ``Wait``."""
     prefill_tokens: int | None = None
-    """Prompt tokens that the rank will compute; None means ``new_prefill_tokens``."""
+    """Prompt tokens to compute on the rank; None means ``new_prefill_tokens``."""
     forecast_ms: float | None = None
     """Forecast time to first token in ms at the component's speed, for latency calibration; None if there is none or it
     is unsuitable."""
@@ -148,19 +148,19 @@ class Wait:
     work_ms: float = 0.0
     """Time in ms to compute the prompt there."""
     room_tokens: int = 0
-    """KV cache in tokens that the request adds to what is in use there. Requests that need less go first."""
+    """KV cache in tokens added by the request there. Requests with less need go first."""
     use_tokens: int = 0
-    """The same, or its slot's part of the KV cache if that is more. Tenants that use less go first."""
+    """The same, or its slot's part of the KV cache if larger. Tenants with less use go first."""
     rank: Rank | None = None
-    """``ranks[index]``. A pass over the queue skips further requests for a rank that has no room; None is always tried.
+    """``ranks[index]``. A pass over the queue skips further requests for a rank without room; None is always tried.
     """
     prefill_tokens: int | None = None
     """As in ``Choice``."""
     for_slot: bool = False
     """Whether no candidate has a free slot: dispatched, the request would wait in the engine all the same. The request
-    also waits for one if it would take room that its tenant leaves free for others."""
+    also waits for one if it would take room kept for other tenants."""
     keeps_room: bool = False
-    """Whether there is room that its tenant leaves free for others."""
+    """Whether there is room kept for other tenants."""
 
 
 class Policy(Protocol):
@@ -173,7 +173,7 @@ class Policy(Protocol):
     needs_worker: ClassVar[bool] = False
     """Whether the request must name its worker."""
     options: ClassVar[frozenset[str]] = frozenset()
-    """Routing options that matter; the others in ``kvrouter.scheduler.request.options.OF_POLICIES`` have no effect."""
+    """Routing options in use; the others in ``kvrouter.scheduler.request.options.OF_POLICIES`` have no effect."""
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses a candidate. ``rng`` is the only source of randomness."""

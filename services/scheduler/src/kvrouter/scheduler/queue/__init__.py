@@ -1,1 +1,1 @@
-"""Requests that wait at the Scheduler for a rank with room."""
+"""Dispatches requests, at once or when a rank has room."""

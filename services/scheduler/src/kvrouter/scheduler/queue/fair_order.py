@@ -1,12 +1,12 @@
-"""The order of queued requests that several tenants share.
+"""The order of queued requests of several tenants.
 
 Requests of one tenant are sorted by their place. Between tenants whose next requests have equal priority, the one is
-next that uses least:
+next whose use is least:
 
     use of a tenant = tokens of its requests on ranks / weight of the tenant
 
-So a tenant that uses less than its share of the ranks is always next, and nobody gains from having been idle. With a
-single tenant the order is that of the places.
+So a tenant below its share of the ranks is always next, and nobody gains from having been idle. With a
+single tenant the places alone decide.
 
 A pass may prefer some requests, those for a rank with a free slot. Then a tenant's next request is the first preferred
 one among its first LOOKAHEAD of equal priority, or the first of all if there is none.
@@ -28,7 +28,7 @@ LOOKAHEAD = 64
 T = TypeVar("T", bound=Hashable)
 
 Place: TypeAlias = tuple[int, float]
-"""Sort key of a request: its priority, then what its policy prefers."""
+"""Sort key of a request: its priority, then the preference of its policy."""
 
 
 class Entry(NamedTuple, Generic[T]):
@@ -49,11 +49,11 @@ class _Share(Generic[T]):
     resumes: bool = False
     """Whether the next pass begins at ``tried_to``."""
     forced: int = 0
-    """Number of its last request that left because it had lost its patience."""
+    """Number of its last request that left for lost patience."""
 
 
 class FairOrder(Generic[T]):
-    """The order. It knows nothing of time but what it is given."""
+    """The order. Times are parameters."""
 
     def __init__(self) -> None:
         """Starts empty."""
@@ -63,7 +63,7 @@ class FairOrder(Generic[T]):
         self._forced = 0
 
     def add(self, tenant: Tenant, entry: Entry[T], since: float) -> None:
-        """Adds a request that has waited since ``since``, in seconds."""
+        """Adds a request waiting since ``since``, in seconds."""
         share = self._shares.get(tenant.name)
         if share is None:
             forced = min((each.forced for each in self._shares.values()), default=0)
@@ -87,15 +87,15 @@ class FairOrder(Generic[T]):
         insort(share.order, after, key=_key)
 
     def use(self, name: str, tokens: int) -> None:
-        """Notes that a request of a tenant goes to a rank, or has ended there if ``tokens`` is negative."""
+        """Records a tenant's dispatch, or the end of a request if ``tokens`` is negative."""
         used = self._used.pop(name, 0) + tokens
         if used > 0:
             self._used[name] = used
 
     def oldest(self) -> tuple[float, T] | None:
-        """Returns the request that has waited longest and since when; None if none waits."""
-        found = min((share.ages[0] for share in self._shares.values()), default=None, key=_age_key)
-        return None if found is None else (found[0], found[2])
+        """Returns the longest-waiting request and since when; None if none waits."""
+        oldest = min((share.ages[0] for share in self._shares.values()), default=None, key=_age_key)
+        return None if oldest is None else (oldest[0], oldest[2])
 
     def impatient(self, before: float) -> T | None:
         """Returns the request to release before all others if any has waited since ``before`` or longer, else None.
@@ -109,7 +109,7 @@ class FairOrder(Generic[T]):
         return min(shares, key=lambda share: (share.forced, share.ages[0][0])).ages[0][2]
 
     def force(self, tenant: Tenant) -> None:
-        """Notes that the oldest request of a tenant leaves before all others, so that other tenants are next."""
+        """Records the exit of a tenant's oldest request before all others: other tenants are next."""
         self._forced += 1
         self._shares[tenant.name].forced = self._forced
 
@@ -124,7 +124,7 @@ class FairOrder(Generic[T]):
         """Yields the requests as they are now, in order.
 
         Args:
-            resumed: Whether to begin with those that the last pass did not reach; see ``pause``.
+            resumed: Whether to begin where the last pass ended; see ``pause``.
             prefers: Returns whether a request goes before others of its tenant, asked when it may be next.
         """
         names = list(self._shares)
@@ -149,7 +149,7 @@ class FairOrder(Generic[T]):
             yield entry
 
     def pause(self, tried: dict[str, Entry[T]]) -> None:
-        """Lets the next pass begin behind the last request of each tenant that was tried."""
+        """Lets the next pass begin behind each tenant's last tried request."""
         for name, entry in tried.items():
             if (share := self._shares.get(name)) is not None:
                 share.tried_to, share.resumes = (entry.place, entry.number + 1), True

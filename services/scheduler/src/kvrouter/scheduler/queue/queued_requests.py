@@ -1,11 +1,11 @@
-"""Requests that wait at the Scheduler, with their callers: one bounded queue for each component.
+"""Waiting requests with their callers: one bounded queue for each component.
 
 The queue is tried again at once when a booking gets its first token or is freed, and every LOOK_S seconds because of
-other changes, such as a new rank or threshold. A new request is decided after those that wait. The overlap of a queued
+other changes, such as a new rank or threshold. A new request is decided after the waiting ones. The overlap of a queued
 request is queried again after FRESH_S seconds, because full caches change within seconds. With many queued requests
 this is less often: QUERIES_PER_S in total. A failed query keeps the previous overlap.
 
-A caller that goes away removes its request. If the request was booked in the moment of its cancellation, the caller
+The request of a gone caller is removed. If it was booked in the moment of its cancellation, the caller
 receives the response, because it owns the booking and must free it.
 """
 
@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRoute
 from kvrouter.scheduler.bookings.booking import Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
-from kvrouter.scheduler.load.headroom import Headroom
+from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.metrics import SchedulerMetrics, ScrapedGauges
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
@@ -47,7 +47,7 @@ FRESH_S, QUERIES_PER_S = 2.0, 100.0
 """Age in seconds at which an overlap is queried again, and the most queries per second in total."""
 
 _MAX_WAITED_S = 3600.0
-"""Longest earlier wait that a caller may claim, seconds: its clock may be wrong."""
+"""Longest credible wait at a caller, seconds: its clock may be wrong."""
 
 
 class Depth(NamedTuple):
@@ -55,7 +55,7 @@ class Depth(NamedTuple):
 
     requests: int
     oldest_seconds: float
-    """Seconds since the arrival of the request that has waited longest; 0 if none waits."""
+    """Seconds since the arrival of the longest-waiting request; 0 if none waits."""
 
 
 @dataclass(slots=True)
@@ -73,10 +73,8 @@ class _Waiter:
 @dataclass(slots=True)
 class _Component:
     queue: RequestQueue[Key]
-    open_ranks: Callable[[float], Collection[Rank] | None]
-    """As of the component's pool."""
-    headroom: Headroom
-    """That of the component's pool."""
+    pool: Pool
+    """Another one once its block size has changed."""
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
@@ -126,14 +124,17 @@ class QueuedRequests:
         decision = self._router.decide(request, overlaps)
         if is_behind and request.options.queues and isinstance(decision.verdict, Choice):
             decision = decision.behind_the_queue()
-        key, wait = request.booking.key, decision.verdict
-        if key is None or not isinstance(wait, Wait) or not self._max_queued_requests:
+        key, verdict = request.booking.key, decision.verdict
+        if key is None or not isinstance(verdict, Wait) or not self._max_queued_requests:
             response = self._router.settle(request, overlaps, decision)
-            self._dispatched(request, decision)
+            if key is not None and verdict is not None and self._max_queued_requests:
+                component = self._component(request.pool)
+                component.queue.dispatched(key, request.tenant, verdict.use_tokens)
+                self._began(component, request, key, verdict)
             return response
         self._router.decisions.add(decision.queued())
         try:
-            return await self._enqueue(request, key, overlaps, decision, wait, arrived_unix_ns, deadline)
+            return await self._enqueue(request, key, overlaps, decision, verdict, arrived_unix_ns, deadline)
         except (AllBusy, DeadlineExceeded) as error:
             decision_id = self._router.decisions.next_id()
             late = decision._replace(decision_id=decision_id, decided_unix_ns=time.time_ns())
@@ -151,7 +152,7 @@ class QueuedRequests:
         deadline: Deadline,
     ) -> SelectWorkerResponse:
         """Waits until the request can be dispatched, books it and returns the response."""
-        component = self._component(request)
+        component = self._component(request.pool)
         now = self._clock()
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
         remaining = deadline.remaining()
@@ -192,17 +193,13 @@ class QueuedRequests:
                 await asyncio.wait({waiting.outcome}, timeout=max(FRESH_S, len(self._waiting) / QUERIES_PER_S))
                 if waiting.outcome.done():
                     return _answered(waiting.outcome.result())
-                await self._refresh(waiting)
+                overlaps = await self._router.overlaps(waiting.request, Deadline.never())
+                if not overlaps.failure:  # else the last answer stays
+                    waiting.overlaps = overlaps
         except asyncio.CancelledError:
             if waiting.outcome.done():
                 return _answered(waiting.outcome.result())
             raise
-
-    async def _refresh(self, waiting: _Waiter) -> None:
-        """Queries the overlap again. The last answer stays if the query fails."""
-        overlaps = await self._router.overlaps(waiting.request, Deadline.never())
-        if not overlaps.failure:
-            waiting.overlaps = overlaps
 
     async def run(self) -> None:
         """Runs passes when they are due, until cancelled."""
@@ -216,7 +213,7 @@ class QueuedRequests:
             self.look()
 
     def look(self) -> None:
-        """Releases the requests that can go, and refuses those that are late."""
+        """Releases the requests with room, and refuses late ones."""
         for component in self._components.values():
             for key in component.queue.late(self._clock()):
                 self._refuse_late(component, key)
@@ -226,38 +223,27 @@ class QueuedRequests:
         """Tries the queued requests if load has changed since the last pass.
 
         Returns:
-            Whether the pass had to be put off, so that a new request must queue behind those that wait.
+            Whether the pass was put off: a new request must queue behind the waiting ones.
         """
         if self._wake.is_set():
             self.look()
         component = self._components.get(name)
         return component is not None and component.queue.is_behind
 
-    def _dispatched(self, request: RequestContext, decision: Decision) -> None:
-        """Notes that a request was booked without waiting, and counts for its tenant until its booking ends."""
-        key, verdict = request.booking.key, decision.verdict
-        if key is not None and verdict is not None and self._max_queued_requests:
-            component = self._component(request)
-            component.queue.dispatched(key, request.tenant, verdict.use_tokens)
-            self._began(component, request, verdict)
+    def _began(self, component: _Component, request: RequestContext, key: Key, verdict: Choice | Wait) -> None:
+        """Counts a booked request for its tenant, until its booking ends."""
+        prompt_tokens = request.prompt.tokens
+        component.pool.headroom.began(key, request.tenant, verdict.use_tokens, prompt_tokens, self._clock())
 
-    def _began(self, component: _Component, request: RequestContext, verdict: Choice | Wait) -> None:
-        if (key := request.booking.key) is not None:
-            prompt_tokens = request.prompt.tokens
-            component.headroom.began(key, request.tenant, verdict.use_tokens, prompt_tokens, self._clock())
-
-    def _component(self, request: RequestContext) -> _Component:
-        pool = request.pool
+    def _component(self, pool: Pool) -> _Component:
         component = self._components.get(pool.name)
         if component is None:
-            queue: RequestQueue[Key] = RequestQueue(self._max_queued_requests)
-            component = self._components[pool.name] = _Component(queue, pool.open_ranks, pool.headroom)
-        # The pool is another one if its block size has changed.
-        component.open_ranks, component.headroom = pool.open_ranks, pool.headroom
+            component = self._components[pool.name] = _Component(RequestQueue(self._max_queued_requests), pool)
+        component.pool = pool
         return component
 
     def follow(self, booking_table: BookingTable) -> None:
-        """Subscribes to the changes of bookings that make room, after which it looks at the queues anew."""
+        """Subscribes to changes of bookings. Those that make room start a pass."""
         booking_table.subscribe(PrefillCompleted, lambda change: self._progressed(change.booking.key))
         booking_table.subscribe(Moved, lambda change: self._progressed(change.booking.key))
         booking_table.subscribe(OwnerRemoved, self._owner_removed)
@@ -270,7 +256,7 @@ class QueuedRequests:
     def _ended(self, key: Key) -> None:
         for component in self._components.values():
             component.queue.ended(key)
-            component.headroom.ended(key, self._clock())
+            component.pool.headroom.ended(key, self._clock())
         if self._waiting:
             self._wake.set()
 
@@ -291,16 +277,16 @@ class QueuedRequests:
 
     def waiting_for(self, name: ComponentName) -> Counter[Rank]:
         """Returns the number of queued requests for each rank of a component."""
-        return Counter(waiting.rank for waiting in self._of(name))
+        return Counter(waiting.rank for _, waiting in self._of(name))
 
     def status(self, name: ComponentName, *, listed: int) -> QueueStatus:
-        """Returns the state of a component's queue, with the ``listed`` requests that have waited longest."""
+        """Returns the state of a component's queue, with its ``listed`` longest-waiting requests."""
         component = self._components.get(name)
         if component is None:
             return QueueStatus(capacity=self._max_queued_requests)
         now = self._clock()
         depth = self._depth(component)
-        longest = sorted(self._of(name), key=lambda waiting: waiting.arrived)[:listed]
+        longest = sorted(self._of(name), key=lambda entry: entry[1].arrived)[:listed]
         return QueueStatus(
             requests=depth.requests,
             capacity=self._max_queued_requests,
@@ -310,17 +296,17 @@ class QueuedRequests:
             released=component.outcomes["room"] + component.outcomes["patience"],
             longest=[
                 QueuedRequest(
-                    request_id=waiting.request.booking.key[0] if waiting.request.booking.key else "",
+                    request_id=key[0],
                     rank=rank_message(waiting.rank),
                     age_ms=int((now - waiting.arrived) * 1e3),
                     reason=waiting.reason,
                 )
-                for waiting in longest
+                for key, waiting in longest
             ],
         )
 
-    def _of(self, name: ComponentName) -> Iterator[_Waiter]:
-        return (waiting for waiting in self._waiting.values() if waiting.request.pool.name == name)
+    def _of(self, name: ComponentName) -> Iterator[tuple[Key, _Waiter]]:
+        return (entry for entry in self._waiting.items() if entry[1].request.pool.name == name)
 
     def _depth(self, component: _Component) -> Depth:
         oldest = component.queue.oldest
@@ -355,12 +341,12 @@ class QueuedRequests:
             return verdict
 
         now = self._clock()
-        for key, verdict in component.queue.release(now, decide, lambda: component.open_ranks(now)):
+        for key, verdict in component.queue.release(now, decide, lambda: component.pool.open_ranks(now)):
             waiting = self._waiting[key]
             try:
                 queued = decision._replace(queued_seconds=now - waiting.queued_from)
                 response = self._router.settle(waiting.request, waiting.overlaps, queued)
-                self._began(component, waiting.request, verdict)
+                self._began(component, waiting.request, key, verdict)
             except Exception as error:
                 component.queue.ended(key)
                 self._end(component, key, "refused", error)

@@ -1,7 +1,7 @@
-"""The order of requests that wait at the Scheduler for room on their cheapest rank.
+"""The order of requests waiting for room on their cheapest rank.
 
 An engine serves its queue in order: the first request blocks all behind it, and none can move to another engine. Here a
-request that fits passes one that does not, and its rank is chosen when it leaves.
+request with room passes one without, and its rank is chosen when it leaves.
 
     queue.add(request, wait, now)                     # the policy returned a Wait
     for request in queue.late(now):                   # cannot meet its deadline
@@ -13,8 +13,8 @@ request that fits passes one that does not, and its rank is chosen when it leave
     queue.ended(request)                              # it has ended
     queue.remove(request)                             # its caller has gone
 
-Order: the smallest priority, then the fewest tokens of KV cache that the request takes; waiting time counts at AGING.
-The tenant that uses least is next (``fair_order``), and tenants share the capacity of the queue
+Order: the smallest priority, then the fewest tokens of KV cache to add; waiting time counts at AGING.
+The tenant of least use is next (``fair_order``), and tenants share the capacity of the queue
 (``kvrouter.runtime.fair_bound``).
 
 No request starves. Once a request has waited PATIENCE_S, the oldest one goes to its cheapest rank even without KV
@@ -23,8 +23,8 @@ leaves within PATIENCE_S + (k + 1) * (STALL_S + INTERVAL_S), whatever its size a
 when due and ranks have free slots. Later requests do not count, unless they have waited longer elsewhere. With n
 tenants the oldest of each take turns: k is then n times the older requests of the same tenant.
 
-Without a free slot nothing goes, since it would only wait in the engine. A slot that becomes free is given to a request
-whose cheapest rank it is, if one is near the head of its tenant's order: it would cost more elsewhere. A request that
+Without a free slot nothing goes, since it would only wait in the engine. A freed slot is given to a request
+whose cheapest rank it is, if one is near the head of its tenant's order: it would cost more elsewhere. A request which
 has waited for a slot for PATIENCE_S goes first once in TURN_S; else the order holds, however long the queue is.
 
 A request is late if the expected wait makes it miss its deadline:
@@ -65,14 +65,14 @@ INTERVAL_S = 0.02
 proportion to fewer. So passes in vain take a limited part of the time, and a free slot is taken at once."""
 
 MAX_QUEUED_REQUESTS = 4096
-"""Requests that may wait in one component."""
+"""Most waiting requests of a component."""
 
 TRIES_PER_RANK, TRIES = 4, 64
 """Requests without room, for one rank and in all, after which a pass skips the others of that rank, or ends: a pass
 takes milliseconds, however many requests wait. The next pass begins with the remaining ones."""
 
 TURN_S = 1.0
-"""Shortest time between two requests that go first because they have waited for a slot for PATIENCE_S, seconds."""
+"""Shortest time between two requests that go first after PATIENCE_S without a slot, seconds."""
 
 WINDOW, LEAST = 64, 8
 """Releases over which the mean interval is taken, and the fewest that form a mean."""
@@ -126,7 +126,7 @@ class RequestQueue(Generic[T]):
         self._lacks_slots = False
         self._open: Collection[Rank] | None = None
         self._running: dict[T, tuple[str, int]] = {}
-        """Tenant and tokens of each request that was dispatched and has not ended."""
+        """Tenant and tokens of each dispatched request until its end."""
         self._gone, self._counted_from = 0.0, 0.0
         self._soonest = math.inf
         """Lower bound of every queued request's ``must_go``."""
@@ -146,7 +146,7 @@ class RequestQueue(Generic[T]):
 
     @property
     def oldest(self) -> T | None:
-        """The request that has waited longest; None if none waits."""
+        """The longest-waiting request; None if none waits."""
         oldest = self._order.oldest()
         return None if oldest is None else oldest[1]
 
@@ -161,7 +161,7 @@ class RequestQueue(Generic[T]):
         priority: int = 0,
         tenant: Tenant = _NOBODY,
     ) -> bool:
-        """Adds a request that has waited since ``since``.
+        """Adds a request waiting since ``since``.
 
         Returns False, and adds nothing, if the queue is full, or nearly full and the tenant has its share of it.
         """
@@ -179,7 +179,7 @@ class RequestQueue(Generic[T]):
 
     @property
     def is_behind(self) -> bool:
-        """Whether a pass is due that had to be put off: queued requests may have room that a new one would take."""
+        """Whether a pass was put off: a new request could take the room of queued ones."""
         return self._look_again and bool(self._queued)
 
     def remove(self, request: T) -> bool:
@@ -188,18 +188,18 @@ class RequestQueue(Generic[T]):
         return self._drop(request)
 
     def dispatched(self, request: T, tenant: Tenant, tokens: int) -> None:
-        """Notes that a request goes to a rank, where it uses ``tokens`` of KV cache or as much as its slot counts."""
+        """Records a dispatch, which uses ``tokens`` of KV cache or as much as its slot counts."""
         if request not in self._running:
             self._running[request] = tenant.name, max(1, tokens)
             self._order.use(tenant.name, max(1, tokens))
 
     def started(self, request: T) -> None:
-        """Notes that a released request has its first token."""
+        """Records the first token of a released request."""
         if self._forced is not None and self._forced[0] == request:
             self._forced = None
 
     def ended(self, request: T) -> None:
-        """Notes that a dispatched request has ended."""
+        """Records the end of a dispatched request."""
         self.started(request)
         if (running := self._running.pop(request, None)) is not None:
             name, tokens = running
@@ -212,19 +212,19 @@ class RequestQueue(Generic[T]):
         return now + (ahead + 1) * self._between_s(now) > queued.must_go
 
     def late(self, now: float) -> list[T]:
-        """Returns the queued requests that would miss their deadline."""
+        """Returns the queued requests bound to miss their deadline."""
         between = self._between_s(now)
-        found: list[T] = []
+        late: list[T] = []
         if now + len(self._queued) * between <= self._soonest:
-            return found
+            return late
         self._soonest = math.inf
         for index, entry in enumerate(self._order.in_order(resumed=False)):
             must_go = self._queued[entry.request].must_go
-            if now + (index - len(found) + 1) * between > must_go:
-                found.append(entry.request)
+            if now + (index - len(late) + 1) * between > must_go:
+                late.append(entry.request)
             else:
                 self._soonest = min(self._soonest, must_go)
-        return found
+        return late
 
     def release(
         self,
@@ -232,12 +232,12 @@ class RequestQueue(Generic[T]):
         decide: Callable[[T], Choice | Wait],
         open_ranks: Callable[[], Collection[Rank] | None] = lambda: None,
     ) -> Iterator[tuple[T, Choice | Wait]]:
-        """Yields the requests that leave now with their decision: a Choice, or a Wait for one whose patience has ended.
+        """Yields leaving requests with their decision: a Choice, or a Wait for one whose patience has ended.
 
         Args:
             now: Time in seconds.
             decide: Decides on a request. It is called for one after the other, in order; each result must reflect the
-                releases before it. It may remove the request that it is called for.
+                releases before it. It may remove its own request.
             open_ranks: Returns the ranks with a free slot after the releases so far; None if some have no known limit.
         """
         if not self._queued:
@@ -325,7 +325,7 @@ class RequestQueue(Generic[T]):
         return request
 
     def _in_order(self, first: T | None) -> Iterator[T]:
-        """Yields ``first``, then the requests that the last pass did not reach, then the others, each in order."""
+        """Yields ``first``, then the requests behind the end of the last pass, then the others, each in order."""
         if first is not None:
             yield first
         prefers = None if self._open is None else self._may_have_room
@@ -341,7 +341,7 @@ class RequestQueue(Generic[T]):
         return True
 
     def _keep_queued(self, queued: _Queued[T], wait: Wait) -> None:
-        """Updates a request that stays, whose sort key may have changed."""
+        """Updates a staying request, whose sort key may have changed."""
         before = queued.entry
         queued.wait = wait
         self._soonest = min(self._soonest, queued.must_go)

@@ -1,8 +1,8 @@
-"""Keys of the bookings that one incarnation of a Scheduler announced as its own, with a digest that replicas compare.
+"""Keys of the bookings announced by one incarnation of a Scheduler as its own, with a digest for comparisons.
 
-This is no second booking table: it holds no load and decides nothing. It follows from the announcements alone, so that
-a sender and a receiver of the same announcements have the same digest, whatever their booking tables hold. It also
-tells which bookings a Scheduler no longer owns when one of its sessions ends, or when the Scheduler itself is gone.
+They hold no load and decide nothing: the booking table does. They follow from the announcements alone, so a
+sender and a receiver of the same announcements have the same digest, whatever their booking tables hold. They also tell
+which bookings a Scheduler no longer owns when one of its sessions ends, or when the Scheduler itself is gone.
 
     digest = sum over the bookings of XXH3-64(request id, attempt, stage, state)  mod 2^64
 
@@ -67,7 +67,7 @@ class AnnouncedBookings:
             self._of_sessions.setdefault(session_id, set()).add(key)
 
     def prefilled(self, key: Key) -> bool:
-        """Notes that a prompt is computed. Returns whether that changes anything."""
+        """Records the end of a prefill. Returns whether it changes anything."""
         announced = self._bookings.get(key)
         if announced is None or announced.prefilled:
             return False

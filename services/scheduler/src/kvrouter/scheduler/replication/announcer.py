@@ -1,7 +1,7 @@
-"""Announces the bookings that this Scheduler owns to the other Schedulers of a component.
+"""Announces this Scheduler's bookings to the other Schedulers of a component.
 
-A Scheduler that learns of progress or an end announces it, and the owners announce it again under their own sequence.
-What a Scheduler owns thus follows from its own events alone, and digests can be compared.
+Whoever learns of progress or an end announces it, and the owners announce it again under their own sequence.
+The bookings of a Scheduler thus follow from its own events alone, and digests can be compared.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class Announcer:
         self._send = send
         self._clock = clock
         self.announced = AnnouncedBookings()
-        """Bookings that this Scheduler announced as its own."""
+        """This Scheduler's announced bookings."""
         self.next_sequence = 0
         """Sequence number of the next event."""
 
     def announcement(self, booking: Booking) -> pb.AddRequest:
-        """Returns the announcement of a booking that this Scheduler owns."""
+        """Returns the announcement of a booking of this Scheduler."""
         return add_request(booking, booking.owners[self._booking_table.here], self._clock())
 
     def announce(self, change: BookingChange) -> None:
         """Announces a change of this component's bookings, if this Scheduler must announce it.
 
-        An owner announces again what others report about its bookings. A Scheduler that receives reports about another
+        An owner announces again the reports of others about its bookings. A Scheduler with reports about another
         owner's booking announces each of them, because the announcements renew the lease there.
         """
         match change:

@@ -1,7 +1,7 @@
 """The events of one incarnation of another Scheduler for one component, in order and each once.
 
 The log begins empty at sequence 0. An event or heartbeat ahead of the expected sequence shows a gap; a heartbeat at the
-same sequence with another digest shows drift. Both need the state of that Scheduler. Until it arrives, up to
+same sequence with another digest shows drift. Both need the state of the sender. Until it arrives, up to
 ``MAX_WAITING`` events wait here.
 """
 
@@ -20,7 +20,7 @@ _BEHIND_SECONDS = 5.0
 _QUIET_SECONDS = 60.0
 """Seconds without a fetch after which the back-off starts again."""
 MAX_WAITING = 65_536
-"""Maximum number of events that wait for a state: those of a busy Scheduler in a few seconds, and a state takes less.
+"""Most events waiting for a state: those of a busy Scheduler in a few seconds, and a state takes less.
 If there are more, all are dropped, and the next heartbeat shows the gap."""
 
 
@@ -30,7 +30,7 @@ class EventLog:
     def __init__(self, scheduler: SchedulerIncarnation, now: float) -> None:
         self.scheduler = scheduler
         self.announced = AnnouncedBookings()
-        """Bookings that it announced as its own."""
+        """Its announced bookings."""
         self.next_sequence = 0
         self.received_at = now
         """Time of its last message."""
@@ -46,7 +46,7 @@ class EventLog:
         """Sequence of the last differing digest: fetching again at this sequence would bring the same."""
 
     def receive(self, event: ReplicaSyncEvent, now: float) -> Iterator[ReplicaSyncEvent]:
-        """Yields the events that can be applied now, in order, after a new one has arrived. Apply each at once."""
+        """Yields the applicable events in order, after a new one has arrived. Apply each at once."""
         self.received_at = max(self.received_at, now)
         if event.HasField("heartbeat"):
             self._compare(event.sequence, event.heartbeat, now)
@@ -79,13 +79,13 @@ class EventLog:
         self._waiting.clear()
 
     def note_fetched(self, now: float, *, founded: bool) -> None:
-        """Records whether the state changed anything. If not, the next fetch waits for a pause that doubles."""
+        """Records whether the state changed anything. If not, the next fetch waits for a doubled pause."""
         if founded or now - self.due >= _QUIET_SECONDS:
             self._backoff.succeeded()
         self.due = now if founded else now + self._backoff.failed()
 
     def give_up(self, now: float) -> None:
-        """Ends a fetch that failed; the next one waits for a pause that doubles."""
+        """Ends a failed fetch; the next one waits for a doubled pause."""
         self._fetching = False
         self.due = now + self._backoff.failed()
 

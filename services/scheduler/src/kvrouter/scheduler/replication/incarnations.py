@@ -3,7 +3,7 @@
 The incarnation is the start time of a Scheduler process by its own clock. It fences events of an earlier process. The
 first incarnation may come from an event alone. If events contradict each other, because a clock went back or an event
 is forged, the Scheduler itself is asked: its own answer counts, higher or lower, and from then on no event alone begins
-an incarnation of that Scheduler.
+an incarnation of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _QUIET_SECONDS = 60.0
 
 
 class Verdict(Enum):
-    """What to do with an event, by its incarnation."""
+    """Treatment of an event, by its incarnation."""
 
     APPLY = auto()
     OLD = auto()
     """It belongs to an earlier incarnation, or its later one was refuted."""
     UNCONFIRMED = auto()
-    """It claims a later incarnation that the Scheduler has not confirmed."""
+    """It claims a later incarnation, unconfirmed by the Scheduler."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Incarnations:
         self._disputes: dict[str, _Dispute] = {}
 
     def current(self, scheduler_id: str) -> int | None:
-        """Returns the incarnation that counts; None if the Scheduler is unknown."""
+        """Returns the current incarnation; None if the Scheduler is unknown."""
         return self._current.get(scheduler_id)
 
     def judge(self, scheduler_id: str, incarnation: int, now: float) -> Verdict:
@@ -60,7 +60,7 @@ class Incarnations:
         return Verdict.OLD if incarnation < current else Verdict.UNCONFIRMED
 
     def dispute(self, scheduler_id: str, now: float) -> None:
-        """Requests that a Scheduler is asked for its incarnation: at once, or after its back-off."""
+        """Asks for a Scheduler's own answer about its incarnation: at once, or after its back-off."""
         known = self._disputes.get(scheduler_id)
         if known is None:
             if len(self._disputes) < _MAX_DISPUTES:
@@ -94,13 +94,13 @@ class Incarnations:
         return changed
 
     def unanswered(self, scheduler_id: str, now: float) -> None:
-        """Records that a Scheduler did not answer. It is asked again after a pause."""
+        """Records a missing answer of a Scheduler. It is asked again after a pause."""
         dispute = self._disputes.get(scheduler_id)
         if dispute is not None:
             dispute.due = now + dispute.backoff.failed()
 
     def forget(self, scheduler_id: str) -> None:
-        """Drops the state of a Scheduler that has gone."""
+        """Drops the state of a gone Scheduler."""
         self._current.pop(scheduler_id, None)
         self._confirmed.discard(scheduler_id)
         self._disputes.pop(scheduler_id, None)

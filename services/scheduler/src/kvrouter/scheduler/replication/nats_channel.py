@@ -1,7 +1,7 @@
 """Replica sync of one component over Core NATS: sends and receives events, and fetches and serves states.
 
 Core NATS may lose messages. A slow reader, a lost connection or a full buffer shows as a gap in a Scheduler's sequence
-or in its next heartbeat, and is repaired by fetching that Scheduler's state. Therefore nothing here waits for NATS, and
+or in its next heartbeat, and is repaired by fetching its state. Therefore nothing here waits for NATS, and
 nothing is stored while NATS is away.
 """
 
@@ -28,13 +28,13 @@ from nats.aio.msg import Msg
 log = structlog.get_logger(component="scheduler")
 
 MAX_OUTGOING = 65_536
-"""Maximum number of events that wait to be sent. Only an event loop that stalls for seconds fills it."""
+"""Most events waiting to be sent. Only a stall of the event loop for seconds fills it."""
 _MAX_ANSWERS = 256
 """Maximum number of waiting requests for this Scheduler's state. Further ones are dropped, and their senders retry."""
 _CHUNK_SECONDS = 5.0
 """Longest wait for the next chunk of a state, seconds. Its sender makes a chunk in milliseconds."""
 _CHUNKS_IN_FLIGHT = 8
-"""Number of chunks that are sent before a flush: 1 MiB, so that events are not delayed by a state."""
+"""Number of chunks sent before a flush: 1 MiB, against delays of events by a state."""
 _INCARNATION_AHEAD_NS = 24 * 3600 * 10**9
 """Maximum lead of another Scheduler's clock, ns. An incarnation of next year would fence that Scheduler for a year."""
 

@@ -54,12 +54,12 @@ class SyncLink:
 
     @property
     def most_outgoing(self) -> int:
-        """Largest number of replication events of one component that wait to be sent."""
+        """Largest number of unsent replication events of one component."""
         return max((channel.outgoing.qsize() for channel in self._channels.values()), default=0)
 
     @property
     def outgoing(self) -> int:
-        """Number of events that wait to be sent."""
+        """Number of unsent events."""
         return sum(channel.outgoing.qsize() for channel in self._channels.values())
 
     async def run(self) -> None:
@@ -78,7 +78,7 @@ class SyncLink:
                     running[name] = group.create_task(channel.run(), name=f"sync of {name}")
 
     def expire(self) -> None:
-        """Drops the bookings of Schedulers that are gone."""
+        """Drops the bookings of gone Schedulers."""
         self._sync.expire(self._directory.services("scheduler").keys())
 
     def _send(self, component: ComponentName, event: ReplicaSyncEvent) -> None:

@@ -1,6 +1,6 @@
-"""Merges the events of a component's Schedulers into the bookings that this one counts.
+"""Merges the events of a component's Schedulers into the bookings counted here.
 
-Each Scheduler announces the bookings that its sessions and leases own (``announcer``). A booking lives while at least
+Each Scheduler announces the bookings of its sessions and leases (``announcer``). A booking lives while at least
 one Scheduler owns it and none has freed it.
 
     booked or moved here         AddRequest             the sender owns it
@@ -9,7 +9,7 @@ one Scheduler owns it and none has freed it.
     freed                        FreeBooking            nobody owns it, and nobody books it again
     grace of a session over      SessionEnded           the sender no longer owns that session's bookings
     the sender is gone           (nothing)              its bookings are orphans: dropped after the grace, except those
-                                                        that another Scheduler owns by then
+                                                        of another Scheduler by then
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvrouter.v1.sync_pb2 import (
 log = structlog.get_logger(component="scheduler")
 
 MAX_INCARNATIONS = 64
-"""Incarnations of other Schedulers that are followed: far more than a component has."""
+"""Most followed incarnations of other Schedulers: far more than a component has."""
 
 
 class Replicas:
@@ -72,27 +72,27 @@ class Replicas:
         return self._logs.values()
 
     def receive(self, event: ReplicaSyncEvent) -> None:
-        """Applies an event, and the events that waited for it. Counts events that cannot be used."""
+        """Applies an event, and the events waiting for it. Counts unusable events."""
         now = self.now()
-        found = self._log_of(event, now)
-        if found is None:
+        event_log = self._log_of(event, now)
+        if event_log is None:
             return
         if not event.HasField("heartbeat"):
             self._metrics.received.inc()
-        if found.is_known(event):
+        if event_log.is_known(event):
             self._quarantine("duplicate")
             return
-        state_requested = found.state_requested
-        for each in found.receive(event, now):
-            self.apply(found, each)
-        if found.state_requested and not state_requested:
-            counter = self._metrics.digest_mismatches if found.state_requested == "digest" else self._metrics.gaps
+        state_requested = event_log.state_requested
+        for each in event_log.receive(event, now):
+            self.apply(event_log, each)
+        if event_log.state_requested and not state_requested:
+            counter = self._metrics.digest_mismatches if event_log.state_requested == "digest" else self._metrics.gaps
             counter.inc()
             log.info(
                 "replica.state_requested",
-                origin=found.scheduler[1],
+                origin=event_log.scheduler[1],
                 component_name=str(self.component),
-                reason=found.state_requested,
+                reason=event_log.state_requested,
             )
 
     def apply(self, event_log: EventLog, event: ReplicaSyncEvent) -> None:
@@ -100,14 +100,22 @@ class Replicas:
         try:
             match event.WhichOneof("event"):
                 case "add_request":
-                    self.receive_owned(event_log, event.add_request)
+                    self._receive_owned(event_log, event.add_request)
                 case "mark_prefill_completed":
-                    self.receive_prefilled(event_log, checked_key(event.mark_prefill_completed.booking))
+                    key = checked_key(event.mark_prefill_completed.booking)
+                    event_log.announced.prefilled(key)
+                    booking = self.booking_table.find(key, self.now())
+                    if booking is not None and not booking.prefilled:
+                        self.booking_table.prefill_complete(booking, is_remote=True)
                 case "output_progress":
-                    progress = event.output_progress
-                    self.receive_generated(checked_key(progress.booking), progress.output_tokens)
+                    output_tokens = event.output_progress.output_tokens
+                    booking = self.booking_table.find(checked_key(event.output_progress.booking), self.now())
+                    if booking is not None and output_tokens > booking.output_tokens:
+                        self.booking_table.generated(booking, output_tokens, is_remote=True)
                 case "free":
-                    self.receive_freed(event_log, checked_key(event.free.booking))
+                    key = checked_key(event.free.booking)
+                    event_log.announced.drop(key)
+                    self.booking_table.free(key, is_remote=True)
                 case "session_ended":
                     for key in event_log.announced.of_session(event.session_ended.session_id):
                         self.remove_owner(event_log, key)
@@ -122,43 +130,35 @@ class Replicas:
                 cause=str(error),
             )
 
-    def receive_owned(self, event_log: EventLog, announced: AddRequest) -> Key:
-        """Records that an incarnation owns a booking. Returns its key.
+    def _receive_owned(self, event_log: EventLog, announced: AddRequest) -> None:
+        """Records an incarnation as owner of a booking, even if the booking cannot be counted here.
 
         Raises:
-            KvRouterError: the booking cannot be counted here; the incarnation owns it nevertheless.
+            KvRouterError: the booking cannot be counted here.
         """
         key = checked_key(announced.booking)
         event_log.announced.put(key, announced.session_id)
-        if not self.booking_table.was_freed(key):
-            self._add_owned(event_log.scheduler, key, announced)
-        return key
-
-    def receive_prefilled(self, event_log: EventLog, key: Key) -> None:
-        """Records that an incarnation reported a prompt as computed."""
-        event_log.announced.prefilled(key)
-        booking = self.booking_table.find(key, self.now())
-        if booking is not None and not booking.prefilled:
-            self.booking_table.prefill_complete(booking, is_remote=True)
-
-    def receive_generated(self, key: Key, output_tokens: int) -> None:
-        """Records that some Scheduler reported the output of a booking."""
-        booking = self.booking_table.find(key, self.now())
-        if booking is not None and output_tokens > booking.output_tokens:
-            self.booking_table.generated(booking, output_tokens, is_remote=True)
-
-    def receive_freed(self, event_log: EventLog, key: Key) -> None:
-        """Records that an incarnation reported the end of a booking."""
-        event_log.announced.drop(key)
-        self.booking_table.free(key, is_remote=True)
+        if self.booking_table.was_freed(key):
+            return
+        pool = self._pools.get(self.component)
+        if pool is None:
+            raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
+        booking = self.booking_table.get(key)
+        if booking is None:
+            self.booking_table.book(replicated_booking(pool, key, announced), event_log.scheduler)
+            return
+        is_same_prompt = booking.prompt.sequence_hashes == announced.sequence_hashes
+        if booking.component != self.component or not is_same_prompt:
+            raise RequestIdReused(key[0])
+        self.booking_table.add_owner(booking, event_log.scheduler, placement_of(announced))
 
     def remove_owner(self, event_log: EventLog, key: Key) -> None:
-        """Records that an incarnation no longer owns a booking."""
+        """Removes an incarnation from the owners of a booking."""
         event_log.announced.drop(key)
         self.booking_table.remove_owner(key, event_log.scheduler)
 
     def expire(self, registered: Collection[str]) -> None:
-        """Drops the bookings of Schedulers that have been gone for the grace period.
+        """Drops the bookings of Schedulers gone for the grace period.
 
         Args:
             registered: Ids of the registered Schedulers. They are not gone even if they are silent, except for their
@@ -255,19 +255,6 @@ class Replicas:
             self.incarnations.forget(event_log.scheduler[1])
         self._metrics.orphans.inc(dropped)
         log.info("replica.left", origin=event_log.scheduler[1], component_name=str(self.component), bookings=dropped)
-
-    def _add_owned(self, scheduler: SchedulerIncarnation, key: Key, announced: AddRequest) -> None:
-        pool = self._pools.get(self.component)
-        if pool is None:
-            raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
-        booking = self.booking_table.get(key)
-        if booking is None:
-            self.booking_table.book(replicated_booking(pool, key, announced), scheduler)
-            return
-        is_same_prompt = booking.prompt.sequence_hashes == announced.sequence_hashes
-        if booking.component != self.component or not is_same_prompt:
-            raise RequestIdReused(key[0])
-        self.booking_table.add_owner(booking, scheduler, placement_of(announced))
 
     def _quarantine(self, reason: str) -> None:
         self._metrics.quarantined.labels(reason=reason).inc()

@@ -1,4 +1,4 @@
-"""Transfers the state of a Scheduler in chunks, made and applied one at a time so that other work continues.
+"""Transfers the state of a Scheduler in chunks, made and applied one at a time between other work.
 
 A state is valid for the sequence in its first chunk. Changes made meanwhile may be in it already; their events follow,
 and then change nothing.
@@ -113,7 +113,7 @@ class Fetch:
         return chunk.last
 
     def give_up(self) -> None:
-        """Ends an incomplete fetch. What has arrived is kept, because it is true."""
+        """Ends an incomplete fetch. Arrived chunks are kept, because they are true."""
         self._event_log.give_up(self._replicas.now())
 
     def _finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Replica sync over all components: passes local changes to each component's replicas, and expires what they own."""
+"""Replica sync over all components: passes local changes to each component's replicas, and expires their bookings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReplicaSync:
         self._components: dict[ComponentName, Replicas] = {}
 
     def __iter__(self) -> Iterator[Replicas]:
-        """Iterates over the replicas of every component that was used."""
+        """Iterates over the replicas of every used component."""
         return iter(list(self._components.values()))
 
     def of(self, component: ComponentName) -> Replicas:
@@ -64,7 +64,7 @@ class ReplicaSync:
         return replicas
 
     def follow(self) -> None:
-        """Subscribes to the changes of the booking table that are announced to the replicas of their component."""
+        """Subscribes to changes of the booking table, to announce them to the replicas of their component."""
         subscribe = self.booking_table.subscribe
         subscribe(OwnerAdded, self._changed)
         subscribe(OwnerRemoved, self._changed)
@@ -86,17 +86,17 @@ class ReplicaSync:
             self.of(component).announcer.announce(change)
 
     def expire(self, registered: Collection[str]) -> None:
-        """Drops the bookings of Schedulers that have been gone for the grace; ``registered`` ones are not gone."""
+        """Drops the bookings of Schedulers gone for the grace; ``registered`` ones are not gone."""
         for replicas in self:
             replicas.expire(registered)
 
     def remote_bookings(self) -> int:
-        """Returns the number of bookings that only other Schedulers own."""
+        """Returns the number of bookings owned by other Schedulers only."""
         own = sum(len(replicas.announcer.announced) for replicas in self)
         return max(0, len(self.booking_table) - own)
 
     def replicas(self) -> int:
-        """Returns the number of other Schedulers that are followed, over all components."""
+        """Returns the number of followed Schedulers, over all components."""
         return sum(len(replicas.logs) for replicas in self)
 
     def incomplete(self) -> int:

@@ -1,1 +1,1 @@
-"""What a request says: its prompt as hashes, and how it is to be routed."""
+"""A request's content: its prompt as hashes, and its routing options."""

@@ -1,4 +1,4 @@
-"""Routing options, and the overrides that a request may contain."""
+"""Routing options, and their overrides in a request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
 DEFAULT_MODE = "forecast"
 
 OF_POLICIES = ("overlap_score_weight", "router_temperature", "max_queued_requests")
-"""Options that matter in some modes only: each policy names its own."""
+"""Options of some modes only: each policy names its own."""
 
 _OVERRIDES_OF_POLICIES = ("overlap_score_weight", "router_temperature")
 
@@ -29,9 +29,9 @@ class Thresholds:
     """Load above which a rank is busy; None is off."""
 
     decode_blocks: float | None = None
-    """Share of its KV blocks that are active, 0 to 1."""
+    """Active share of its KV blocks, 0 to 1."""
     prefill_tokens: int | None = None
-    """Prefill tokens that are booked and not yet computed."""
+    """Prefill tokens, booked and not yet computed."""
 
     def over(self, below: Thresholds) -> Thresholds:
         """Returns these thresholds, with those of ``below`` where one is off."""
@@ -76,11 +76,11 @@ class ThresholdUpdate:
     """A change of the thresholds of one model."""
 
     values: Thresholds
-    """Thresholds to set; those that are off stay as they are."""
+    """Thresholds to set; None leaves one as it is."""
     clear_decode_blocks: bool = False
-    """Whether to remove the decode threshold that was set."""
+    """Whether to remove the decode threshold."""
     clear_prefill_tokens: bool = False
-    """Whether to remove the prefill threshold that was set."""
+    """Whether to remove the prefill threshold."""
 
     @classmethod
     def of(cls, request: SetBusyThresholdRequest) -> ThresholdUpdate:
@@ -107,7 +107,7 @@ class ThresholdUpdate:
         return self.values.any_set or self.clear_decode_blocks or self.clear_prefill_tokens
 
     def apply(self, before: Thresholds) -> Thresholds:
-        """Returns what is set after the update."""
+        """Returns the thresholds after the update."""
         return self.values.over(
             Thresholds(
                 None if self.clear_decode_blocks else before.decode_blocks,
@@ -138,18 +138,18 @@ class RoutingOptions:
 
     @property
     def queries_indexer(self) -> bool:
-        """Returns whether the decision uses overlaps, so that an Indexer is queried."""
+        """Returns whether the decision uses overlaps, from an Indexer."""
         policy = POLICIES[self.mode]
         is_weightless = "overlap_score_weight" in policy.options and not self.overlap_score_weight
         return policy.uses_overlap and not is_weightless
 
 
 def ignored_overrides(overrides: RoutingOverrides, mode: str) -> tuple[str, ...]:
-    """Returns the names of a request's overrides that have no effect in a mode."""
+    """Returns the names of a request's overrides without effect in a mode."""
     if not overrides.ByteSize():
         return ()
-    heeded = POLICIES[mode].options
-    return tuple(name for name in _OVERRIDES_OF_POLICIES if overrides.HasField(name) and name not in heeded)
+    effective = POLICIES[mode].options
+    return tuple(name for name in _OVERRIDES_OF_POLICIES if overrides.HasField(name) and name not in effective)
 
 
 def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingOptions:

@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
         return len(self.sequence_hashes) // HASH_BYTES
 
     def reusable_hashes(self, block_size: int) -> bytes:
-        """Returns the local hashes of the blocks that an engine can find in its cache.
+        """Returns the local hashes of the blocks reusable from an engine's cache.
 
         Engines compute at least the last token of a prompt, so of n tokens they reuse (n - 1) div block_size blocks.
         """

@@ -1,22 +1,22 @@
 """Decides whether a prefill worker or the decode worker itself computes a prompt. Pure; the simulator uses it too.
 
-    uncached = prompt tokens that a worker does not hold                                                [tokens]
+    uncached = prompt tokens not cached by a worker                                                      [tokens]
     compute  = a * prefill time of mode forecast for them, or uncached * prefill_us_per_token if given   [ms]
-    transfer = b * (latency + tokens that the decode worker does not hold * bytes per token / bandwidth) [ms]
-    wait     = time until a worker has computed the prompts that are booked there, by the same model    [ms]
+    transfer = b * (latency + uncached tokens of the decode worker * bytes per token / bandwidth)          [ms]
+    wait     = time until a worker has computed its booked prompts, by the same model                    [ms]
 
-    a, b     = measured time over that of the model, learned by ``kvrouter.scheduler.load.prefill_times``;
-               a also contains the relative latency of the worker, where mode forecast has learned one  [1]
+    a, b     = measured over modelled time, learned by ``kvrouter.scheduler.load.prefill_times``;
+               a also contains the relative latency of the worker, where mode forecast has learned one   [1]
 
 A prefill worker computes the prompt if the decode worker lacks at least ``min_tokens``, and
 
     wait there + compute there + transfer < wait + 2 * compute
 
-``there`` is the prefill worker that would have computed it first. The decode worker's own time counts twice: a request
-waits for it, and so do those that decode beside it. A short rest does not delay them much, and is not worth the detour.
+``there`` is the prefill worker with the earliest end. The decode worker's own time counts twice: a request
+waits for it, and so do those decoding beside it. A short rest does not delay them much, and is not worth the detour.
 
-To compare decode workers, a prompt that is computed elsewhere counts as the tokens that could be computed during its
-transfer, so that a worker that holds a part of the prompt is preferred to one that must receive all of it.
+To compare decode workers, a prompt computed elsewhere counts as the tokens to compute during its
+transfer: a worker that holds a part of the prompt is preferred to one that must receive all of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.policies.forecast.policy import DEFAULT_BUDGET, prefill_ms
+from kvrouter.v1.scheduler_pb2 import PrefillDecision
 from numpy.typing import NDArray
 
 
@@ -57,47 +58,27 @@ _SHOWN_MS = 0.05
 """Shorter waits are not shown."""
 
 
-class PrefillDecision(NamedTuple):
-    """Who computes a prompt."""
-
-    is_remote: bool
-    """Whether a prefill worker does."""
-    uncached_tokens: int
-    compute_ms: float
-    transfer_ms: float
-    wait_ms: float
-    """Until the decode worker has computed the prompts that are booked there."""
-    prefill_wait_ms: float
-    """The same at the prefill worker that would have computed the prompt first."""
-    prefill_uncached_tokens: int
-    prefill_compute_ms: float
-    factors: PrefillFactors
-    """The measured factors in the times of the decode worker."""
-    reason: str
-    """Why, for people."""
-
-
 class FirstPrefill(NamedTuple):
-    """The prefill worker that would have computed a prompt first."""
+    """The prefill worker with the earliest end of the prompt."""
 
     wait_ms: float
-    """Until it has computed the prompts that are booked there."""
+    """Until it has computed its booked prompts."""
     uncached_tokens: int
-    """Prompt tokens that it does not hold."""
+    """Prompt tokens missing in its cache."""
     compute_ms: float
     """Time in which it computes them."""
 
 
 class PrefillComparison(NamedTuple):
-    """What the decision rests on, for each decode worker. Arrays of shape (candidates,)."""
+    """Inputs of the decision for each decode worker. Arrays of shape (candidates,)."""
 
     uncached_tokens: NDArray[np.int64]
     compute_ms: NDArray[np.float64]
     transfer_ms: NDArray[np.float64]
     wait_ms: NDArray[np.float64]
-    """Until the decode worker has computed the prompts that are booked there."""
+    """Until the decode worker has computed its booked prompts."""
     first: FirstPrefill | None
-    """None if no prefill worker is known: one without a queue is assumed that holds and takes as much."""
+    """None if no prefill worker is known: one like the decode worker, without a queue, is assumed."""
     factors: PrefillFactors
     least_tokens: int
 
@@ -130,7 +111,19 @@ class PrefillPlaces(NamedTuple):
             reason = f"{there}, to compute them {compute:.1f} ms{_after(wait)}"
         else:
             reason = f"{there}, no less than to compute them ({compute:.1f} ms{_after(wait)})"
-        return PrefillDecision(is_remote, tokens, compute, transfer, wait, *first, factors, reason)
+        return PrefillDecision(
+            remote=is_remote,
+            uncached_tokens=tokens,
+            compute_ms=compute,
+            transfer_ms=transfer,
+            wait_ms=wait,
+            prefill_wait_ms=first.wait_ms,
+            prefill_uncached_tokens=first.uncached_tokens,
+            prefill_compute_ms=first.compute_ms,
+            reason=reason,
+            compute_factor=factors.compute,
+            transfer_factor=factors.transfer,
+        )
 
 
 def prefill_places(
@@ -145,12 +138,12 @@ def prefill_places(
     """Decides for each decode worker.
 
     Args:
-        uncached_tokens: Prompt tokens that it does not hold, 0 or more.
+        uncached_tokens: Prompt tokens missing in its cache, 0 or more.
         options: When a prefill worker is worth its detour.
-        factors: What was measured of both times in the component.
+        factors: Measured over modelled times in the component.
         relative_latency: Prefill times of the decode worker over those of its component.
-        wait_ms: Time until it has computed the prompts that are booked there.
-        first: The prefill worker that would have computed the prompt first; None if none is known.
+        wait_ms: Time until it has computed its booked prompts.
+        first: The prefill worker with the earliest end; None if none is known.
     """
     compute = compute_ms(uncached_tokens, options, factors.compute * relative_latency)
     link = options.transfer
@@ -167,7 +160,7 @@ def prefill_places(
 
 
 def modelled_ms(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the time to compute prompt tokens on the engine that mode forecast models, ms."""
+    """Returns the time to compute prompt tokens on the engine model of mode forecast, ms."""
     budget = np.full(len(tokens), DEFAULT_BUDGET)
     return prefill_ms(tokens, budget, np.zeros(len(tokens)))
 

@@ -1,1 +1,1 @@
-"""From a request context to a decision, and what is remembered of it."""
+"""From a request context to a decision and its booking; past decisions."""

@@ -1,7 +1,7 @@
 """Conversation affinity: the next request of a conversation goes to the rank of the previous one.
 
 That rank has the conversation's blocks. If it is gone, busy or not allowed, the policy chooses among all candidates,
-and the conversation stays with that choice.
+and the conversation stays with its choice.
 """
 
 from __future__ import annotations
@@ -39,14 +39,10 @@ class Affinity:
 
     def _placed(self, change: Booked | Moved) -> None:
         booking = change.booking
-        self.note(booking.component, booking.conversation, booking.rank)
-
-    def note(self, component: ComponentName, conversation: bytes, rank: Rank) -> None:
-        """Records the rank of a conversation (its digest)."""
-        if not conversation:
+        if not booking.conversation:
             return
-        key = (component, conversation)
-        self._ranks[key] = rank
+        key = (booking.component, booking.conversation)
+        self._ranks[key] = booking.rank
         self._ranks.move_to_end(key)
         if len(self._ranks) > self._capacity:
             self._ranks.popitem(last=False)

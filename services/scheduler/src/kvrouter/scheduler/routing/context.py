@@ -1,4 +1,4 @@
-"""The request context: a checked request with everything that a decision needs."""
+"""The request context: a checked request with all inputs of a decision."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DEFAULT_LEASE_SECONDS = 3600.0
 
 
 class BookingOptions(NamedTuple):
-    """The booking that a request requests."""
+    """The requested booking."""
 
     key: Key | None = None
     """Key of the booking; None to choose a rank without booking it."""
     session_id: str = ""
-    """Session that will own the booking; empty for a lease."""
+    """Owning session; empty for a lease."""
     opening_number: int = 0
-    """The opening of the session that the call belongs to; 0 for any."""
+    """The opening of the session in the call; 0 for any."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """Lifetime of a booking without a session."""
     restores: bool = False
@@ -43,18 +43,18 @@ class RequestContext(NamedTuple):
     priority: int = 0
     """Priority among queued requests; higher goes first."""
     ignored_overrides: tuple[str, ...] = ()
-    """Names of the request's overrides that have no effect in its mode."""
+    """Names of the request's overrides without effect in its mode."""
     may_prefill_locally: bool = False
     """In stage decode, whether the rank may compute the prompt itself; otherwise a prefill worker always does."""
     prefill_pools: tuple[Pool, ...] = ()
-    """Components that this Scheduler knows whose workers may compute the prompt instead."""
+    """Known components whose workers may compute the prompt instead."""
     tenant: Tenant = Tenant()
     """Whose request it is."""
 
     def prefill_factors(self) -> PrefillFactors:
-        """Returns what is known of the times to compute and to transfer a prompt.
+        """Returns the measured factors of the times to compute and to transfer a prompt.
 
-        While the decode workers have computed no prompt, the prefill workers that have measured most stand in.
+        While the decode workers have computed no prompt, the prefill workers with the most measurements stand in.
         """
         own = self.pool.booked_load
         if own.prefill_times.measured_prompts:

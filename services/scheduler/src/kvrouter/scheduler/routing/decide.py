@@ -12,15 +12,13 @@ from kvrouter.scheduler.identifiers import component_message, rank_message, rank
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait, rank_label
-from kvrouter.scheduler.request.remote_prefill import PrefillDecision
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
 from kvrouter.scheduler.workers.candidates import Candidate
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import CandidateTerms
+from kvrouter.v1.scheduler_pb2 import CandidateTerms, PrefillDecision
 from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
-from kvrouter.v1.scheduler_pb2 import PrefillDecision as PrefillDecisionMessage
 
 # Read once: looking up an enum value by name takes a microsecond.
 _PREFILL = Stage.STAGE_PREFILL
@@ -47,15 +45,15 @@ class Decision(NamedTuple):
     """Result of the policy; None if no candidate was left."""
     explanation: Explanation
     chosen: Rank | None
-    """The rank that the request is sent to; None if it is queued or refused."""
+    """The rank of the dispatch; None if the request is queued or refused."""
     is_of_prefill: bool = False
     """Whether the rank computes the prompt for a decode worker."""
     queued_seconds: float = 0.0
-    """Time that the request spent in the queue."""
+    """Time of the request in the queue."""
 
     @property
     def rank(self) -> Rank:
-        """The rank that the request is sent to or waits for."""
+        """The rank of the dispatch, or of the wait."""
         if self.chosen is not None:
             return self.chosen
         context, verdict = self._weighed()
@@ -63,19 +61,19 @@ class Decision(NamedTuple):
 
     @property
     def candidate(self) -> Candidate:
-        """The candidate of that rank."""
+        """The candidate of the rank."""
         candidate = self.snapshot.worker_set.candidate(self.rank)
         assert candidate is not None  # noqa: S101 - the rank is one of these
         return candidate
 
     @property
     def overlap_blocks(self) -> int:
-        """Leading blocks of the prompt that the rank holds."""
+        """Leading blocks of the prompt on the rank."""
         return self.snapshot.overlap_of(self.rank)
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that the rank has to compute."""
+        """Prompt tokens to compute on the rank."""
         if self.is_prefilled_remotely:
             return 0
         context, verdict = self._weighed()
@@ -87,7 +85,7 @@ class Decision(NamedTuple):
         """Forecast time to the first token; None if it is unsuitable for latency calibration.
 
         If the policy chose to wait and the request is sent anyway, more work is ahead of it than the forecast assumes.
-        The first token of a prompt that a prefill worker computes does not show the speed of the rank.
+        After a remote prefill, the first token does not show the speed of the rank.
         """
         if self.is_prefilled_remotely:
             return None
@@ -100,7 +98,7 @@ class Decision(NamedTuple):
 
     @property
     def prefill(self) -> PrefillDecision | None:
-        """Who computes the prompt; None if that is not decided here, or if no rank was chosen."""
+        """Who computes the prompt; None if it is not decided here, or if no rank was chosen."""
         return None if self.context is None else self.snapshot.prefill_decision(self.rank)
 
     def refused(self, error: KvRouterError) -> Decision:
@@ -113,7 +111,7 @@ class Decision(NamedTuple):
         return self._replace(explanation=self.explanation._replace(reason=reason), chosen=None)
 
     def behind_the_queue(self) -> Decision:
-        """Returns the decision with a Wait in place of a Choice, because requests that came before are to be tried."""
+        """Returns the decision with a Wait in place of a Choice, because earlier requests are tried first."""
         _, verdict = self._weighed()
         explanation = verdict.explanation._replace(reason="requests before it are queued")
         wait = Wait(
@@ -161,7 +159,7 @@ class Decision(NamedTuple):
             attempt=self.attempt,
             queued_us=int(self.queued_seconds * 1e6),
             component=component_message(self.component),
-            prefill=prefill_message(self.prefill),
+            prefill=self.prefill,
         )
 
     def _terms(self, index: int) -> CandidateTerms:
@@ -175,25 +173,6 @@ class Decision(NamedTuple):
         )
 
 
-def prefill_message(decision: PrefillDecision | None) -> PrefillDecisionMessage | None:
-    """Returns the message for who computes a prompt; None if that is not decided."""
-    if decision is None:
-        return None
-    return PrefillDecisionMessage(
-        remote=decision.is_remote,
-        uncached_tokens=decision.uncached_tokens,
-        compute_ms=decision.compute_ms,
-        transfer_ms=decision.transfer_ms,
-        wait_ms=decision.wait_ms,
-        prefill_wait_ms=decision.prefill_wait_ms,
-        prefill_uncached_tokens=decision.prefill_uncached_tokens,
-        prefill_compute_ms=decision.prefill_compute_ms,
-        reason=decision.reason,
-        compute_factor=decision.factors.compute,
-        transfer_factor=decision.factors.transfer,
-    )
-
-
 def decide(
     request: RequestContext,
     overlaps: Overlaps,
@@ -204,26 +183,26 @@ def decide(
     conversation_rank: Rank | None = None,
     calibration_error: float = 1.0,
 ) -> Decision:
-    """Lets the request's policy choose among the candidates that fit and are not busy. Changes no state.
+    """Lets the request's policy choose among the fitting candidates without the busy ones. Changes no state.
 
     Args:
         request: The request.
-        overlaps: What the ranks hold of its prompt.
+        overlaps: Overlaps of its prompt.
         rng: The only source of chance.
-        now: Seconds, by the clock that stamps load reports.
+        now: Seconds, by the clock of load reports.
         decision_id: Id of the decision.
         conversation_rank: Rank of the request's conversation; if it is a candidate, it is the only one.
         calibration_error: See ``context_of``.
     """
-    found = snapshot(request, overlaps, now=now)
-    places = found.free
+    candidates = snapshot(request, overlaps, now=now)
+    places = candidates.free
     if conversation_rank is not None:
-        place = found.worker_set.place(conversation_rank)
+        place = candidates.worker_set.place(conversation_rank)
         places = places[places == place] if place is not None and place in places else places
     context: SchedulingContext | None = None
     verdict: Choice | Wait | None = None
     if len(places):
-        context = context_of(found, places, request, calibration_error=calibration_error)
+        context = context_of(candidates, places, request, calibration_error=calibration_error)
         verdict = POLICIES[request.options.mode].decide(context, rng)
     key = request.booking.key
     return Decision(
@@ -235,7 +214,7 @@ def decide(
         prompt_blocks=request.prompt.blocks,
         load_only=bool(overlaps.failure),
         decided_unix_ns=time.time_ns(),
-        snapshot=found,
+        snapshot=candidates,
         context=context,
         verdict=verdict,
         explanation=_NONE_LEFT if verdict is None else verdict.explanation,

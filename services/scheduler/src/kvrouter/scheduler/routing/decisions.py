@@ -22,7 +22,7 @@ class Decisions:
     def __init__(self, capacity: int, *, max_rows: int = _MAX_ROWS, log_formulas: bool = False) -> None:
         """``log_formulas`` logs the cost formula of every candidate of every decision."""
         self.capacity = capacity
-        """Most decisions that are kept."""
+        """Most kept decisions."""
         self._max_rows = max_rows
         self._log_formulas = log_formulas
         self._ring: deque[Decision] = deque()
@@ -34,7 +34,7 @@ class Decisions:
         return len(self._ring)
 
     def next_id(self) -> int:
-        """Id for the decision that comes next."""
+        """Id of the next decision."""
         return next(self._ids)
 
     def add(self, decision: Decision) -> None:
@@ -50,19 +50,19 @@ class Decisions:
                 )
 
     def by_id(self, decision_id: int) -> Decision | None:
-        """Returns a decision by its id. It searches them all, because that is rare and decisions are not."""
+        """Returns a decision by its id. It searches them all: look-ups are rare, decisions are not."""
         return next((each for each in reversed(self._ring) if each.decision_id == decision_id), None)
 
     def by_request(self, request_id: str) -> Decision | None:
-        """Returns the newest decision on a request; that of its prefill worker only if there is no other.
+        """Returns the newest decision on a request; a prefill worker's only if there is no other.
 
-        ``request_id`` is the id that it was booked under, or the one that its client gave: a Frontend books under the
+        ``request_id`` is the id of its booking, or the one of its client: a Frontend books under the
         client's id, ``~`` and a random part.
         """
         if not request_id:
             return None
-        found = [each for each in reversed(self._ring) if _names(each.request_id, request_id)]
-        return next((each for each in found if not each.is_of_prefill), found[0] if found else None)
+        matches = [each for each in reversed(self._ring) if _names(each.request_id, request_id)]
+        return next((each for each in matches if not each.is_of_prefill), matches[0] if matches else None)
 
     def newest(self, count: int, component: ComponentName | None = None) -> list[Decision]:
         """So many of the last ones, newest first; those of one component, or of all."""

@@ -1,7 +1,7 @@
 """Takes a request from its context to its booked response.
 
 ``decide`` and ``settle`` form one step: between the snapshot of the load and the booking nothing is awaited. Requests
-of one moment thus see each other's load, one after the other, and spread instead of meeting at the rank that was idle.
+of one moment thus see each other's load, one after the other, and spread instead of meeting at the idle rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.context import RequestContext
-from kvrouter.scheduler.routing.decide import Decision, decide, prefill_message
+from kvrouter.scheduler.routing.decide import Decision, decide
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, snapshot
 from kvrouter.scheduler.workers.candidates import check_pinned
@@ -58,7 +58,7 @@ class Router:
     ) -> None:
         """``predictions`` replace Indexers in approximate mode.
 
-        ``is_behind`` returns whether this Scheduler is overloaded, so that callers should shard their requests.
+        ``is_behind`` returns whether this Scheduler is overloaded, which advises callers to shard their requests.
         """
         self.decisions = decisions
         """Recent decisions, for Explain."""
@@ -75,7 +75,7 @@ class Router:
         self._is_behind = is_behind
 
     def check(self, context: RequestContext) -> None:
-        """Checks that a request can be served: its session is open, its booking not freed, its worker registered.
+        """Checks a request: its session is open, its booking not freed, its worker registered.
 
         Raises:
             BadRequest, UnknownWorker, NoWorkers, RequestIdReused, SessionLost.
@@ -88,7 +88,7 @@ class Router:
         check_pinned(pool.candidates, context.constraints, pool.name)
 
     async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool | None = None) -> Overlaps:
-        """Returns the overlaps of the prompt with every rank that may compute it.
+        """Returns the overlaps of the prompt with every rank, those of prefill workers included.
 
         Failures of Indexers are part of the result. ``needed`` defaults to whether the request's mode uses overlaps.
         """
@@ -227,7 +227,7 @@ class Router:
 
 
 def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerResponse:
-    """Returns the response for a decision that was made from ``overlaps``."""
+    """Returns the response for a decision made from ``overlaps``."""
     candidate = decision.candidate
     # To parse what is the same for each request of a rank takes a fifth of the time of building it from its parts.
     response = SelectWorkerResponse.FromString(
@@ -238,7 +238,7 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
     response.decision_id = decision.decision_id
     response.load_only = decision.load_only
     response.queued_us = int(decision.queued_seconds * 1e6)
-    if (prefill := prefill_message(decision.prefill)) is not None:
+    if (prefill := decision.prefill) is not None:
         response.prefill.CopyFrom(prefill)
     overlaps.write_cursor(candidate.rank, response)
     return response

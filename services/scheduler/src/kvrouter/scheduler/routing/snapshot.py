@@ -18,7 +18,6 @@ from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, Schedul
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import (
     FirstPrefill,
-    PrefillDecision,
     PrefillPlaces,
     RemotePrefillOptions,
     compute_ms,
@@ -28,6 +27,7 @@ from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.scheduler_pb2 import PrefillDecision
 
 # Read once: looking up an enum value by name takes a microsecond.
 _DECODE = Stage.STAGE_DECODE
@@ -46,22 +46,22 @@ class CandidateSnapshot(NamedTuple):
     """Loads, the request's own blocks included."""
     overlap_blocks: Column
     new_prefill_tokens: Column
-    """Prompt tokens that each candidate would compute itself."""
+    """Prompt tokens for each candidate to compute itself."""
     free_slots: Amounts
-    """Further requests that each candidate may have; infinite where its slots are unknown."""
+    """Free slots of each candidate; infinite where its slots are unknown."""
     is_kept: Mask
-    """Whether the request would take room there that its tenant leaves free for others."""
+    """Whether the request would take room kept for other tenants there."""
     judged: Load | None
     """Loads to compare with the thresholds; None if no threshold is set."""
     fit: Places
-    """Candidates that satisfy the constraints, busy or not."""
+    """Candidates within the constraints, busy or not."""
     free: Places
-    """Candidates of ``fit`` that are not busy."""
+    """Candidates of ``fit`` without the busy ones."""
     prefill: PrefillPlaces | None = None
     """Who would compute the prompt, in stage decode; None in other stages."""
 
     def overlap_of(self, rank: Rank) -> int:
-        """Returns the leading blocks of the prompt that a candidate holds."""
+        """Returns a candidate's leading blocks of the prompt."""
         return int(self.overlap_blocks[self._place(rank)])
 
     def prefills_remotely(self, rank: Rank) -> bool:
@@ -82,7 +82,7 @@ class CandidateSnapshot(NamedTuple):
         return "" if self.judged is None else self.judged.why(self.thresholds, place)
 
     def excluded(self, weighed: Collection[Rank] = ()) -> dict[Rank, str]:
-        """Returns the candidates that are not in ``weighed``, each with the reason."""
+        """Returns the candidates missing in ``weighed``, each with the reason."""
         left_out = set(self.worker_set.ranks).difference(weighed)
         return {
             candidate.rank: why_unfit(candidate, self.constraints)
@@ -112,7 +112,7 @@ class CandidateSnapshot(NamedTuple):
 
 
 def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> CandidateSnapshot:
-    """Takes a snapshot of every registered rank. ``now``: seconds, by the clock that stamps load reports."""
+    """Takes a snapshot of every registered rank. ``now``: seconds, by the clock of load reports."""
     pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
     worker_set = pool.worker_set
     fit = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
@@ -154,7 +154,7 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
 
 
 def _is_kept(request: RequestContext, loads: Loads, new_tokens: Column, free_slots: Amounts, now: float) -> Mask:
-    """Returns where the request would take room that its tenant leaves free for others."""
+    """Returns where the request would take room kept for other tenants."""
     pool, headroom, tenant = request.pool, request.pool.headroom, request.tenant.name
     ranks, size = pool.worker_set, pool.booked_load.block_size
     if not request.options.queues or not headroom.uses_more(tenant, now):
@@ -179,7 +179,7 @@ def _is_kept(request: RequestContext, loads: Loads, new_tokens: Column, free_slo
 def _prefill_places(
     request: RequestContext, loads: Loads, uncached_tokens: Column, overlaps: Overlaps
 ) -> PrefillPlaces:
-    """Decides who would compute the prompt, from what all workers hold of it, and have yet to compute of others."""
+    """Decides who would compute the prompt, from the overlaps and the booked prompts of all workers."""
     pool, options, factors = request.pool, request.options.remote_prefill, request.prefill_factors()
     return prefill_places(
         uncached_tokens,
@@ -192,18 +192,18 @@ def _prefill_places(
 
 
 def context_of(
-    found: CandidateSnapshot, places: Places, request: RequestContext, *, calibration_error: float = 1.0
+    candidates: CandidateSnapshot, places: Places, request: RequestContext, *, calibration_error: float = 1.0
 ) -> SchedulingContext:
     """Returns the input of a policy: the request and the candidates at ``places``.
 
-    ``calibration_error`` multiplies the latency calibration, so that a simulation can study a wrong time model.
+    ``calibration_error`` multiplies the latency calibration, for simulations of a wrong time model.
     """
     pool, options = request.pool, request.options
-    worker_set, loads, heads = found.worker_set, found.loads, found.loads.heads
-    overlap_blocks, new_prefill_tokens = found.overlap_blocks, found.new_prefill_tokens
-    if found.prefill is not None:
+    worker_set, loads, heads = candidates.worker_set, candidates.loads, candidates.loads.heads
+    overlap_blocks, new_prefill_tokens = candidates.overlap_blocks, candidates.new_prefill_tokens
+    if candidates.prefill is not None:
         # What a prefill worker computes costs its rank no more than the transfer.
-        new_prefill_tokens = found.prefill.weighed_tokens
+        new_prefill_tokens = candidates.prefill.weighed_tokens
         overlap_blocks = (request.prompt.tokens - new_prefill_tokens) // pool.booked_load.block_size
     every = SchedulingContext(
         prompt_tokens=request.prompt.tokens,
@@ -218,8 +218,8 @@ def context_of(
         active_blocks=loads.active_blocks,
         leading_active_blocks=loads.leading_active_blocks,
         active_requests=loads.requests,
-        free_slots=found.free_slots,
-        is_kept=found.is_kept,
+        free_slots=candidates.free_slots,
+        is_kept=candidates.is_kept,
         total_blocks=worker_set.total_blocks,
         max_batched_tokens=worker_set.max_batched_tokens,
         head_prefill_tokens=heads.tokens,
@@ -237,14 +237,14 @@ def first_prefill(request: RequestContext, overlaps: Overlaps, factor: float) ->
 
     Args:
         request: The request. Its labels and adapter concern prefill workers too.
-        overlaps: What the ranks hold of its prompt.
-        factor: Measured time to compute a prompt over the modelled one, for pools that have measured none.
+        overlaps: Overlaps of its prompt.
+        factor: Measured time to compute a prompt over the modelled one, for pools without measurements.
     """
     constraints, options = request.constraints, request.options.remote_prefill
-    wanted = WorkerConstraints(Stage.STAGE_PREFILL, labels=constraints.labels, lora_name=constraints.lora_name)
-    found = []
+    needs = WorkerConstraints(Stage.STAGE_PREFILL, labels=constraints.labels, lora_name=constraints.lora_name)
+    prefills = []
     for pool in request.prefill_pools:
-        load, fit = pool.booked_load, pool.worker_set.fit(wanted)
+        load, fit = pool.booked_load, pool.worker_set.fit(needs)
         if not len(fit):
             continue
         own = load.prefill_factors().compute if load.prefill_times.measured_prompts else factor
@@ -253,8 +253,8 @@ def first_prefill(request: RequestContext, overlaps: Overlaps, factor: float) ->
         compute = compute_ms(uncached, options, own * load.relative_latency()[fit])
         waits = waits_ms(pool, load.loads(), options, own)[fit]
         first = int(np.argmin(waits + compute))
-        found.append(FirstPrefill(float(waits[first]), int(uncached[first]), float(compute[first])))
-    return min(found, key=lambda each: each.wait_ms + each.compute_ms, default=None)
+        prefills.append(FirstPrefill(float(waits[first]), int(uncached[first]), float(compute[first])))
+    return min(prefills, key=lambda each: each.wait_ms + each.compute_ms, default=None)
 
 
 def waits_ms(pool: Pool, loads: Loads, options: RemotePrefillOptions, factor: float) -> Amounts:
@@ -263,7 +263,7 @@ def waits_ms(pool: Pool, loads: Loads, options: RemotePrefillOptions, factor: fl
     Args:
         pool: The component.
         loads: Its load.
-        options: How long a worker computes a prompt token, if that is given.
+        options: How long a worker computes a prompt token, if given.
         factor: Measured time to compute a prompt over the modelled one, in the component.
     """
     booked = compute_ms(loads.prefill_tokens, options, factor * pool.booked_load.relative_latency())

@@ -41,9 +41,9 @@ class Candidate:
     total_blocks: int
     """KV blocks in device memory; 0 if unknown."""
     max_batched_tokens: int
-    """Tokens that the engine computes in one step at most; 0 if unknown."""
+    """Most tokens of one step of the engine; 0 if unknown."""
     max_sequences: int
-    """Requests that the engine of the rank runs at once; 0 if unknown."""
+    """Requests run at once by the engine of the rank; 0 if unknown."""
     draining: bool
     labels: Mapping[str, str]
     lora_names: frozenset[str]
@@ -72,7 +72,7 @@ def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...
 
 @dataclass(frozen=True, slots=True)
 class WorkerConstraints:
-    """Constraints of a request on the rank that serves it."""
+    """Constraints of a request on its rank."""
 
     stage: Stage = Stage.STAGE_WHOLE
     worker_id: int | None = None
@@ -84,9 +84,9 @@ class WorkerConstraints:
     excluded: frozenset[int] = frozenset()
     """Excluded workers."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels that the worker must carry."""
+    """Required labels of the worker."""
     lora_name: str = ""
-    """Adapter that the worker must serve; empty for the base model."""
+    """Required adapter; empty for the base model."""
     avoided: frozenset[int] = frozenset()
     """Workers to use only if no other fits."""
     avoided_reasons: Mapping[int, str] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class WorkerConstraints:
 
     @property
     def anywhere(self) -> bool:
-        """Whether every rank that serves the stage fits."""
+        """Whether every rank of the stage fits."""
         named = self.worker_id is not None or self.dp_rank is not None
         return not (named or self.allowed or self.excluded or self.labels or self.lora_name)
 
@@ -125,7 +125,7 @@ def _unconstrained(stage: Stage) -> WorkerConstraints:
 
 
 def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints, component: object = None) -> None:
-    """Checks that the worker and rank that a request names, if any, are registered, in ``component`` for the error.
+    """Checks the worker and rank named by a request, if any. ``component`` is for the error.
 
     Raises:
         BadRequest: no worker has the rank.

@@ -14,7 +14,7 @@ _RETRY_SECONDS = 5.0
 
 
 async def write_descriptors(directory: Directory, etcd: EtcdAccess) -> None:
-    """Writes the followed descriptor of each component that has none in etcd, until cancelled.
+    """Writes the followed descriptor of each component without one in etcd, until cancelled.
 
     So it outlives the component's workers, and later workers are compared with it.
     """

@@ -34,7 +34,7 @@ class Sources(NamedTuple):
     places: Places
     """Index in the list; -1 if the candidate is not listed."""
     current: Mask
-    """Whether it is listed, with its registered incarnation where that is known."""
+    """Whether it is listed, with its registered incarnation where known."""
     equal: bool
     """Whether the list has the candidates in their order, with these incarnations, and nothing else."""
 
@@ -52,7 +52,7 @@ class WorkerSet:
         """Most KV blocks of a candidate; 0 if those of one of them are unknown."""
         self.max_batched_tokens = self._column(candidate.max_batched_tokens for candidate in candidates)
         self.slots: Amounts = np.array([candidate.max_sequences or np.inf for candidate in candidates], np.float64)
-        """Requests that each runs at once; infinite where that is unknown."""
+        """Requests run at once by each; infinite where unknown."""
         self.incarnations = np.array([candidate.incarnation for candidate in candidates], np.uint64)
         self._worker_ids = np.array([worker_id for worker_id, _ in self.ranks], np.uint64)
         self._dp_ranks = np.array([dp_rank for _, dp_rank in self.ranks], np.uint32)
@@ -61,12 +61,12 @@ class WorkerSet:
         self.accepting: Mask = ~self._draining
         """Which candidates accept new requests."""
         self.limits_requests = bool(self.accepting.any() and np.isfinite(self.slots[self.accepting]).all())
-        """Whether any candidate accepts requests, and the slots of all that do are known."""
+        """Whether any candidate accepts requests, and all accepting ones have known slots."""
         self.accepted_slots = float(self.slots[self.accepting].sum())
-        """Slots of the candidates that accept requests; infinite if some are unknown."""
+        """Slots of the accepting candidates; infinite if some are unknown."""
         total = self.total_blocks[self.accepting]
         self.accepted_blocks = float(total.sum()) if total.all() else math.inf
-        """KV blocks of the candidates that accept requests; infinite if some are unknown."""
+        """KV blocks of the accepting candidates; infinite if some are unknown."""
         self.nowhere: Mask = np.zeros(len(candidates), np.bool_)
         """No candidate."""
         self._labelled: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -93,7 +93,7 @@ class WorkerSet:
         return None if place is None else self.candidates[place]
 
     def fit(self, constraints: WorkerConstraints) -> Places:
-        """Returns the candidates that satisfy a request's constraints, whatever their load (see ``why_unfit``)."""
+        """Returns the candidates within a request's constraints, whatever their load (see ``why_unfit``)."""
         serving, places = self._that_serve(constraints.stage)
         if constraints.anywhere:
             return places
@@ -120,7 +120,7 @@ class WorkerSet:
         return others if len(others) else places
 
     def with_room(self, places: Places, blocks: int) -> Places:
-        """Returns the candidates with the largest KV cache if none has more blocks than that; otherwise all."""
+        """Returns all candidates, or those with the largest KV cache if no cache has more than ``blocks``."""
         total = self.total_blocks[places]
         return places if not total.all() or (total > blocks).any() else places[total == total.max(initial=0)]
 
@@ -138,11 +138,11 @@ class WorkerSet:
         return self._sources[1]
 
     def _that_serve(self, stage: Stage) -> tuple[Mask, Places]:
-        found = self._serving.get(stage)
-        if found is None:
+        serving = self._serving.get(stage)
+        if serving is None:
             mask = self.accepting & self._with_role(stage)
-            found = self._serving[stage] = (mask, np.flatnonzero(mask))
-        return found
+            serving = self._serving[stage] = (mask, np.flatnonzero(mask))
+        return serving
 
     def _with_role(self, stage: Stage) -> Mask:
         return self._those_where(serves(each.role, stage) for each in self.candidates)

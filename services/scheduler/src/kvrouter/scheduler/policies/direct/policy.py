@@ -1,8 +1,8 @@
-"""Mode ``direct``: the worker that the request names.
+"""Mode ``direct``: the worker named by the request.
 
     cost(r) = requests(r)        [requests]
 
-If the request names no rank of that worker, the rank with the fewest requests wins; ties are broken at random. The
+If the request names no rank of the worker, the rank with the fewest requests wins; ties are broken at random. The
 candidates are ranks of the named worker only: whether it exists, is draining or is busy is checked before. Overlaps are
 not used.
 """
@@ -16,7 +16,7 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Policy, S
 
 
 class Rule(Policy):
-    """Takes the worker that the request names."""
+    """Takes the worker named by the request."""
 
     name: ClassVar[str] = "direct"
     needs_worker: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Mode ``forecast``: the rank that costs least time, without a weight to set.
+"""Mode ``forecast``: the rank of least cost in time, without a weight to set.
 
     cost(w)   = F(w) + batch(w) + (b + CROWD * n(w)) * work(w) + OUTPUT_TOKENS * slower(w)
                 + SHORTAGE_MS * short(w)                                                          [ms]
@@ -7,8 +7,8 @@
     batch(w)  = added time of the step in which the prompts ahead end * number of those prompts   [ms]
     b         = BASE * z                        price of work for requests to come                [1]
     work(w)   = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
-    slower(w) = c * (r^(1 - z) - 1) * decode(u) time of decoding in a step beyond that at that speed [ms]
-    short(w)  = max(0, u'(w) - ROOM)            KV cache that will be lacking                     [share]
+    slower(w) = c * (r^(1 - z) - 1) * decode(u) time of decoding in a step beyond the component's  [ms]
+    short(w)  = max(0, u'(w) - ROOM)            lacking KV cache                                  [share]
 
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
     ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
@@ -16,13 +16,13 @@
     u, u'     = distinct active blocks / total blocks, without and with this request; u at most 1 [share]
     n         = requests in flight                                                                [requests]
     c         = latency calibration: measured time over forecast time, of the component           [1]
-    r         = relative latency: measured time of the rank over that of the component            [1]
+    r         = relative latency: measured time of the rank over the component's                  [1]
     z         = (mean over all ranks of u)^4: 0 while there is KV cache for all, 1 without any left [1]
     T(x)      = c * r^(1 - z) * sum of (prefill(step) + decode(u)) over the steps for x tokens    [ms]
 
 All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
-same step, CROWD of the requests that decode there, b of requests to come, ``slower`` of this request's output,
-SHORTAGE_MS of requests that stop for lack of KV blocks.
+same step, CROWD of the requests decoding there, b of requests to come, ``slower`` of this request's output,
+SHORTAGE_MS of requests stopped for lack of KV blocks.
 
 Speed counts where a request waits, not in the price of work: a fast rank computes a prompt in less time, but its time
 is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
@@ -72,14 +72,14 @@ DECODE_P2_MS, DECODE_P1_MS, DECODE_P0_MS = -25.74, 54.01, 5.74
 """Coefficients of a step's decode time in ms by the share p of KV in use: p2 p^2 + p1 p + p0."""
 
 DEFAULT_BUDGET = 8192
-"""Prompt tokens that a step computes at most on a rank that does not report it."""
+"""Prompt tokens of a step at most, on a rank without a reported limit."""
 
 BASE = 5.0
-"""Price of own work with all KV in use, as a multiple of that work. At half of the KV it is 0.3: while there is room
+"""Price of own work with all KV in use, as its multiple. At half of the KV it is 0.3: while there is room
 for all, work hardly matters to others."""
 
 CROWD = 0.02
-"""Price of own work per request in flight, as a multiple of that work. A later token weighs little against a first
+"""Price of own work per request in flight, as its multiple. A later token weighs little against a first
 token, but it breaks ties. At 0.05 prompts gather where they are cached until KV blocks run short."""
 
 SHORTAGE_MS = 5000.0
@@ -92,7 +92,7 @@ OUTPUT_TOKENS = 7.0
 """Price of decoding on a slow rank: the time by which this many tokens come later than at the component's speed."""
 
 FIT_TOKENS = 256
-"""Latency calibration learns from ranks without a prompt to compute, by prompts of at least that many new tokens: of
+"""Latency calibration learns from ranks without a prompt to compute, by prompts of at least so many new tokens: of
 shorter ones, the time is mostly a step's fixed part."""
 
 
@@ -107,7 +107,7 @@ NATIVE: ForecastModel | None = FORECAST_MODEL and FORECAST_MODEL(
     output_tokens=OUTPUT_TOKENS,
     fit_tokens=FIT_TOKENS,
 )
-"""Computes what ``weigh`` computes in a tenth of the time; None without the native core."""
+"""Computes ``weigh`` in a tenth of the time; None without the native core."""
 
 
 class Weighed(NamedTuple):
@@ -199,7 +199,7 @@ class Rule(Policy):
 def used_shares(context: SchedulingContext) -> Amounts:
     """Returns the share of KV blocks in use by candidate, without the request; 0 where the total is unknown.
 
-    It is at most 1: requests booked beyond that wait in the engine and do not slow its steps down.
+    It is at most 1: further requests wait in the engine and leave the speed of its steps as it is.
     """
     prompt_blocks = -(-context.prompt_tokens // context.block_size)
     in_use = np.maximum(context.active_blocks - prompt_blocks + context.leading_active_blocks, 0)
@@ -242,7 +242,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
 
 
 def weigh_natively(context: SchedulingContext) -> Weighed:
-    """Returns what ``weigh`` does, computed by the native core."""
+    """Returns the result of ``weigh``, computed by the native core."""
     assert NATIVE is not None  # noqa: S101 - else ``weigh`` is called
     rows = NATIVE.terms(
         (context.prompt_tokens, context.block_size, context.latency_calibration, context.now),
@@ -282,5 +282,5 @@ def step_ms(tokens: NDArray[Any]) -> Amounts:
 
 
 def decode_ms(share: Amounts) -> Amounts:
-    """Returns the time in ms that a step spends on decoding, given the share of KV blocks in use."""
+    """Returns the time of decoding in a step in ms, given the share of KV blocks in use."""
     return (DECODE_P2_MS * share + DECODE_P1_MS) * share + DECODE_P0_MS

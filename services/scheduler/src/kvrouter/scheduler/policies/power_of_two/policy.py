@@ -1,9 +1,9 @@
 """Mode ``power-of-two``: of two ranks drawn at random, the one with fewer requests.
 
-    cost(w) = requests(w)        [requests]; infinite for ranks that were not drawn
+    cost(w) = requests(w)        [requests]; infinite for the other ranks
 
 Ties are broken at random; a single candidate is taken. Two draws keep the highest load within log log n of the mean,
-and Schedulers that decide at the same moment without seeing each other do not all find the same rank. Overlaps are not
+and Schedulers without sight of each other find different ranks at the same moment. Overlaps are not
 used.
 """
 

@@ -2,7 +2,7 @@
 
     next = first rank above the previous one in order of (worker_id, dp_rank); after the last rank, the first
 
-The turn follows ranks, not a counter: ranks that come, go or are busy for a while do not disturb the turn of others.
+The turn follows ranks, not a counter: a rank may come, go or be busy for a while without effect on the turn of others.
 Overlap and load are not used.
 """
 

@@ -1,4 +1,4 @@
-"""Mode ``sticky``: the rank that holds most of the prompt, unless it is saturated.
+"""Mode ``sticky``: the rank with the largest overlap, unless it is saturated.
 
     saturated(w) = active blocks(w) > ROOM * total blocks(w) or prefill tokens(w) > tokens per step of w
     cost(w)      = (saturated(w), -overlap(w), requests(w))          [compared in this order]
@@ -8,7 +8,7 @@ with session or prefix affinity work this way: cache hits first, load only where
 
 Missing signals:
 
-- no overlap: the fewest requests among ranks that are not saturated;
+- no overlap: the fewest requests among unsaturated ranks;
 - total blocks or token budget unknown (0): the rank is not judged by it.
 """
 
@@ -38,7 +38,7 @@ class Rule(Policy):
     uses_overlap: ClassVar[bool] = True
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice:
-        """Chooses the longest overlap that is not saturated."""
+        """Chooses the unsaturated rank with the longest overlap."""
         full = (context.total_blocks > 0) & (context.active_blocks > ROOM * context.total_blocks)
         behind = (context.max_batched_tokens > 0) & (context.prefill_tokens > context.max_batched_tokens)
         saturated = full | behind
