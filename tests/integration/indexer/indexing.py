@@ -68,7 +68,7 @@ async def indexing(
 async def matches(index: ComponentIndex, token_ids: list[int]) -> bytes:
     """The encoded answer to FindMatches."""
     hashes = local_hashes(token_ids, BLOCK_SIZE)
-    return await index.state.find_matches(hashes)
+    return await index.state.shared.find_matches(hashes)
 
 
 async def overlaps(index: ComponentIndex, token_ids: list[int]) -> dict[Rank, int]:
@@ -79,7 +79,7 @@ async def overlaps(index: ComponentIndex, token_ids: list[int]) -> dict[Rank, in
 
 async def cursor(index: ComponentIndex, source: RankSource) -> tuple[int, int] | None:
     """(incarnation, next event id) of a rank in the index."""
-    return await index.state.read(lambda core: core.cursor((source.worker_id, source.dp_rank)))
+    return await index.state.shared.read(lambda core: core.cursor((source.worker_id, source.dp_rank)))
 
 
 async def follows(index: ComponentIndex, source: RankSource) -> None:

@@ -416,7 +416,7 @@ async def test_an_index_equals_the_recorded_engine(
             sizes.append(len(relay.blocks()))
         assert max(sizes) > 8
         assert sizes[-1] == 0
-        assert index.state.tally.repairs == 0
+        assert index.state.events.tally.repairs == 0
 
 
 async def test_the_recorded_restart_of_an_engine(engine: Engine, beside: Beside) -> None:

@@ -68,7 +68,7 @@ async def test_a_restart_gives_the_same_answers(connection: Client, component: C
     async with indexing(connection, component) as index:
         await index.ingest.wait_caught_up()
         before = [await matches(index, prompt) for prompt in prompts]
-        assert index.state.tally.applied == sum(source.next_event_id for source in sources)
+        assert index.state.events.tally.applied == sum(source.next_event_id for source in sources)
     async with indexing(connection, component) as index:
         await index.ingest.wait_caught_up()
         assert [await matches(index, prompt) for prompt in prompts] == before
@@ -86,7 +86,7 @@ async def test_it_is_ready_only_when_it_has_read_the_stream(connection: Client, 
         seen = []
         while not index.ready:
             seen.append(index.ingest.progress.applied)
-            await index.state.change(lambda _: None)
+            await index.state.shared.change(lambda _: None)
         assert index.ingest.progress.applied >= last
         assert seen
         assert min(seen) < last
@@ -145,7 +145,7 @@ async def test_a_gap_that_only_a_heartbeat_shows(connection: Client, component: 
         await source.publish(js)
         await follows(index, source)
         assert await overlaps(index, PROMPT) == {(1, 0): 0}
-        assert index.state.tally.gaps == 1
+        assert index.state.events.tally.gaps == 1
 
 
 async def test_an_unknown_parent_drops_the_rank_once(connection: Client, component: ComponentName) -> None:
@@ -161,7 +161,7 @@ async def test_an_unknown_parent_drops_the_rank_once(connection: Client, compone
         await source.stored(tokens(2, seed=6), 800, parent=12345).publish(js)
         await follows(index, source)
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
-        assert (index.state.tally.unknown_parents, index.state.tally.repairs) == (2, 1)
+        assert (index.state.events.tally.unknown_parents, index.state.events.tally.repairs) == (2, 1)
 
 
 async def test_messages_that_are_no_batches_are_quarantined_and_the_rest_goes_on(
@@ -178,9 +178,9 @@ async def test_messages_that_are_no_batches_are_quarantined_and_the_rest_goes_on
         last = await source.stored(tokens(2, seed=3), 300).publish(js)
         await follows(index, source)
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
-        assert [item.refusal.reason for item in index.state.quarantined] == ["unparsable", "rank", "block_size"]
-        assert index.state.quarantined[0].sequence == broken.seq
-        assert index.state.quarantined[0].subject == source.subject
+        assert [item.refusal.reason for item in index.state.events.quarantined] == ["unparsable", "rank", "block_size"]
+        assert index.state.events.quarantined[0].sequence == broken.seq
+        assert index.state.events.quarantined[0].subject == source.subject
         counts = (await index.stats()).events
         assert (counts.unparsable, counts.rejected, counts.applied) == (1, 2, 2)
         await until(lambda: index.ingest.progress.applied == last)
@@ -204,7 +204,7 @@ async def test_a_registration_with_a_later_incarnation_empties_the_rank_at_once(
         await reborn.stored(tokens(2), 100).publish(js)
         await follows(index, reborn)
         assert await overlaps(index, PROMPT) == {(1, 0): 2}
-        assert index.state.tally.fenced == 1
+        assert index.state.events.tally.fenced == 1
         assert not (await index.stats()).ranks[0].partial
 
 
@@ -237,8 +237,8 @@ async def test_a_consumer_that_somebody_deletes_is_made_again(connection: Client
             await js.delete_consumer(component.stream, "indexer-replica")
             await source.stored(tokens(2, seed=2), 200).publish(js)
             await follows(index, source)
-            assert index.state.tally.duplicates == 0
-            assert index.state.tally.gaps == 0
+            assert index.state.events.tally.duplicates == 0
+            assert index.state.events.tally.gaps == 0
     created = [each["reason"] for each in logs if each["event"] == "ingest.consumer_created"]
     assert created == ["start", "consumer lost"]
 
@@ -259,7 +259,7 @@ async def test_a_stream_that_is_deleted_and_made_again_is_read_from_its_start(
         await source.stored(PROMPT, 500).publish(js)
         await follows(index, source)
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
-        assert index.state.tally.gaps == 0
+        assert index.state.events.tally.gaps == 0
         await until(lambda: index.ingest.progress.applied == 1)
         record = index.applied_record
         assert first is not None
@@ -282,7 +282,7 @@ async def test_events_that_a_lost_stream_took_along_show_as_a_gap(connection: Cl
         await source.publish(js)
         await follows(index, source)
         assert await overlaps(index, PROMPT) == {(1, 0): 0}
-        assert index.state.tally.gaps == 1
+        assert index.state.events.tally.gaps == 1
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
@@ -302,7 +302,7 @@ async def test_it_reads_on_after_nats_was_away(own_nats: NatsServer, component: 
         await follows(index, source)
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
         assert await overlaps(index, tokens(2, seed=2)) == {(1, 0): 2}
-        assert index.state.tally.gaps == 0
+        assert index.state.events.tally.gaps == 0
 
 
 async def test_a_delivery_that_went_astray_is_fetched_again_and_is_no_gap(
@@ -325,7 +325,7 @@ async def test_a_delivery_that_went_astray_is_fetched_again_and_is_no_gap(
         await source.stored(tokens(2, seed=1), 300).publish(js)
         await follows(index, source)
         assert await overlaps(index, PROMPT) == {(1, 0): 6}
-        assert (index.state.tally.gaps, index.state.tally.applied) == (0, source.next_event_id)
+        assert (index.state.events.tally.gaps, index.state.events.tally.applied) == (0, source.next_event_id)
 
 
 async def test_a_stream_that_was_rolled_back_and_has_grown_since_is_noticed(
@@ -355,7 +355,7 @@ async def test_a_stream_that_was_rolled_back_and_has_grown_since_is_noticed(
         await follows(index, source)
         assert await overlaps(index, tokens(2, seed=3)) == {(1, 0): 2}
         assert await overlaps(index, tokens(2, seed=2)) == {(1, 0): 2}
-        assert index.state.tally.gaps == 0
+        assert index.state.events.tally.gaps == 0
         source.removed(100).lose()
         await source.publish(js)
         await follows(index, source)

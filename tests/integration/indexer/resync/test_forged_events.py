@@ -63,13 +63,13 @@ class Scene:
         return self.cache.rank.stats().next_event_id
 
     async def heard(self, unconfirmed: int) -> None:
-        await until(lambda: self.index.state.tally.unconfirmed >= unconfirmed)
+        await until(lambda: self.index.state.events.tally.unconfirmed >= unconfirmed)
 
     async def is_as_before(self) -> None:
         """The rank equals its worker, is verified, and never lost a block."""
         await agrees(self.index, self.worker, self.cache)
-        await until(lambda: self.index.state.rank_tally(RANK).verified)
-        assert self.index.state.tally.repairs == 0, "the rank was never dropped"
+        await until(lambda: self.index.state.known.view(RANK).verified)
+        assert self.index.state.events.tally.repairs == 0, "the rank was never dropped"
 
 
 @asynccontextmanager
@@ -171,7 +171,7 @@ async def test_events_that_the_worker_never_had_are_undone(
         at = there.next_event_id
         for n in range(5):
             await there.forge(KvEvent(event_id=at + n, cleared=BlocksCleared()))
-        await until(lambda: there.index.state.tally.applied >= at + 5)
+        await until(lambda: there.index.state.events.tally.applied >= at + 5)
         assert await resident_blocks(there.index, 1) == set()
         there.cache.live(1)
         await agrees(there.index, there.worker, there.cache)
@@ -186,7 +186,7 @@ async def test_drift_that_was_forged_twice_heals(
         await until(lambda: there.index.resync.resyncs == 1)
         await agrees(there.index, there.worker, there.cache)
         await there.forge(digest=1)
-        await until(lambda: there.index.state.rank_tally(RANK).drifts == 2)
+        await until(lambda: there.index.state.known.view(RANK).drifts == 2)
         await agrees(there.index, there.worker, there.cache)
 
 
@@ -199,17 +199,17 @@ async def test_a_worker_that_comes_back_in_a_lower_incarnation_counts_and_its_fo
         late = registration_of(worker)
         late.ranks[0].incarnation += 10 * 365 * 86_400 * 10**9
         index.update_workers({1: late})
-        await until(lambda: index.state.incarnations.current(RANK) == late.ranks[0].incarnation)
+        await until(lambda: index.state.events.incarnations.current(RANK) == late.ranks[0].incarnation)
         cache.live(30)
         await worker.flush()
         await until(lambda: index.ready)
         await agrees(index, worker, cache)
-        assert index.state.incarnations.current(RANK) == worker.incarnation, "the worker's own word"
+        assert index.state.events.incarnations.current(RANK) == worker.incarnation, "the worker's own word"
         forged = KvEventBatch(
             worker_id=1, incarnation=late.ranks[0].incarnation, block_size=BLOCK_SIZE, next_event_id=0
         )
         await connection.publish(component.events_subject(1, 0), forged.SerializeToString())
-        await until(lambda: index.state.tally.unconfirmed >= 1)
+        await until(lambda: index.state.events.tally.unconfirmed >= 1)
         cache.live(10)
         await agrees(index, worker, cache)
 
@@ -223,7 +223,7 @@ async def test_a_rank_that_was_loaded_in_a_later_incarnation_heals_from_its_work
         await worker.flush()
         await until(lambda: index.ready)
         # Nobody is registered yet: as a snapshot, or a stream, of before would have it.
-        await index.state.change(lambda core: core.reset_rank(RANK, LARGEST, 0, partial=False))
+        await index.state.shared.change(lambda core: core.reset_rank(RANK, LARGEST, 0, partial=False))
         index.update_workers({1: registration_of(worker)})
         await agrees(index, worker, cache)
         cache.live(10)

@@ -90,7 +90,7 @@ async def test_readiness_waits_for_workers_that_answer_only(connection: Client, 
         gone = registration_of_nobody()
         index.update_workers({9: gone})
         await until(lambda: index.ready)
-        assert not index.state.rank_tally((9, 0)).verified
+        assert not index.state.known.view((9, 0)).verified
 
 
 def registration_of_nobody() -> WorkerRegistration:
@@ -125,8 +125,8 @@ async def test_lost_live_events_are_fetched_without_dropping_the_rank(
             cache.live(3)
             await worker.flush()
         await agrees(index, worker, cache)
-        assert index.state.tally.gaps
-        assert index.state.tally.repairs == 0, "no rank was dropped"
+        assert index.state.events.tally.gaps
+        assert index.state.events.tally.repairs == 0, "no rank was dropped"
 
 
 @pytest.mark.parametrize("fault", ["refused", "drift"])
@@ -150,7 +150,7 @@ async def test_a_rank_that_went_wrong_is_replaced(
                 # An event that the worker never had, hidden in the past of the digest.
                 at = cache.rank.stats().next_event_id
                 victim = next(iter(cache.table))
-                await index.state.change(
+                await index.state.shared.change(
                     lambda core: core.apply(
                         forged(
                             cache,
@@ -188,7 +188,7 @@ async def test_drift_that_persists_is_logged_and_not_fetched_again(
             await until(lambda: index.resync.resyncs == 1)
             await agrees(index, worker, cache)
             await connection.publish(component.events_subject(1, 0), lie)
-            await until(lambda: index.state.rank_tally((1, 0)).drifts == 2)
+            await until(lambda: index.state.known.view((1, 0)).drifts == 2)
             assert await resident_blocks(index, 1) == set()
             await connection.publish(component.events_subject(1, 0), lie)
             cache.store(1)
@@ -222,7 +222,7 @@ async def test_ranks_that_come_back_at_once_are_fetched_a_few_at_a_time(
             each.worker_id = number
         async with indexing(connection, component) as index:
             index.update_workers(crowd)
-            await until(lambda: all(index.state.rank_tally((number, 0)).verified for number in crowd))
+            await until(lambda: all(index.state.known.view((number, 0)).verified for number in crowd))
             for number in crowd:
                 assert await resident_blocks(index, number) == set(cache.table)
     assert 1 < most <= 8

@@ -98,7 +98,7 @@ def registration_of(worker: Worker) -> WorkerRegistration:
 
 async def resident_blocks(index: ComponentIndex, worker_id: int) -> set[int]:
     """Engine hashes of a worker's blocks in the index."""
-    chunks = [RankState.FromString(chunk) async for chunk in index.state.dump_rank((worker_id, 0), 4096)]
+    chunks = [RankState.FromString(chunk) async for chunk in index.state.shared.dump_rank((worker_id, 0), 4096)]
     return {block.engine_hash for chunk in chunks for block in chunk.blocks}
 
 
@@ -108,8 +108,8 @@ async def agrees(index: ComponentIndex, worker: Worker, cache: Cache) -> None:
     rank = (worker.config.worker_id, 0)
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
-            at = await index.state.read(lambda core: core.cursor(rank))
-            partial = any(info.partial for info in await index.state.ranks() if info[:2] == rank)
+            at = await index.state.shared.read(lambda core: core.cursor(rank))
+            partial = any(info.partial for info in await index.state.shared.ranks() if info[:2] == rank)
             if at == expected and not partial:
                 break
             await asyncio.sleep(0.02)

@@ -76,8 +76,8 @@ async def test_the_state_comes_back_from_snapshot_and_stream(
     async with indexing(connection, component, "another", home=home(etcd_endpoint, "another")) as index:
         await until(lambda: index.ready)
         assert await answers(index, 8) == expected
-        assert index.state.tally.gaps == 0
-        assert index.state.tally.batches == 9, "only what came after the snapshot was read again"
+        assert index.state.events.tally.gaps == 0
+        assert index.state.events.tally.batches == 9, "only what came after the snapshot was read again"
 
 
 async def test_it_is_taken_when_it_is_due_by_one_of_the_replicas(

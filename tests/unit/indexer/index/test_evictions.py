@@ -14,6 +14,8 @@ from kvrouter.v1.events_pb2 import BlocksStored, KvEvent, KvEventBatch
 from kvrouter.v1.names import ComponentName
 from structlog.testing import capture_logs
 
+from tests.unit.indexer.index.policy import Policy
+
 COMPONENT = ComponentName("ns", "decode")
 
 
@@ -26,31 +28,31 @@ def stored(worker_id: int, event_id: int, blocks: Sequence[int]) -> StreamMessag
 
 def test_an_eviction_is_logged_and_counted_once() -> None:
     with capture_logs() as logs:
-        index = IndexState(str(COMPONENT), 4, PrefixIndex(max_blocks=3))
-        index.apply([stored(1, 0, [1, 2]), stored(1, 1, [3, 4]), stored(1, 2, [5, 6])])
+        index = IndexState(str(COMPONENT), 4, PrefixIndex(max_blocks=3), Policy())
+        index.events.apply([stored(1, 0, [1, 2]), stored(1, 1, [3, 4]), stored(1, 2, [5, 6])])
     evicted = [line for line in logs if line["event"] == "index.rank_evicted"]
     assert [(line["worker_id"], line["dropped_blocks"], line["log_level"]) for line in evicted] == [(1, 4, "warning")]
-    assert (index.tally.evictions, index.tally.event_counts().evictions) == (1, 1)
+    assert (index.events.tally.evictions, index.events.tally.event_counts().evictions) == (1, 1)
 
 
 async def test_a_state_that_is_loaded_over_the_bound_is_an_eviction_too() -> None:
-    whole = IndexState(str(COMPONENT), 4, PrefixIndex())
-    whole.apply([stored(1, 0, [1, 2, 3])])
-    dump = await whole.whole_rank((1, 0))
+    whole = IndexState(str(COMPONENT), 4, PrefixIndex(), Policy())
+    whole.events.apply([stored(1, 0, [1, 2, 3])])
+    dump = await whole.repair.whole_rank((1, 0))
     assert dump is not None
-    bounded = IndexState(str(COMPONENT), 4, PrefixIndex(max_blocks=2))
-    await bounded.load_rank(dump)
-    assert bounded.tally.evictions == 1
-    assert [(info.blocks, info.evicted) for info in await bounded.ranks()] == [(0, True)]
+    bounded = IndexState(str(COMPONENT), 4, PrefixIndex(max_blocks=2), Policy())
+    await bounded.repair.load_rank(dump)
+    assert bounded.events.tally.evictions == 1
+    assert [(info.blocks, info.evicted) for info in await bounded.shared.ranks()] == [(0, True)]
 
 
 def test_components_that_share_a_budget_are_bounded_together() -> None:
     budget = MemoryBudget(2 << 20)
-    first, second = (IndexState(name, 4, PrefixIndex(budget=budget)) for name in ("first", "second"))
+    first, second = (IndexState(name, 4, PrefixIndex(budget=budget), Policy()) for name in ("first", "second"))
     filled = 0
-    while not first.tally.evictions + second.tally.evictions:
+    while not first.events.tally.evictions + second.events.tally.evictions:
         for index in (first, second):
-            index.apply([stored(1, filled, range(1000 * filled, 1000 * (filled + 1)))])
+            index.events.apply([stored(1, filled, range(1000 * filled, 1000 * (filled + 1)))])
         filled += 1
         assert budget.used_bytes <= budget.max_bytes
         assert filled < 1000, "there is no bound"

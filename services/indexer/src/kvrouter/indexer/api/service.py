@@ -105,7 +105,7 @@ class IndexerService:
         return await self._find(found, local_hashes, deadline, began)
 
     async def _find(self, component: ComponentIndex, local_hashes: bytes, deadline: Deadline, began: float) -> bytes:
-        answer = await component.state.find_matches(local_hashes, deadline)
+        answer = await component.state.shared.find_matches(local_hashes, deadline)
         self._metrics.find_matches_seconds.observe(time.perf_counter() - began)
         return answer
 
@@ -126,9 +126,9 @@ class IndexerService:
         component = self._component(request.component)
         ranks = _chosen(request.ranks)
         if not ranks:
-            ranks = [(info.worker_id, info.dp_rank) for info in await component.state.ranks()]
+            ranks = [(info.worker_id, info.dp_rank) for info in await component.state.shared.ranks()]
         for rank in ranks:
-            async for chunk in component.state.dump_rank(rank, _DUMP_CHUNK_BLOCKS):
+            async for chunk in component.state.shared.dump_rank(rank, _DUMP_CHUNK_BLOCKS):
                 if deadline.expired:
                     raise DeadlineExceeded
                 yield encoded_dump_response(chunk)
@@ -193,7 +193,7 @@ class IndexerService:
         """
         component = self._component(request.component)
         response = ResyncResponse()
-        for rank in _chosen(request.ranks) or component.resync.ranks():
+        for rank in _chosen(request.ranks) or component.requests.ranks():
             if deadline.expired:
                 raise DeadlineExceeded
             if await component.resync.repair_now(rank, "asked"):
@@ -211,8 +211,8 @@ class IndexerService:
         component = self._component(request.component)
         ranks = _chosen(request.ranks)
         if not ranks:
-            known = {(info.worker_id, info.dp_rank) for info in await component.state.ranks()}
-            ranks = sorted(known | set(component.resync.ranks()))
+            known = {(info.worker_id, info.dp_rank) for info in await component.state.shared.ranks()}
+            ranks = sorted(known | set(component.requests.ranks()))
         for rank in ranks:
             if deadline.expired:
                 raise DeadlineExceeded
@@ -301,6 +301,6 @@ async def _load_rank(component: ComponentIndex, last: RankState, chunks: list[by
     rank: Rank = (last.rank.worker_id, last.rank.dp_rank)
     cursor = (last.cursor.incarnation, last.cursor.next_event_id)
     try:
-        return await component.state.load_rank(RankDump(rank, cursor, last.partial, chunks))
+        return await component.state.repair.load_rank(RankDump(rank, cursor, last.partial, chunks))
     except (InvalidDump, StaleDump) as error:
         raise BadRequest(str(error), field="state", advice="Dump the rank again.") from None

@@ -10,11 +10,28 @@ empties a partial rank too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from kvrouter.core import ApplySummary
+from kvrouter.core import ApplySummary, Rank
 
 PERSISTENT_DRIFT = "persistent_drift"
 """Reason of a repair when the digest differs again right after the worker's own state was loaded."""
+
+
+class RepairPolicy(Protocol):
+    """Decides on repairs that need a rank's worker. Called from any thread, under the index's lock."""
+
+    def suspect(self, rank: Rank, reason: str) -> None:
+        """Requests a comparison of a rank with its worker."""
+        ...
+
+    def may_retain(self, rank: Rank) -> bool:
+        """Returns whether events after a gap may wait for the missing ones."""
+        ...
+
+    def is_deferred(self, rank: Rank, reason: str) -> bool:
+        """Returns whether a repair for a reason backs off after false alarms."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

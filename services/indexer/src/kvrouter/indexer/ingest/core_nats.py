@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import structlog
+from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.messages import StreamMessage
-from kvrouter.indexer.index.state import IndexState
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -24,10 +24,10 @@ class CoreNatsEvents:
     At most 8,192 messages or 128 MiB wait to be applied. Further messages are dropped and counted.
     """
 
-    def __init__(self, connection: Client, component: ComponentName, state: IndexState) -> None:
+    def __init__(self, connection: Client, component: ComponentName, events: EventApplier) -> None:
         self._connection = connection
         self._component = component
-        self._state = state
+        self._events = events
         self._queue: asyncio.Queue[Msg] = asyncio.Queue(MAX_PENDING_MESSAGES)
         self._bytes = 0
         self.subscribed = asyncio.Event()
@@ -55,8 +55,8 @@ class CoreNatsEvents:
                     messages.append(self._queue.get_nowait())
                 self._bytes -= sum(len(message.data) for message in messages)
                 batch = [StreamMessage(message.subject, 0, message.data) for message in messages]
-                if rest := batch[self._state.apply_at_once(batch) :]:
-                    await asyncio.to_thread(self._state.apply, rest)
+                if rest := batch[self._events.apply_at_once(batch) :]:
+                    await asyncio.to_thread(self._events.apply, rest)
         finally:
             if not self._connection.is_closed:
                 await subscription.unsubscribe()

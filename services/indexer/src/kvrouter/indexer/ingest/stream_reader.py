@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import structlog
+from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.messages import StreamMessage
-from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer, heed_cancellation
 from kvrouter.indexer.ingest.read_position import CatchUp, Position, Recreate, StreamView, is_behind, plan
 from kvrouter.runtime.backoff import Backoff
@@ -48,12 +48,12 @@ class Ingest:
     def __init__(
         self,
         name: str,
-        state: IndexState,
+        events: EventApplier,
         consumer: DurableConsumer,
         later: Callable[[StreamView], Awaitable[Position | None]] | None = None,
     ) -> None:
         """Prepares to read; ``later`` loads a snapshot newer than the index and returns its position; None for none."""
-        self._state = state
+        self._events = events
         self._consumer = consumer
         self._later = later
         self._catch_up: CatchUp | None = None
@@ -163,8 +163,8 @@ class Ingest:
         if position is None:
             raise DeliveryLost("expected a position in the stream before the first delivery, found none")
         messages = [StreamMessage(msg.subject, msg.metadata.sequence.stream, msg.data) for msg in delivery.messages]
-        if rest := messages[self._state.apply_at_once(messages) :]:
-            await asyncio.get_running_loop().run_in_executor(thread, self._state.apply, rest)
+        if rest := messages[self._events.apply_at_once(messages) :]:
+            await asyncio.get_running_loop().run_in_executor(thread, self._events.apply, rest)
         self._fingerprint = hash(messages[-1].data)
         self._messages += len(messages)
         self._advance(

@@ -25,7 +25,7 @@ def expose_bounds(
 
     bounds.add("index_bytes", lambda: budget.used_bytes, lambda: budget.max_bytes, when_full="evicts")
     bounds.add("index_blocks", fullest(blocks), max_blocks, when_full="evicts")
-    bounds.add("pending_bytes", fullest(lambda each: each.state.pending_bytes), MAX_ALL_BYTES, when_full="drops")
+    bounds.add("pending_bytes", fullest(lambda each: each.state.events.pending.bytes), MAX_ALL_BYTES, when_full="drops")
     bounds.add(
         "live_queue_messages", fullest(lambda each: each.core_nats.queued), MAX_PENDING_MESSAGES, when_full="drops"
     )

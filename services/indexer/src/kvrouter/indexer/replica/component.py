@@ -23,6 +23,7 @@ from kvrouter.indexer.ingest.stream_reader import Ingest
 from kvrouter.indexer.replica.stream_repair import StreamRepair
 from kvrouter.indexer.resync.comparison import compare, unanswered
 from kvrouter.indexer.resync.fetcher import Resync
+from kvrouter.indexer.resync.requests import ResyncRequests
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome, Snapshots
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.tls import Tls
@@ -84,15 +85,15 @@ class ComponentIndex:
         self.name = name
         self.descriptor = descriptor
         self.block_size = descriptor.block_size
-        self.state = IndexState(str(name), descriptor.block_size, PrefixIndex(limits.max_blocks, limits.budget))
-        if quarantine is not None:
-            self.state.quarantine = quarantine
+        self.requests = ResyncRequests()
+        index = PrefixIndex(limits.max_blocks, limits.budget)
+        self.state = IndexState(str(name), descriptor.block_size, index, self.requests, quarantine)
         self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
         self.stream_repair = StreamRepair(consumer.connection.jetstream(), name, home) if home else None
         later = self.snapshots.load_later if self.snapshots else None
-        self.ingest = Ingest(str(name), self.state, consumer, later)
-        self.core_nats = CoreNatsEvents(consumer.connection, name, self.state)
-        self.resync = Resync(str(name), self.state, slots or asyncio.Semaphore(_FETCHES), tls)
+        self.ingest = Ingest(str(name), self.state.events, consumer, later)
+        self.core_nats = CoreNatsEvents(consumer.connection, name, self.state.events)
+        self.resync = Resync(str(name), self.state, self.requests, slots or asyncio.Semaphore(_FETCHES), tls)
         self.ranks: list[RankInfo] = []
         """Ranks of the index, at most about one second old."""
         self.ready = False
@@ -136,9 +137,9 @@ class ComponentIndex:
         if worker is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_VERIFY_SECONDS):
-                    while (await self.state.cursor(rank) or worker.cursor) < worker.cursor:  # noqa: ASYNC110 - polled
+                    while (await self.state.shared.cursor(rank) or worker.cursor) < worker.cursor:  # noqa: ASYNC110 - polled
                         await asyncio.sleep(_SETTLE_SECONDS)
-        index = await self.state.whole_rank(rank)
+        index = await self.state.repair.whole_rank(rank)
         return await asyncio.to_thread(compare, index, worker) if worker else unanswered(rank, index)
 
     async def reset(self, *, even_if_others_live: bool) -> tuple[int, int]:
@@ -153,24 +154,23 @@ class ComponentIndex:
             One of ``kvrouter.indexer.snapshots.coordinator.AWAY``: etcd or NATS is unreachable.
         """
         dropped = await self.snapshots.reset(even_if_others_live=even_if_others_live) if self.snapshots else (0, 0)
-        await self.state.forget([(info.worker_id, info.dp_rank) for info in await self.state.ranks()])
-        for rank in self.resync.ranks():
-            self.resync.request(rank, "reset")
+        await self.state.repair.forget([(info.worker_id, info.dp_rank) for info in await self.state.shared.ranks()])
+        for rank in self.requests.ranks():
+            self.requests.request(rank, "reset")
         return dropped
 
     def update_workers(self, workers: Mapping[int, WorkerRegistration], unfit: frozenset[int] = frozenset()) -> None:
         """Replaces the registered workers by id, and the ids of those that do not match the component's descriptor."""
         self._workers = workers
-        self.state.unfit_workers = unfit
-        self.state.incarnations.register(self._registered())
-        self.resync.update_workers(workers)
+        self.state.events.register(self._registered(), unfit)
+        self.requests.update_workers(workers)
         if any(worker.publishes_events and self._is_durable(worker) for worker in workers.values()):
             self._stream_requested.set()
         self._changed.set()
 
     async def stats(self) -> ComponentStats:
         """Returns the present statistics of the component."""
-        size = await self.state.size()
+        size = await self.state.shared.size()
         progress = self.ingest.progress
         snapshot = self.snapshots.current if self.snapshots else SnapshotRef()
         return ComponentStats(
@@ -181,10 +181,10 @@ class ComponentIndex:
             memory_bytes=size.memory_bytes,
             applied_stream_sequence=progress.applied,
             last_stream_sequence=progress.last_sequence,
-            lag_seconds=self.state.lag_seconds,
+            lag_seconds=self.state.events.lag_seconds,
             snapshot_sequence=snapshot.stream_sequence,
             snapshot_age_seconds=max(0.0, time.time() - snapshot.taken_unix_ns / 1e9) if snapshot.object_name else 0.0,
-            events=self.state.tally.event_counts(),
+            events=self.state.events.tally.event_counts(),
             ranks=[self._rank_stats(info) for info in size.ranks],
             stream_checked_age_seconds=age(progress.checked_at, time.monotonic()),
             stream_error=self.stream_repair.error if self.stream_repair else "",
@@ -231,7 +231,9 @@ class ComponentIndex:
         await self.core_nats.subscribed.wait()
         if self._stream_requested.is_set():
             await self.ingest.wait_caught_up()
-            if self.snapshots and any(info.partial or not info.next_event_id for info in await self.state.ranks()):
+            if self.snapshots and any(
+                info.partial or not info.next_event_id for info in await self.state.shared.ranks()
+            ):
                 # A newer snapshot by another replica may complete these ranks without a call to their workers.
                 await self.snapshots.load_later()
         self._transport_read.set()
@@ -244,12 +246,12 @@ class ComponentIndex:
     async def _follow_workers(self) -> None:
         while True:
             self._changed.clear()
-            self.ranks = await self.state.ranks()
+            self.ranks = await self.state.shared.ranks()
             indexed = {(info.worker_id, info.dp_rank): info.incarnation for info in self.ranks}
-            registered = self.state.incarnations.expected()
-            await self.state.begin_incarnations(new_incarnations(registered, indexed))
+            registered = self.state.events.incarnations.expected()
+            await self.state.repair.begin_incarnations(new_incarnations(registered, indexed))
             await self._ask_about(ahead_of(registered, indexed))
-            await self.state.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
+            await self.state.repair.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
             self._compare_silent_ranks()
             self.resync.forgive()
             with contextlib.suppress(TimeoutError):
@@ -258,17 +260,17 @@ class ComponentIndex:
 
     async def _ask_about(self, ranks: list[Rank]) -> None:
         """Requests a resync of ranks whose registration contradicts the index."""
-        await self.state.mark_unverified(ranks)
+        await self.state.repair.mark_unverified(ranks)
         for rank in ranks:
-            self.resync.request(rank, "incarnation")
+            self.requests.request(rank, "incarnation")
 
     def _compare_silent_ranks(self) -> None:
         """Requests a comparison of silent ranks, once the retained messages of the transport are read."""
         if not self._transport_read.is_set():
             return
-        limits = {rank: self._silence_limit(rank) for rank in self.resync.ranks()}
-        for rank in self._silence.due(limits, lambda rank: self.state.rank_tally(rank).evidence, time.monotonic()):
-            self.resync.request(rank, "silent")
+        limits = {rank: self._silence_limit(rank) for rank in self.requests.ranks()}
+        for rank in self._silence.due(limits, lambda rank: self.state.known.view(rank).evidence, time.monotonic()):
+            self.requests.request(rank, "silent")
         silent = self._silence.silent
         if silent and not self._silence_logged:
             self._log.warning(
@@ -287,14 +289,14 @@ class ComponentIndex:
 
     def is_stale(self, rank: Rank) -> bool:
         """Returns whether the newest evidence about a rank is older than several heartbeat intervals."""
-        return exceeds(self.state.rank_tally(rank).evidence.at, time.monotonic(), self._silence_limit(rank))
+        return exceeds(self.state.known.view(rank).evidence.at, time.monotonic(), self._silence_limit(rank))
 
     def is_verified(self, rank: Rank) -> bool:
         """Returns whether a rank was compared with its worker, has missed no event since, and is not stale.
 
         A rank whose worker lost events of its engine is not verified either.
         """
-        return self.state.rank_tally(rank).verified and not self.is_stale(rank) and not self._lost_events(rank)
+        return self.state.known.view(rank).verified and not self.is_stale(rank) and not self._lost_events(rank)
 
     def is_partial(self, info: RankInfo) -> bool:
         """Returns whether blocks of a rank may be missing, in the index or already at its worker."""
@@ -311,7 +313,7 @@ class ComponentIndex:
     def _rank_stats(self, info: RankInfo) -> RankStats:
         worker = self._workers.get(info.worker_id)
         rank: Rank = (info.worker_id, info.dp_rank)
-        tally, now = self.state.rank_tally(rank), time.monotonic()
+        tally, now = self.state.known.view(rank), time.monotonic()
         repair = self.resync.repair_of(rank)
         return RankStats(
             rank=RankMessage(worker_id=info.worker_id, dp_rank=info.dp_rank),

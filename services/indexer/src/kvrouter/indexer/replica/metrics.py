@@ -94,7 +94,7 @@ class IndexerMetrics(Collector):
         levels = {n: GaugeMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in gauges.items()}
         for name, component in list(self._components.items()):
             of = [name.namespace, name.name]
-            tally, progress, ranks = component.state.tally, component.ingest.progress, component.ranks
+            tally, progress, ranks = component.state.events.tally, component.ingest.progress, component.ranks
             for outcome in _OUTCOMES:
                 events.add_metric([*of, outcome], getattr(tally, outcome))
             counts["batches"].add_metric(of, tally.batches)
@@ -112,7 +112,7 @@ class IndexerMetrics(Collector):
             counts["snapshots_unusable"].add_metric(of, snapshots.unusable if snapshots else 0)
             levels["snapshot_sequence"].add_metric(of, snapshots.current.stream_sequence if snapshots else 0)
             names = [(info.worker_id, info.dp_rank) for info in ranks]
-            ages = [age(component.state.rank_tally(rank).evidence.at, now) for rank in names]
+            ages = [age(component.state.known.view(rank).evidence.at, now) for rank in names]
             repair = component.stream_repair
             levels["stream_stopped"].add_metric(of, bool(repair and repair.error))
             counts["streams_recreated"].add_metric(of, repair.recreated if repair else 0)
@@ -125,7 +125,7 @@ class IndexerMetrics(Collector):
             levels["stream_checked_age_seconds"].add_metric(of, age(progress.checked_at, now) or 0.0)
             levels["resyncs_pending"].add_metric(of, component.resync.pending)
             levels["resyncs_backing_off"].add_metric(of, component.resync.backing_off)
-            levels["pending_bytes"].add_metric(of, component.state.pending_bytes)
+            levels["pending_bytes"].add_metric(of, component.state.events.pending.bytes)
             levels["live_queue_messages"].add_metric(of, component.core_nats.queued)
             levels["ready"].add_metric(of, component.ready)
             levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))
@@ -133,9 +133,9 @@ class IndexerMetrics(Collector):
             levels["evicted_ranks"].add_metric(of, sum(info.evicted for info in ranks))
             levels["partial_ranks"].add_metric(of, sum(component.is_partial(info) for info in ranks))
             levels["memory_bytes"].add_metric(of, sum(info.memory_bytes for info in ranks))
-            levels["lag_seconds"].add_metric(of, component.state.lag_seconds)
+            levels["lag_seconds"].add_metric(of, component.state.events.lag_seconds)
             levels["pending_messages"].add_metric(of, max(0, progress.last_sequence - progress.applied))
-            levels["quarantined_messages"].add_metric(of, len(component.state.quarantined))
+            levels["quarantined_messages"].add_metric(of, len(component.state.events.quarantined))
         used = GaugeMetricFamily(
             "kvrouter_indexer_index_bytes", "Memory of the indexes of all components.", value=self._budget.used_bytes
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -20,12 +19,11 @@ import structlog
 from kvrouter.core import InvalidDump, Rank
 from kvrouter.indexer.index.rank_dump import RankDump
 from kvrouter.indexer.index.state import IndexState
-from kvrouter.indexer.resync.resync_queue import ResyncQueue
+from kvrouter.indexer.resync.requests import ResyncRequests
 from kvrouter.indexer.resync.worker_client import StateTooLarge, fetch_events, fetch_state, worker_at
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
-from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 log = structlog.get_logger(component="indexer")
 
@@ -53,32 +51,34 @@ class RankRepair:
 class Resync:
     """Resyncs the ranks of one component. ``run`` processes the queue."""
 
-    def __init__(self, name: str, state: IndexState, slots: asyncio.Semaphore, tls: Tls | None = None) -> None:
-        """Attaches to an index.
+    def __init__(
+        self,
+        name: str,
+        state: IndexState,
+        requests: ResyncRequests,
+        slots: asyncio.Semaphore,
+        tls: Tls | None = None,
+    ) -> None:
+        """Creates the resyncs of a component.
 
         Args:
             name: Name of the component, for logs.
             state: The index.
+            requests: The queue, and the registered workers.
             slots: Bounds concurrent resyncs over all components of the replica.
             tls: Encrypts connections to workers; None for plain text.
         """
         self._tls = tls
-        self._state = state
+        self._known = state.known
+        self._index_repair = state.repair
         self._slots = slots
-        self._workers: Mapping[int, WorkerRegistration] = {}
-        self._ranks: list[Rank] = []
-        self._resync_queue = ResyncQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake = asyncio.Event()
-        self._open = False
+        self._requests = requests
+        self._resync_queue = requests.queue
         self._log = log.bind(component_name=name)
         self.resyncs = 0
         """Number of resyncs that fetched a whole state."""
         self.refetches = 0
         """Number of resyncs that fetched missing events only."""
-        state.on_suspect = self._suspect
-        state.may_retain = self._may_retain
-        state.is_deferred = self._is_deferred
         self.false_alarms = 0
         """Number of alarms that workers did not confirm."""
 
@@ -115,28 +115,9 @@ class Resync:
         Workers that left two attempts unanswered do not count.
         """
         return any(
-            not self._state.rank_tally(rank).verified and self._resync_queue.failures(rank) < _UNANSWERED
-            for rank in self.ranks()
+            not self._known.view(rank).verified and self._resync_queue.failures(rank) < _UNANSWERED
+            for rank in self._requests.ranks()
         )
-
-    def update_workers(self, workers: Mapping[int, WorkerRegistration]) -> None:
-        """Replaces the registered workers by id. Requests a resync of those that are new or registered again."""
-        before, self._workers = self._workers, workers
-        self._ranks = [
-            (worker_id, rank.dp_rank)
-            for worker_id, worker in workers.items()
-            if worker.publishes_events and worker.endpoint
-            for rank in worker.ranks
-        ]
-        for rank in self._ranks:
-            known, worker = before.get(rank[0]), workers[rank[0]]
-            if known is not worker and (known is None or _incarnation(known) != _incarnation(worker)):
-                self.request(rank, "registered")
-
-    def request(self, rank: Rank, reason: str) -> None:
-        """Adds a rank to the resync queue."""
-        self._resync_queue.add(rank, reason, time.monotonic())
-        self._wake.set()
 
     async def repair_now(self, rank: Rank, reason: str) -> bool:
         """Resyncs a rank immediately, for an operator. Returns whether the worker answered."""
@@ -145,8 +126,8 @@ class Resync:
 
     async def worker_dump(self, rank: Rank) -> RankDump | None:
         """Returns the worker's own state of a rank, for a comparison; None if the worker does not answer."""
-        worker = self._workers.get(rank[0])
-        if worker is None or not worker.endpoint:
+        worker = self._requests.worker(rank)
+        if worker is None:
             return None
         try:
             async with self._slots, worker_at(worker.endpoint, self._tls) as stub:
@@ -163,18 +144,18 @@ class Resync:
 
     async def run(self, ready: asyncio.Event) -> None:
         """Processes the queue until cancelled. Starts when ``ready`` is set, after the retained messages are read."""
-        self._loop = asyncio.get_running_loop()
+        self._requests.accept()
         await ready.wait()
-        self._open = True
+        self._requests.open()
         async with asyncio.TaskGroup() as group:
             while True:
-                self._wake.clear()
+                self._requests.added.clear()
                 while (taken := self._resync_queue.take(time.monotonic())) is not None:
                     await self._slots.acquire()
                     group.create_task(self._repair_in_turn(*taken), name=f"repair {taken[0]}")
                 try:
                     async with asyncio.timeout(self._resync_queue.pause(time.monotonic())):
-                        await self._wake.wait()
+                        await self._requests.added.wait()
                 except TimeoutError:
                     continue
 
@@ -189,13 +170,13 @@ class Resync:
                 self._note_false_alarm(rank, reason)
             elif outcome is _Outcome.POSTPONED:
                 self._resync_queue.postponed(rank, time.monotonic())
-            elif outcome is _Outcome.REPAIRED or rank not in set(self.ranks()):
+            elif outcome is _Outcome.REPAIRED or rank not in set(self._requests.ranks()):
                 self._resync_queue.done(rank)
             else:
                 self._resync_queue.failed(rank, time.monotonic())
             if failures and outcome is not _Outcome.FAILED:
                 self._log.info("worker.reachable", worker_id=rank[0], dp_rank=rank[1], failures=failures)
-            self._wake.set()
+            self._requests.added.set()
 
     def _note_false_alarm(self, rank: Rank, reason: str) -> None:
         pause = self._resync_queue.unfounded(rank, reason, time.monotonic())
@@ -226,14 +207,14 @@ class Resync:
                 )
         finally:
             if outcome is _Outcome.FAILED:
-                await self._state.give_up_repair(rank)
+                await self._index_repair.give_up_repair(rank)
         return outcome
 
     async def _fetch(self, rank: Rank, reason: str, *, forced: bool) -> _Outcome:
-        worker = self._workers.get(rank[0])
-        start = await self._state.begin_repair(rank)
+        worker = self._requests.worker(rank)
+        start = await self._index_repair.begin_repair(rank)
         info = start.info
-        if worker is None or not worker.endpoint:
+        if worker is None:
             return _Outcome.FAILED
         async with worker_at(worker.endpoint, self._tls) as stub:
             if info is not None and not info.partial and reason in _LACK_EVENTS:
@@ -241,10 +222,10 @@ class Resync:
                 batches = await fetch_events(stub, rank, cursor, Deadline.after(_EVENTS_SECONDS))
                 if (
                     batches is not None
-                    and self._is_still(rank, worker)
-                    and await self._state.apply_fetched(rank, batches)
+                    and self._requests.is_still(rank, worker)
+                    and await self._index_repair.apply_fetched(rank, batches)
                 ):
-                    refuted = await self._state.confirm_rank(
+                    refuted = await self._index_repair.confirm_rank(
                         rank, info.incarnation, reason, start.claims, news=bool(batches)
                     )
                     if batches:
@@ -254,10 +235,10 @@ class Resync:
             if not self._resync_queue.may_fetch_state(rank, time.monotonic()) and not forced:
                 return _Outcome.POSTPONED
             dump = await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
-        if not self._is_still(rank, worker):
+        if not self._requests.is_still(rank, worker):
             # The worker registered again during the call: this answer is of the former process.
             return _Outcome.FAILED
-        blocks = await self._state.replace_rank(dump, reason, start.claims)
+        blocks = await self._index_repair.replace_rank(dump, reason, start.claims)
         self.resyncs += 1
         self._log.info(
             "rank.resynced",
@@ -270,28 +251,6 @@ class Resync:
         )
         same = info is not None and dump.cursor[0] == info.incarnation and dump.cursor[1] >= info.next_event_id
         return _outcome(reason, founded=reason == "gap" or not same)
-
-    def _is_still(self, rank: Rank, worker: WorkerRegistration) -> bool:
-        """Returns whether the registration of a rank's worker is still the same incarnation."""
-        now = self._workers.get(rank[0])
-        return now is not None and _incarnation(now) == _incarnation(worker)
-
-    def _suspect(self, rank: Rank, reason: str) -> None:
-        """Calls ``request`` on the event loop, from any thread."""
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self.request, rank, reason)
-
-    def _is_deferred(self, rank: Rank, reason: str) -> bool:
-        return self._resync_queue.deferred(rank, reason, time.monotonic())
-
-    def _may_retain(self, rank: Rank) -> bool:
-        worker = self._workers.get(rank[0])
-        return self._open and worker is not None and bool(worker.endpoint) and not self._resync_queue.failing(rank)
-
-    def ranks(self) -> list[Rank]:
-        """Returns the registered ranks that publish events and have an address."""
-        return self._ranks
 
 
 class _Outcome(Enum):
@@ -308,10 +267,6 @@ class _Outcome(Enum):
 
 def _outcome(reason: str, *, founded: bool) -> _Outcome:
     return _Outcome.REPAIRED if founded or reason not in _ALARMS else _Outcome.UNFOUNDED
-
-
-def _incarnation(worker: WorkerRegistration) -> tuple[str, int, list[int]]:
-    return worker.endpoint, worker.transport, [rank.incarnation for rank in worker.ranks]
 
 
 def _defect(error: Exception) -> Exception | None:

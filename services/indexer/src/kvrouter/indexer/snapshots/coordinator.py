@@ -208,7 +208,7 @@ class Snapshots:
         blocks = 0
         for dump in snapshot.ranks:
             try:
-                blocks += await self._state.load_rank(dump)
+                blocks += await self._state.repair.load_rank(dump)
             except StaleDump:
                 continue  # The index has a later incarnation or later events already.
             except InvalidDump as error:

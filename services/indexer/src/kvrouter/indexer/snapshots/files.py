@@ -64,8 +64,8 @@ class SnapshotFiles:
         header.stream_sequence = at.applied
         header.taken_unix_ns = taken
         writer = SnapshotWriter(header)
-        for info in await self._state.ranks():
-            async for chunk in self._state.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS):
+        for info in await self._state.shared.ranks():
+            async for chunk in self._state.shared.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS):
                 writer.add(chunk)
         reach("snapshot.read")
         parts = writer.parts()
