@@ -119,7 +119,7 @@ class MadeUp:
         rates.take(system, 0.0)
         prefixes = [(PopularPrefix(number, HOSTILE, b"", 4096 >> number, 900.0), 7) for number in range(5)]
         return overview(system, rates, history=self._history.points, prefixes=prefixes, traffic=TRAFFIC,
-                        found=problems(system, rates), roles={})  # fmt: skip
+                        found=problems(system, rates), roles={}, frontend_ids={})  # fmt: skip
 
     async def decision(self, scheduler: str, decision_id: int) -> dict[str, Any]:
         return decision(self._decisions[decision_id], scheduler)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -22,10 +22,13 @@ from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.stack import until_serving
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.frontend.access.key_file import KeyFile, write_key_file
+from kvrouter.mocker.settings import MockerSettings
+from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.contracts import Frontend, Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1 import frontend_pb2, indexer_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
@@ -156,6 +159,46 @@ async def until_routable(frontend: Frontend) -> None:
                 if len((await frontend.potential_loads(request, deadline=Deadline.after(5))).loads) == 2:
                     return
             await asyncio.sleep(0.05)
+
+
+async def test_the_page_of_a_process_with_listed_workers_shows_its_own_scheduler(tmp_path: Path) -> None:
+    bind, http, port = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}", str(free_port()))
+    mocker = MockerSettings(worker_id=3, bind="127.0.0.1:0", clock_factor=50.0)
+    async with serving_alone(mocker, new_registry()) as worker, aiohttp.ClientSession() as session:
+        listed = ("--static-workers", worker, "--static-model", "mock-model", "--no-kv-events", "--router-mode", "kv")
+        roles = ("serve", "--roles", "scheduler,frontend", "--bind", bind, "--http-bind", http, "--port", port)
+        async with processes(tmp_path, module("serve", "cli.main", *roles, *listed)):
+            async with asyncio.timeout(60):
+                await until_serving(bind, "kvrouter.v1.FrontendService")
+                while not (shown := await overview(session, port))["components"][0]["ranks"]:
+                    await asyncio.sleep(0.05)
+            assert [each["rank"] for each in shown["components"][0]["ranks"]] == ["3:0"]
+            assert {each["kind"]: each["state"] for each in shown["services"]} == {
+                "Scheduler": "ready",
+                "Frontend": "ready",
+            }
+            assert all(each["name"] for each in shown["services"])
+            assert shown["problems"] == []
+
+            chat = {"model": "mock-model", "prompt": list(range(64)), "max_tokens": 2}
+            async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=chat) as answer:
+                assert answer.status == 200, await answer.text()
+            async with asyncio.timeout(60):
+                while not (shown := await overview(session, port))["decisions"]:
+                    await asyncio.sleep(0.05)
+            (latest,) = shown["decisions"]
+            path = f"/ui/data/decisions/{latest['id']}"
+            async with session.get(
+                f"http://127.0.0.1:{port}{path}", params={"scheduler": latest["scheduler"]}
+            ) as answer:
+                assert [each["rank"] for each in (await answer.json())["candidates"]] == ["3:0"]
+
+
+async def overview(session: aiohttp.ClientSession, port: str) -> dict[str, Any]:
+    async with session.get(f"http://127.0.0.1:{port}/ui/data/overview") as answer:
+        assert answer.status == 200
+        found: dict[str, Any] = await answer.json()
+        return found
 
 
 LISTED = ("--static-workers", "127.0.0.1:1", "--static-model", "m")

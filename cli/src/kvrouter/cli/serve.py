@@ -111,8 +111,9 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
         )
         own = (runtime.instance_id, cast(Scheduler, scheduling))
     if "frontend" in settings:
-        if own is not None and settings["frontend"].static_workers:
-            schedulers: SchedulerSource = LocalScheduler(own[1])
+        unregistered = own[1] if own is not None and settings["frontend"].static_workers else None
+        if unregistered is not None:
+            schedulers: SchedulerSource = LocalScheduler(unregistered)
         else:
             found = RemoteSchedulers(
                 runtime.directory,
@@ -122,7 +123,8 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
             )
             schedulers = await running.enter_async_context(aclosing(found))
         service = await running.enter_async_context(frontend.running(settings["frontend"], runtime, schedulers))
-        address = await running.enter_async_context(frontend.serving_http(service, settings["frontend"], runtime))
+        serving = frontend.serving_http(service, settings["frontend"], runtime, scheduler=unregistered)
+        address = await running.enter_async_context(serving)
         limits = frontend.request_limits(settings["frontend"])
         hosted.append(Hosted("frontend", _FRONTEND, service, service.ready, address, limits))
         # The services share a port, so clients must not reach the others' calls there either.

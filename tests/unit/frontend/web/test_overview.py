@@ -139,7 +139,9 @@ def test_the_overview_is_json() -> None:
     seen = system(status(rank(2, active_blocks=50, draining=True)))
     rates = HitWindow(60)
     rates.take(seen, 0.0)
-    shown = overview(seen, rates, history=[], traffic=None, prefixes=[], found=[], roles={NAME: "decode"})
+    shown = overview(
+        seen, rates, history=[], traffic=None, prefixes=[], found=[], roles={NAME: "decode"}, frontend_ids={}
+    )
     (component,) = json.loads(json.dumps(shown, allow_nan=False))["components"]
     assert (component["name"], component["role"]) == ("n/pool", "decode")
     (row,) = component["ranks"]

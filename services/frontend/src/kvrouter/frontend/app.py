@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import cast
 
 import aiohttp
 import structlog
@@ -52,14 +52,12 @@ from kvrouter.frontend.workers.stall_trials import StallTrials
 from kvrouter.frontend.workers.worker_fate import MAX_WATCHERS
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.contracts import Indexer
-from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1 import frontend_pb2
-from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 from kvrouter.v1.names import worker_deaths_subject
 from prometheus_client import CollectorRegistry
@@ -280,25 +278,31 @@ class SharedPorts:
 
 @asynccontextmanager
 async def serving_http(
-    service: FrontendService, settings: FrontendSettings, runtime: Runtime, shared: SharedPorts | None = None
+    service: FrontendService,
+    settings: FrontendSettings,
+    runtime: Runtime,
+    shared: SharedPorts | None = None,
+    *,
+    scheduler: Scheduler | None = None,
 ) -> AsyncIterator[str]:
     """Serves the HTTP API while the context lasts; yields its address, host:port.
 
-    A client that disconnects cancels its request. When the context ends, running requests may finish.
+    A client that disconnects cancels its request. When the context ends, running requests may finish. ``scheduler`` is
+    one of this process that is not registered; the web page shows it.
 
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
     """
     metrics = None if shared is None else shared.metrics
     limits = HttpLimits(settings.http_max_connections or share_of_descriptors(1 / 2), settings.http_header_seconds)
-    own_health = partial(service.get_worker_health, GetWorkerHealthRequest(), deadline=Deadline.never())
-    guarded = service.access is not None
     async with open_page(
         runtime,
         service.indexers,
         service.runner.metrics,
         service.runner.popular_prefixes,
-        own_health if guarded else None,
+        cast(Frontend, service),
+        scheduler,
+        asks_frontends=service.access is None,
     ) as page:
         api = HttpApi(
             service,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefix, PopularPrefixes
@@ -19,10 +18,8 @@ from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.overview.hit_rates import HitWindow
 from kvrouter.runtime.overview.services import ServiceQueries
-from kvrouter.runtime.overview.system import FrontendView, System
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import Role
-from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 
 _HIT_WINDOW_SECONDS = 60.0
@@ -32,9 +29,6 @@ _AGEING_SECONDS = 600.0
 _PREFIXES = 12
 _PREFIX_QUERY_SECONDS = 0.5
 _ROLES = {Role.ROLE_PREFILL: "prefill", Role.ROLE_DECODE: "decode"}
-
-
-OwnHealth = Callable[[], Awaitable[GetWorkerHealthResponse]]
 
 
 class Observer:
@@ -47,7 +41,9 @@ class Observer:
         indexers: IndexerClient,
         prefixes: PopularPrefixes,
         traffic: Traffic,
-        own_health: OwnHealth | None,
+        *,
+        frontend_id: tuple[str, str],
+        asks_frontends: bool,
     ) -> None:
         """Creates an observer.
 
@@ -57,9 +53,11 @@ class Observer:
             indexers: The Indexers.
             prefixes: Counts prefixes.
             traffic: Counts this Frontend's requests.
-            own_health: Set if Frontends ask for a key, which this one has not: returns its own view of the workers.
+            frontend_id: Address of this Frontend in ``queries``, and its id.
+            asks_frontends: Whether other Frontends answer without a key.
         """
-        self._own_health = own_health
+        self._frontend_id = frontend_id
+        self._asks_frontends = asks_frontends
         self._directory = directory
         self._queries = queries
         self._indexers = indexers
@@ -89,7 +87,7 @@ class Observer:
         """Returns the state as JSON, at most a second old. Services that do not answer are named in it."""
         async with self._looking:
             if time.monotonic() - self._looked_at >= _FRESH_SECONDS:
-                system = await self._look()
+                system = await self._queries.look(asks_frontends=self._asks_frontends)
                 self._hit_rates.take(system, time.monotonic())
                 self._shown = overview(
                     system,
@@ -102,16 +100,14 @@ class Observer:
                         name: _ROLES.get(view.descriptor.role, "both")
                         for name, view in self._directory.components.items()
                     },
+                    frontend_ids=self._frontend_ids(),
                 )
                 self._looked_at = time.monotonic()
             return self._shown
 
-    async def _look(self) -> System:
-        system = await self._queries.look(asks_frontends=self._own_health is None)
-        if self._own_health is None:
-            return system
-        own = FrontendView("this Frontend", await self._own_health())
-        return replace(system, frontends=[own, *system.frontends])
+    def _frontend_ids(self) -> dict[str, str]:
+        registered = self._directory.services("frontend")
+        return dict([*((each.endpoint, name) for name, each in registered.items()), self._frontend_id])
 
     async def decision(self, scheduler: str, decision_id: int) -> dict[str, Any]:
         """Returns a past decision with every candidate.

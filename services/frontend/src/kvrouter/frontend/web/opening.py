@@ -10,12 +10,15 @@ from aiohttp import web
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
-from kvrouter.frontend.web.observer import Observer, OwnHealth
+from kvrouter.frontend.web.observer import Observer
 from kvrouter.frontend.web.routes import page_routes
 from kvrouter.frontend.web.traffic import Traffic
-from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.contracts import Frontend, Scheduler
 from kvrouter.runtime.overview.services import ServiceQueries, registered_addresses
 from kvrouter.runtime.process.context import Runtime
+
+_THIS_FRONTEND, _OWN_SCHEDULER = "this Frontend", "in this process"
+"""What the page shows as addresses of services in this process."""
 
 
 @asynccontextmanager
@@ -24,29 +27,55 @@ async def open_page(
     indexers: IndexerClient,
     metrics: FrontendMetrics,
     prefixes: PopularPrefixes | None,
-    own_health: OwnHealth | None,
+    frontend: Frontend,
+    scheduler: Scheduler | None,
+    *,
+    asks_frontends: bool,
 ) -> AsyncIterator[Sequence[web.RouteDef]]:
-    """Yields the routes of the page, and observes the system meanwhile; no routes if ``prefixes`` is None.
+    """Yields the routes of the page, and observes the system meanwhile.
 
-    ``own_health`` is set if Frontends ask for a key: it returns this one's own view of the workers.
+    Args:
+        runtime: Its directory lists the services.
+        indexers: The Indexers.
+        metrics: Metrics of this Frontend.
+        prefixes: Counts prefixes; None for no page.
+        frontend: This Frontend.
+        scheduler: Scheduler of this process that no directory lists.
+        asks_frontends: Whether other Frontends answer without a key.
     """
     if prefixes is None:
         yield ()
         return
     directory = runtime.directory
-    queries = ServiceQueries(
-        lambda kind: registered_addresses(directory, kind), lambda: _note(directory), tls=lambda: runtime.tls
+    local: dict[str, object] = {_THIS_FRONTEND: frontend}
+    if scheduler is not None:
+        local[_OWN_SCHEDULER] = scheduler
+
+    def addresses(kind: str) -> list[str]:
+        if kind == "frontend":
+            return [_THIS_FRONTEND, *registered_addresses(directory, kind, without=runtime.instance_id)]
+        return (
+            [_OWN_SCHEDULER] if kind == "scheduler" and scheduler is not None else registered_addresses(directory, kind)
+        )
+
+    def note() -> str:
+        if not directory.is_synced:
+            return "etcd does not answer"
+        return "" if addresses("scheduler") else "no Scheduler is registered"
+
+    queries = ServiceQueries(addresses, note, tls=lambda: runtime.tls, local=local)
+    observer = Observer(
+        directory,
+        queries,
+        indexers,
+        prefixes,
+        Traffic(metrics),
+        frontend_id=(_THIS_FRONTEND, runtime.instance_id),
+        asks_frontends=asks_frontends,
     )
-    observer = Observer(directory, queries, indexers, prefixes, Traffic(metrics), own_health)
     observing = asyncio.create_task(observer.run(), name="web-page")
     try:
         yield page_routes(observer)
     finally:
         observing.cancel()
         await asyncio.wait([observing])
-
-
-def _note(directory: Directory) -> str:
-    if not directory.is_synced:
-        return "etcd does not answer"
-    return "" if directory.services("scheduler") else "no Scheduler is registered"

@@ -32,6 +32,7 @@ def overview(
     prefixes: Sequence[tuple[PopularPrefix, int | None]],
     found: Sequence[Problem],
     roles: Mapping[ComponentName, str],
+    frontend_ids: Mapping[str, str],
 ) -> Json:
     """Returns the state of a system.
 
@@ -43,11 +44,12 @@ def overview(
         prefixes: The most popular prefixes, and how many ranks hold each; None if no Indexer said.
         found: Problems.
         roles: Roles of components: both, prefill or decode.
+        frontend_ids: Ids of Frontends by address.
     """
     return {
         "at": system.at.timestamp(),
         "problems": [{"severity": each.severity, "what": each.what, "remedy": each.remedy} for each in found],
-        "services": _services(system),
+        "services": _services(system, frontend_ids),
         "components": [
             _component(name, status, system, hit_rates, roles.get(name, "both"))
             for name, (_, status) in system.components().items()
@@ -134,7 +136,7 @@ def _candidate(message: CandidateTerms) -> Json:
     }
 
 
-def _services(system: System) -> list[Json]:
+def _services(system: System, frontend_ids: Mapping[str, str]) -> list[Json]:
     found: list[Json] = []
     for scheduler in system.schedulers:
         status = scheduler.status
@@ -146,12 +148,13 @@ def _services(system: System) -> list[Json]:
                 "state": _state(scheduler.failure, ready=status is not None and status.ready),
                 "detail": scheduler.failure
                 if status is None
-                else f"{status.bookings:,} bookings, {status.sessions:,} sessions",
+                else f"{_amount(status.bookings, 'booking')}, {_amount(status.sessions, 'session')}",
             }
         )
     for indexer in system.indexers:
         stats = indexer.stats
         components = [] if stats is None else stats.components
+        blocks = _amount(sum(each.blocks for each in components), "block")
         behind = sum(max(0, each.last_stream_sequence - each.applied_stream_sequence) for each in components)
         found.append(
             {
@@ -159,9 +162,7 @@ def _services(system: System) -> list[Json]:
                 "address": indexer.address,
                 "name": "" if stats is None else stats.replica_id,
                 "state": _state(indexer.failure, ready=stats is not None and all(each.ready for each in components)),
-                "detail": indexer.failure
-                if stats is None
-                else f"{sum(each.blocks for each in components):,} blocks, {behind:,} messages behind",
+                "detail": indexer.failure if stats is None else f"{blocks}, {_amount(behind, 'message')} behind",
             }
         )
     for frontend in system.frontends:
@@ -171,7 +172,7 @@ def _services(system: System) -> list[Json]:
             {
                 "kind": "Frontend",
                 "address": frontend.address,
-                "name": "",
+                "name": frontend_ids.get(frontend.address, ""),
                 "state": _state(frontend.failure, ready=health is not None or frontend.asks_for_key),
                 "detail": _frontend_detail(frontend, calls),
             }
@@ -182,7 +183,11 @@ def _services(system: System) -> list[Json]:
 def _frontend_detail(frontend: FrontendView, calls: int) -> str:
     if frontend.asks_for_key:
         return "asks this Frontend for an API key: how it sees the workers is not shown"
-    return frontend.failure or f"{calls:,} calls at workers"
+    return frontend.failure or f"{_amount(calls, 'call')} at workers"
+
+
+def _amount(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _state(failure: str, *, ready: bool) -> str:

@@ -61,7 +61,8 @@ def _services(system: System) -> Iterator[Problem]:
             if view.failure:
                 what = f"{kind} at {view.address} does not answer: {view.failure}"
                 yield Problem("error", what, "See its log. If it died, its registration expires with its lease.")
-    if system.statuses and not system.indexers:
+    # Without etcd, workers are listed and publish no events, so no Indexer can know their caches.
+    if not system.indexers and any(status.HasField("directory_age_seconds") for status in system.statuses):
         yield Problem(
             "warning",
             "no Indexer is registered: requests are routed on load alone",

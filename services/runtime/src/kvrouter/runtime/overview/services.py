@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import cast
 
 import grpc.aio
@@ -29,10 +30,14 @@ _CALL_SECONDS = 2.0
 _DECISIONS, _QUEUED = 50, 5
 
 
-def registered_addresses(directory: Directory, kind: str) -> list[str]:
-    """Returns the address, host:port, of every registered ``scheduler``, ``indexer`` or ``frontend``."""
+def registered_addresses(directory: Directory, kind: str, *, without: str = "") -> list[str]:
+    """Returns the address, host:port, of every registered ``scheduler``, ``indexer`` or ``frontend``.
+
+    ``without`` is the id of an instance to leave out.
+    """
     # A service that was killed and restarted at its address is registered twice until the first lease expires.
-    return list(dict.fromkeys(each.endpoint for _, each in sorted(directory.services(kind).items())))
+    found = (each.endpoint for name, each in sorted(directory.services(kind).items()) if name != without)
+    return list(dict.fromkeys(found))
 
 
 class ServiceQueries:
@@ -44,6 +49,7 @@ class ServiceQueries:
         note: Callable[[], str],
         tls: Callable[[], Tls | None],
         api_key: Callable[[], str] = str,
+        local: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Creates the queries.
 
@@ -52,27 +58,32 @@ class ServiceQueries:
             note: Returns why there is no service to query; empty if there is one.
             tls: Returns the TLS of the connections; None for plain text.
             api_key: Returns the API key that calls show; empty for none.
+            local: Services of this process by the address under which ``addresses`` lists them.
         """
         self._addresses = addresses
         self._note = note
         self._tls = tls
         self._api_key = api_key
+        self._local = local
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def look(self, *, asks_frontends: bool = True) -> System:
         """Returns the current state. A service that does not answer is reported and costs at most one deadline.
 
-        Frontends that are not asked are listed as if they asked for a key.
+        Frontends that are not asked are listed as if they asked for a key; those of this process are always asked.
         """
         schedulers, indexers, frontends = map(self._addresses, ("scheduler", "indexer", "frontend"))
         await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
         scheduler_views, indexer_views, frontend_views = await asyncio.gather(
             asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
             asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
-            asyncio.gather(*(self._ask_frontend(address) for address in frontends if asks_frontends)),
+            asyncio.gather(
+                *(
+                    self._ask_frontend(address, may_ask=asks_frontends or address in self._local)
+                    for address in frontends
+                )
+            ),
         )
-        if not asks_frontends:
-            frontend_views = [FrontendView(address, asks_for_key=True) for address in frontends]
         return System(datetime.now(UTC).astimezone(), scheduler_views, indexer_views, frontend_views, self._note())
 
     async def explain(self, scheduler: str, decision_id: int) -> Decision:
@@ -108,7 +119,9 @@ class ServiceQueries:
         except KvRouterError as error:
             return IndexerView(address, failure=_why(error))
 
-    async def _ask_frontend(self, address: str) -> FrontendView:
+    async def _ask_frontend(self, address: str, *, may_ask: bool) -> FrontendView:
+        if not may_ask:
+            return FrontendView(address, asks_for_key=True)
         frontend = cast(Frontend, self._stub(_FRONTEND, address, "frontend"))
         try:
             health = await frontend.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(_CALL_SECONDS))
@@ -119,6 +132,8 @@ class ServiceQueries:
             return FrontendView(address, failure=_why(error))
 
     def _stub(self, descriptor: ServiceDescriptor, address: str, role: str) -> object:
+        if address in self._local:
+            return self._local[address]
         channel = self._channels.get(address)
         if channel is None:
             channel = open_channel(address, tls=self._tls(), role=role, api_key=self._api_key())
