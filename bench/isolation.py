@@ -46,6 +46,8 @@ TENANTS = ("quiet", "other", "limited")
 _PAUSE_SECONDS = 0.05
 _CONNECTIONS = 32
 _BODY_BYTES = 32 << 20
+_TEXT_BYTES = 8 << 20
+"""Size of the longest text that a Frontend accepts by default."""
 _SERVICE = "/kvrouter.v1.FrontendService"
 _words = random.Random(7)
 
@@ -90,6 +92,8 @@ def attacks(model: str) -> dict[str, dict[str, Any]]:
         "gzip-bombs": {"data": bomb, "headers": {"Content-Type": "application/json", "Content-Encoding": "gzip"}},
         "heads": {"data": b"{}", "headers": {f"x-{number}": "y" * 500 for number in range(12)}},
         "long-texts": body(chat(model, text(60_000, space=""))),
+        "longest-texts": body(chat(model, text(_TEXT_BYTES))),
+        "escaped-texts": body(chat(model, "\u6c49" * (_TEXT_BYTES // 6))),
         "token-lists": body({"model": model, "prompt": [7] * 200_000, "max_tokens": 1}),
         "sequences": body(chat(model, text(2000), n=64, logprobs=True, top_logprobs=20, max_tokens=512)),
         "tools": body(chat(model, text(200), tools=tools())),
