@@ -81,6 +81,18 @@ async def test_a_body_beyond_the_limit_is_too_large(served: System) -> None:
     writer.close()
 
 
+async def test_a_text_beyond_the_limit_is_too_large(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with running_system(nats_url, etcd_endpoint, namespace, max_prompt_tokens=1000) as system:
+        await system.start_worker(1)
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 280_000}]}
+        url = f"http://{system.http}/v1/chat/completions"
+        async with aiohttp.ClientSession() as session, session.post(url, json=chat) as response:
+            assert response.status == 413
+            assert "exceeds 270144 bytes" in (await response.json())["error"]["message"]
+        async with aiohttp.ClientSession() as session, session.post(url, json=chat | {"messages": []}) as response:
+            assert response.status == 400
+
+
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
 async def test_a_body_that_grows_beyond_the_limit_is_too_large(served: System, encoding: str) -> None:
     zipped = zlib.compressobj(1, wbits=16 + zlib.MAX_WBITS)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import aiohttp
 import structlog
 from aiohttp import web
+from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.access.http_middleware import authenticated
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
@@ -46,6 +47,9 @@ log = structlog.get_logger(component="frontend")
 _T = TypeVar("_T")
 
 _MAX_BODY_BYTES = 64 << 20
+_MAX_TOKEN_BYTES = 8
+"""Maximum size of a text that is tokenized here, bytes for each token that a prompt may have. Escaped Chinese has six
+to eight. Decoding a text holds the GIL, about 1 ms for each MiB."""
 _LONG_BODY_BYTES = 64 << 10
 """Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
 _ADMIN_SECONDS = 10.0
@@ -87,6 +91,7 @@ class HttpApi:
         self._session: aiohttp.ClientSession | None = None
         self._writer = StepWriter()
         self._frontend = frontend
+        self._max_text_bytes = _MAX_TOKEN_BYTES * frontend.runner.options.limits.max_prompt_tokens + MAX_FIELDS_BYTES
         self._work = frontend.models.texts.work
         self._registry = registry
         self._metrics = metrics
@@ -109,30 +114,36 @@ class HttpApi:
                 web.get("/metrics", self.metrics),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{model:.+}", self.model),
-                web.post("/v1/completions", self._with_body(self.completions, _MAX_BODY_BYTES)),
-                web.post("/v1/chat/completions", self._with_body(self.chat_completions, _MAX_BODY_BYTES)),
+                web.post("/v1/completions", self._with_body(self.completions)),
+                web.post("/v1/chat/completions", self._with_body(self.chat_completions, self._max_chat_bytes)),
                 web.get("/busy_threshold", self.list_busy_thresholds),
-                web.post("/busy_threshold", self._with_body(self.set_busy_threshold, MAX_FIELDS_BYTES)),
+                web.post("/busy_threshold", self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES)),
                 *self._page,
             ]
         )
         return app
 
     def _with_body(
-        self, handler: Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]], limit: int
+        self,
+        handler: Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]],
+        limit: Callable[[], int] = lambda: _MAX_BODY_BYTES,
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Returns a handler that reads the body, up to ``limit`` bytes, into room that it holds until its end."""
+        """Returns a handler that reads the body, up to ``limit()`` bytes, into room that it holds until its end."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             room = self._frontend.runner.admission.room()
             try:
                 with room:
-                    body = await read_body(request, room, limit=limit, idle_seconds=self._body_seconds)
+                    body = await read_body(request, room, limit=limit(), idle_seconds=self._body_seconds)
                     return await handler(request, body)
             finally:
                 room.end()
 
         return handle
+
+    def _max_chat_bytes(self) -> int:
+        """Returns the maximum size of a chat's body. Only engines that get it as it is take images."""
+        return _MAX_BODY_BYTES if self._frontend.models.may_forward else self._max_text_bytes
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         connector = aiohttp.TCPConnector(limit=0)
@@ -178,6 +189,7 @@ class HttpApi:
         """Runs a chat and returns it as one response or as server-sent events."""
         if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
             return forwarded
+        self._check_text(len(body))
         chat = await self._decoded(parse_chat, body)
         return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request)))
 
@@ -226,8 +238,21 @@ class HttpApi:
         return CompletionRequest.parse(
             body,
             max_prompt_tokens=self._frontend.runner.options.limits.max_prompt_tokens,
-            check_text=lambda model: self._frontend.models.text_of(model, "prompt"),
+            check_text=partial(self._check_prompt, len(body)),
         )
+
+    def _check_prompt(self, size: int, model: str) -> None:
+        """Checks that a model has a tokenizer, and that a text of the size may be tokenized."""
+        self._frontend.models.text_of(model, "prompt")
+        self._check_text(size)
+
+    def _check_text(self, size: int) -> None:
+        if size > self._max_text_bytes:
+            raise BodyTooLarge(
+                f"the body exceeds {self._max_text_bytes} bytes, {_MAX_TOKEN_BYTES} for each token of a prompt",
+                field="prompt",
+                advice="Send a shorter prompt.",
+            )
 
     async def _forwarded(self, request: web.Request, body: bytearray) -> web.StreamResponse | None:
         """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""

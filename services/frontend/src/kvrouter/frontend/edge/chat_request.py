@@ -85,7 +85,7 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
     Raises:
         BadRequest: it is not JSON, or a field is missing, unknown, out of range or not supported; the error names it.
     """
-    if body.count(b"{") + body.count(b"[") + body.count(b",") > MAX_STRUCTURE:
+    if len(body) > MAX_STRUCTURE and body.count(b"{") + body.count(b"[") + body.count(b",") > MAX_STRUCTURE:
         raise BadRequest(
             f"body: more than {MAX_STRUCTURE} brackets and commas", field="messages", advice="Send a shorter chat."
         )

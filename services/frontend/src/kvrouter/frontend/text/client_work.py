@@ -8,6 +8,7 @@ cost of waking the thread.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
@@ -33,6 +34,9 @@ MAX_OWNER_WORK = 64 << 20
 _JOB_WORK = 4 << 10
 """What a job counts besides its text, so that the number of jobs is bounded too."""
 _TURN_JOBS = 64
+_GIL_SECONDS = 0.0005
+"""Time for which a thread may keep the GIL from the event loop, which needs it several times for a request; by default
+5 ms."""
 _RETRY_MS = 1000
 
 
@@ -61,6 +65,7 @@ class ClientWork:
             ["thread"],
             registry=registry,
         )
+        sys.setswitchinterval(_GIL_SECONDS)
         self._lanes = {lane: _Lane(lane, slices.labels(thread=lane)) for lane in Lane}
         self._work = FairBound(MAX_WORK)
         self._by_owner: dict[str, int] = {}
