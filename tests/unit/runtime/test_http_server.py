@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from kvrouter.devtools.system.certificates import DevelopmentAuthority
 from kvrouter.net.tls import Tls, TlsOptions
-from kvrouter.runtime import http_strangers
+from kvrouter.runtime import http_server, http_strangers
+from kvrouter.runtime.http_refusals import JsonRequestHandler
 from kvrouter.runtime.http_server import HttpLimits, note_admitted, serving_http, share_of_descriptors
 from prometheus_client import CollectorRegistry
 
@@ -241,6 +242,40 @@ async def test_what_waits_for_turns_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         with suppress(ConnectionError):
             await large.read()
         await served.until_open(1)
+
+
+async def test_a_client_that_is_refused_takes_turns_with_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_strangers, "_TURNS_PER_SECOND", 0.001)
+    monkeypatch.setattr(http_strangers, "_BURST", 1)
+    async with serving_strangers() as served:
+        client, writer = await served.connect(KEYED)
+        await client.readuntil(b"quick")
+        writer.write(WHOLE)
+        await client.readuntil(b"refused")
+        writer.write(3 * WHOLE)
+        assert b"200" in await served.answer(KEYED)
+        assert served.refused == 1
+
+
+async def test_the_rest_of_a_refused_body_is_dropped_at_a_limited_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_DROPPED_BYTES_PER_SECOND", 1 << 20)
+    fed: list[int] = []
+    feed = JsonRequestHandler.data_received
+
+    def record(handler: JsonRequestHandler, data: bytes) -> None:
+        fed.append(len(data))
+        feed(handler, data)
+
+    monkeypatch.setattr(JsonRequestHandler, "data_received", record)
+    async with serving() as served:
+        head = b"POST /quick HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        first, _ = await served.connect(head % (1 << 30) + bytes(1 << 10))
+        assert b"405" in await first.readline()
+        uploads = [await served.connect(head % (1 << 30) + bytes(8 << 20)) for _ in range(4)]
+        for reader, _ in uploads:
+            assert b"405" in await reader.readline()
+        assert sum(fed) < 12 << 20
+        assert b"200" in await served.answer()
 
 
 async def test_an_idle_stranger_is_closed_and_others_are_not() -> None:

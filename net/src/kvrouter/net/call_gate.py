@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc.aio
@@ -20,6 +21,7 @@ from kvrouter.net.evictable_calls import EvictableCalls
 from kvrouter.net.grpc_options import MAX_CALLS
 from kvrouter.net.grpc_status import set_error
 from kvrouter.net.peer_conduct import PeerConduct
+from kvrouter.net.token_bucket import TokenBucket
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 
 _FOR_EVERYBODY = ("grpc.health.", "grpc.reflection.")
@@ -30,6 +32,13 @@ _REQUEST_SECONDS = 60.0
 """Time for the request of an admitted call to arrive, seconds: 64 MiB over a slow network."""
 _OPEN_SECONDS = 10.0
 """Time for the request of a call for everybody to arrive, and for all of the call unless it lasts, seconds."""
+
+_REFUSALS_PER_SECOND = 100
+"""Calls in a second that are refused for their callers' limits; each takes about 1 ms."""
+_MAX_REFUSAL_SECONDS = 5.0
+"""Maximum time that a refusal waits for its turn."""
+_MAX_WAITING_REFUSALS = 1_024
+"""Maximum number of refusals that wait; a further one ends the wait of the oldest."""
 
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -56,7 +65,12 @@ class CallGate(grpc.aio.ServerInterceptor):
         self.for_everybody = EvictableCalls() if for_everybody is None else for_everybody
         self.conduct = PeerConduct()
         """Closes connections that flood the server."""
+        self.refusals = EvictableCalls(_MAX_WAITING_REFUSALS)
+        """Calls beyond their callers' limits, which wait for their refusal."""
         self._check = check
+        self._refusal_turns = TokenBucket(
+            _REFUSALS_PER_SECOND, _REFUSALS_PER_SECOND, _REFUSALS_PER_SECOND * _MAX_REFUSAL_SECONDS
+        )
         self._handlers: dict[str, Any] = {}
         self._unknown: Any = grpc.stream_stream_rpc_method_handler(self._refuse_unknown)
 
@@ -97,7 +111,10 @@ class CallGate(grpc.aio.ServerInterceptor):
                         check.peer(context).check(method)
                 except CallRefused as error:
                     refused = error
-                    self.conduct.without_credential(peer)
+                    if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        await self._await_refusal()
+                    else:
+                        self.conduct.without_credential(peer)
                 else:
                     if self._admits and not opens_stream:
                         self.conduct.admitted(peer)
@@ -110,6 +127,14 @@ class CallGate(grpc.aio.ServerInterceptor):
             set_error(context, refused.code, str(refused), refused.info)
 
         return admit
+
+    async def _await_refusal(self) -> None:
+        """Waits for the turn of a refusal, since a client that is refused at once may call again at once."""
+        if seconds := self._refusal_turns.take():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as timeout:
+                    with self.refusals.running(timeout):
+                        await asyncio.sleep(seconds)
 
     def _open(self, run: Callable[[Any, Context], Awaitable[None]], method: str) -> Callable[..., Awaitable[None]]:
         seconds = None if method == _LASTING else _OPEN_SECONDS

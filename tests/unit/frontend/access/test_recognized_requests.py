@@ -9,11 +9,14 @@ from kvrouter.frontend.access.key_file import KeyEntry, KeyFile, new_key
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.quotas import Quotas
 from kvrouter.frontend.access.refusals import Refusals
+from kvrouter.runtime.errors import RateLimited
 from prometheus_client import CollectorRegistry
 
 KEY, HASH = new_key("client")
 KEYS = ApiKeys(KeyFile([KeyEntry(id="client", hash=HASH)]))
 ACCESS = Access(lambda: KEYS, None, Refusals(CollectorRegistry()), Quotas(LimitTable()))
+LIMITED_KEY, LIMITED_HASH = new_key("limited")
+GENERATE, LIST_MODELS = (f"/kvrouter.v1.FrontendService/{name}" for name in ("Generate", "ListModels"))
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -38,3 +41,25 @@ def test_everything_else_is_not(rest: str) -> None:
     encoded = rest.replace("KEY", KEY).encode("latin-1")
     assert not ACCESS.recognizes(HEAD.encode() + encoded)
     assert not ACCESS.recognizes(encoded)
+
+
+def test_a_key_is_recognized_while_its_limits_leave_room() -> None:
+    keys = ApiKeys(KeyFile([KeyEntry(id="limited", hash=LIMITED_HASH, requests_per_second=1.0)]))
+    access = Access(lambda: keys, None, Refusals(CollectorRegistry()), Quotas(LimitTable(clock=lambda: 100.0)))
+    headers = {"Authorization": f"Bearer {LIMITED_KEY}"}
+    head = f"{HEAD}Authorization: Bearer {LIMITED_KEY}\r\n\r\n".encode()
+    assert [access.recognizes(head) for _ in range(3)] == [True] * 3
+    with access.admit_http("POST", "/v1/completions", headers):
+        assert not access.recognizes(head)
+
+
+def test_a_call_beyond_its_limits_is_refused_before_its_request_is_read() -> None:
+    keys = ApiKeys(KeyFile([KeyEntry(id="limited", hash=LIMITED_HASH, concurrency=1)]))
+    access = Access(lambda: keys, None, Refusals(CollectorRegistry()), Quotas(LimitTable()))
+    metadata = (("authorization", f"Bearer {LIMITED_KEY}"),)
+    access.check(GENERATE, metadata)
+    with access.admit(GENERATE, metadata, 0):
+        with pytest.raises(RateLimited, match="running requests"):
+            access.check(GENERATE, metadata)
+        access.check(LIST_MODELS, metadata)
+    access.check(GENERATE, metadata)

@@ -24,11 +24,14 @@ REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 
 
 class KeyGuard:
-    def admit(self, method: str, metadata: Metadata, size: int) -> AbstractContextManager[None]:
+    def check(self, method: str, metadata: Metadata) -> None:
         assert method.startswith(f"/{WORKER.full_name}/")
-        assert size >= 0
         if KEY not in metadata:
             raise Unauthenticated("expected a key")
+
+    def admit(self, method: str, metadata: Metadata, size: int) -> AbstractContextManager[None]:
+        assert size >= 0
+        self.check(method, metadata)
         return nullcontext()
 
 

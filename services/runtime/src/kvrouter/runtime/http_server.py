@@ -4,7 +4,7 @@ The headers of a request must arrive within a time limit. The number of connecti
 file descriptors for gRPC. At that limit, a new connection replaces the oldest idle one. Where requests have
 credentials, connections that have shown none are strangers: they are the first to be replaced, take turns
 (``http_strangers``), and must neither idle between two requests nor leave a response unread for longer than headers
-may take.
+may take. The rest of a body whose request was answered is read and dropped at a limited rate.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from aiohttp import web
 from kvrouter.net.tls import Tls, warn_if_exposed
+from kvrouter.net.token_bucket import TokenBucket
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.http_refusals import JsonRequestHandler, ending
 from kvrouter.runtime.http_strangers import END_OF_HEADERS, MAX_HELD_BYTES, StrangerTurns
@@ -31,6 +32,10 @@ _OF_SERVER = frozenset({"handler_cancellation", "shutdown_timeout"})
 """Options of the server that its connections do not have."""
 _SETTLED_SECONDS = 1.0
 """Time after a request in which its response is certainly written."""
+_DROPPED_BYTES_PER_SECOND = 8 << 20
+"""Bytes of bodies that all connections of a port drop in a second. A client that sends a body before it reads the
+response learns from it why it was refused, unless the body takes longer than aiohttp waits for it (10 s)."""
+_MOST_DROPPED_BYTES = 10 * _DROPPED_BYTES_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ def share_of_descriptors(share: float) -> int:
 
 
 def note_admitted(request: web.Request) -> None:
-    """Notes that a request has a credential that counts, so that its connection is no stranger."""
+    """Notes that a request is within the limits of its credential, so that its connection is no stranger."""
     if isinstance(request.protocol, JsonRequestHandler):
         request.protocol.is_stranger = False
 
@@ -79,8 +84,9 @@ async def serving_http(
         name: Part of the metrics' names.
         reuse_port: Whether processes share the port, which their parent holds (``shared_port``).
         tls: Encrypts connections; None for plain text.
-        recognizes: Returns whether the beginning of a request shows a valid credential. Connections are strangers
-            then, until a request is admitted (``note_admitted``); None if there are no strangers.
+        recognizes: Returns whether the beginning of a request shows a valid credential, whose limits leave room for
+            it. Connections are strangers then, until a request is admitted (``note_admitted``); None if there are no
+            strangers.
         options: Options of ``aiohttp.web.AppRunner``.
 
     Raises:
@@ -133,6 +139,8 @@ class _Connections:
         self.limits = limits
         self.turns = None if recognizes is None else StrangerTurns(recognizes)
         """Turns of strangers; None if there are no strangers."""
+        self.dropped = TokenBucket(_DROPPED_BYTES_PER_SECOND, _DROPPED_BYTES_PER_SECOND, _MOST_DROPPED_BYTES)
+        """Bytes of bodies that may be dropped."""
         self._by_handler: dict[asyncio.Protocol, _Connection] = {}
         # Idle connections, the longest idle first.
         self._waiting: dict[_Connection, None] = {}
@@ -201,7 +209,7 @@ class _Connections:
         try:
             return await handler(request)
         finally:
-            connection.end_request()
+            connection.end_request(drops_body=not request.content.is_eof())
             if request.protocol in self._by_handler:
                 self._wait(connection)
 
@@ -215,9 +223,11 @@ class _Connection(asyncio.Protocol):
         self.handler.is_stranger = connections.turns is not None
         self._held = bytearray()
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._drop_timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._in_request = False
+        self._drops_body = False
         self._is_idle = False
         """Whether nothing has arrived since the last request."""
         self._ended_at: float | None = None
@@ -241,11 +251,13 @@ class _Connection(asyncio.Protocol):
         """Records that the headers of a request have arrived."""
         self.handler.is_stranger = self._connections.turns is not None
         self._in_request = True
+        self._drops_body = False
         self._headers_since = None
 
-    def end_request(self) -> None:
-        """Records that the request was answered."""
+    def end_request(self, *, drops_body: bool) -> None:
+        """Records that the request was answered; with ``drops_body`` before its body had arrived."""
         self._in_request = False
+        self._drops_body = drops_body
         self._ended_at = self._loop.time()
         if self.is_stranger:
             self._is_idle = not self._held
@@ -270,8 +282,7 @@ class _Connection(asyncio.Protocol):
         del self._held[:size]
         if self._transport is not None:
             self.handler.data_received(data)
-            if not (self._held or self._transport is None or self._transport.is_closing()):
-                self._transport.resume_reading()
+            self._read_on()
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -294,9 +305,13 @@ class _Connection(asyncio.Protocol):
             if self._headers_since is None:
                 self._await_headers()
         turns = self._connections.turns
-        if self.is_stranger and turns is not None and turns.must_wait(self, data):
-            return
-        self.handler.data_received(data)
+        if self._drop_timer is not None or (self._drops_body and not self._held):
+            seconds = self._connections.dropped.take(len(data))
+            self.hold(data)
+            if self._drop_timer is None:
+                self._drop_timer = self._loop.call_later(seconds, self._drop)
+        elif not (self.is_stranger and turns is not None and turns.must_wait(self, data)):
+            self.handler.data_received(data)
 
     def eof_received(self) -> None:
         if self._transport is not None:
@@ -312,8 +327,9 @@ class _Connection(asyncio.Protocol):
         self.handler.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
+        for timer in (self._header_timer, self._drop_timer):
+            if timer is not None:
+                timer.cancel()
         self._end_unread()
         self._connections.remove(self)
         self._held = bytearray()
@@ -346,6 +362,18 @@ class _Connection(asyncio.Protocol):
         cause = f"the headers did not arrive within {self._connections.limits.header_seconds:g} s"
         self._transport.write(ending(408, cause))
         self._transport.close()
+
+    def _drop(self) -> None:
+        """Passes on what is held of a body, which aiohttp drops."""
+        self._drop_timer = None
+        data = bytes(self._held)
+        self._held.clear()
+        self.handler.data_received(data)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if not (self._held or self._transport is None or self._transport.is_closing()):
+            self._transport.resume_reading()
 
     def _give_up_unread(self) -> None:
         self._connections.closed("unread")

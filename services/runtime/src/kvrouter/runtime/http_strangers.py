@@ -1,8 +1,8 @@
-"""Paces what connections send that have shown no credential.
+"""Paces requests without a credential, and those beyond the limits of their credential.
 
-To refuse a request costs an HTTP server nearly as much as to serve one, so a flood of requests without a credential
-would delay those that have one. The former get turns, one for each request, as many a second as take a small part of
-the process's time. Connections take them in order. A connection that shows a credential waits for none.
+To refuse a request costs an HTTP server nearly as much as to serve one, so a flood of them would delay the requests
+that are served. Their connections are strangers, which take turns: one for each request, as many a second as take a
+small part of the process's time. A connection that shows a credential whose limits leave room waits for none.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Protocol
+
+from kvrouter.net.token_bucket import TokenBucket
 
 END_OF_HEADERS = b"\r\n\r\n"
 _TURNS_PER_SECOND = 500
@@ -27,7 +29,7 @@ def nobody(_head: bytes) -> bool:
 
 
 class Stranger(Protocol):
-    """A connection that has shown no credential."""
+    """A connection whose last request was not admitted."""
 
     def hold(self, data: bytes) -> None:
         """Stores received data until its turn, and reads no more meanwhile."""
@@ -47,31 +49,26 @@ class StrangerTurns:
     """The turns of the strangers of one port."""
 
     def __init__(self, recognizes: Callable[[bytes], bool]) -> None:
-        """``recognizes`` returns whether the beginning of a request shows a valid credential."""
+        """``recognizes`` returns whether the beginning of a request shows a credential that admits it."""
         self.held = 0
         """Number of bytes that wait for turns."""
         self._recognizes = recognizes
-        self._left = float(_BURST)
-        self._filled_at = 0.0
+        self._turns = TokenBucket(_TURNS_PER_SECOND, _BURST)
         self._waiting: dict[Stranger, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def must_wait(self, stranger: Stranger, data: bytes) -> bool:
         """Takes a turn for data of a stranger, or makes it wait. Returns whether it waits."""
-        has_turn = False
-        if stranger not in self._waiting:
-            has_turn = not self._waiting and self._take()
-            if (
-                data.find(END_OF_HEADERS) in (-1, len(data) - len(END_OF_HEADERS))
-                if has_turn
-                else self._recognizes(data)
-            ):
+        if not self._waiting and self._turns.try_take():
+            if data.find(END_OF_HEADERS) in (-1, len(data) - len(END_OF_HEADERS)):
                 return False
-        stranger.hold(data)
-        if has_turn:
+            stranger.hold(data)
             stranger.pass_on()
             self.held += stranger.held
+        elif stranger not in self._waiting and self._recognizes(data[: data.find(END_OF_HEADERS)]):
+            return False
         else:
+            stranger.hold(data)
             self.held += len(data)
         self._waiting[stranger] = None
         if self.held > MAX_HELD_BYTES:
@@ -86,21 +83,12 @@ class StrangerTurns:
             del self._waiting[stranger]
             self.held -= stranger.held
 
-    def _take(self) -> bool:
-        now = asyncio.get_running_loop().time()
-        self._left = min(_BURST, self._left + (now - self._filled_at) * _TURNS_PER_SECOND)
-        self._filled_at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
-
     def _wait(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._serve)
 
     def _serve(self) -> None:
         self._timer = None
-        while self._waiting and self._take():
+        while self._waiting and self._turns.try_take():
             stranger = next(iter(self._waiting))
             self.forget(stranger)
             stranger.pass_on()

@@ -97,6 +97,21 @@ class Access:
             return _Counted(self, caller, method, size, runs=method == _RUNNING_METHOD)
         return acting_for(caller)
 
+    def check(self, method: str, metadata: Metadata) -> None:
+        """Checks a gRPC call, of which nothing is counted yet, before its request is read.
+
+        Raises:
+            Unauthenticated, PermissionDenied.
+            RateLimited: a limit of its key or tenant is reached.
+        """
+        caller = self.authenticate(metadata, method)
+        self.require_role(caller, method, is_client_call=method in _CLIENT_METHODS)
+        if method in _COUNTED_METHODS:
+            try:
+                self._quotas.check(caller, runs=method == _RUNNING_METHOD)
+            except LimitReached as reached:
+                self.refuse(reached.why, reached, caller=caller, call=method)
+
     def admit_http(self, method: str, path: str, headers: Mapping[str, str]) -> AbstractContextManager[None]:
         """Does the same for an HTTP request, whose body has not been read."""
         call = f"{method} {path[:128]}"
@@ -140,12 +155,16 @@ class Access:
             raise
 
     def recognizes(self, head: bytes) -> bool:
-        """Returns whether the beginning of an HTTP request has a valid API key. Tokens are not verified for that."""
+        """Returns whether the beginning of an HTTP request has a valid API key, whose limits leave room for it.
+
+        Tokens are not verified for that.
+        """
         headers = [(name.decode(), value.strip()) for name, value in _CREDENTIALS.findall(head)]
         try:
-            return bool(self._keys().authenticate(credential_of(headers)))
-        except CredentialRefused:
+            self._quotas.check(self._keys().authenticate(credential_of(headers)))
+        except (CredentialRefused, LimitReached):
             return False
+        return True
 
     def require_role(self, caller: Caller, call: str, *, is_client_call: bool) -> None:
         """Checks that the role of a caller permits a call.

@@ -19,9 +19,8 @@ def authenticated(access: Access, open_paths: Set[str]) -> Any:
     ) -> web.StreamResponse:
         if request.path in open_paths:
             return await handler(request)
-        admitted = access.admit_http(request.method, request.path, request.headers)
-        note_admitted(request)
-        with admitted:
+        with access.admit_http(request.method, request.path, request.headers):
+            note_admitted(request)
             return await handler(request)
 
     return authenticate

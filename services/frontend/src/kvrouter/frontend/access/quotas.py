@@ -115,15 +115,32 @@ class Quotas:
         Raises:
             LimitReached: a limit is reached; nothing is counted then.
         """
-        if caller.limits.limits_nothing and caller.tenant_limits.limits_nothing:
+        subjects = self._subjects(caller)
+        if not subjects:
             return self._unlimited
-        both = (f"key {caller.name}", caller.limits), (f"tenant {caller.tenant}", caller.tenant_limits)
-        subjects = tuple(
-            _Subject(name, self._table.row(name), limits) for name, limits in both if not limits.limits_nothing
-        )
         estimate = self.countable(subjects, tokens)
         self.take(subjects, 1, int(runs), estimate)
         return Grant(self, subjects, int(runs), estimate)
+
+    def check(self, caller: Caller, *, runs: bool = True) -> None:
+        """Checks that the limits of a caller leave room for a request, of which nothing is counted.
+
+        Raises:
+            LimitReached: they do not.
+        """
+        subjects = self._subjects(caller)
+        if subjects:
+            with self._table.locked():
+                for subject in subjects:
+                    self._check(subject, 1, int(runs), 0, passes_empty=True)
+
+    def _subjects(self, caller: Caller) -> tuple[_Subject, ...]:
+        if caller.limits.limits_nothing and caller.tenant_limits.limits_nothing:
+            return ()
+        both = (f"key {caller.name}", caller.limits), (f"tenant {caller.tenant}", caller.tenant_limits)
+        return tuple(
+            _Subject(name, self._table.row(name), limits) for name, limits in both if not limits.limits_nothing
+        )
 
     def countable(self, subjects: tuple[_Subject, ...], tokens: int) -> float:
         """Returns how many tokens of an estimate count.

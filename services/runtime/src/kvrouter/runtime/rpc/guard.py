@@ -21,6 +21,14 @@ UNGUARDED: AbstractContextManager[None] = nullcontext()
 class Guard(Protocol):
     """Authenticates callers."""
 
+    def check(self, method: str, metadata: Metadata) -> None:
+        """Authenticates the caller of a call whose request has not been read, and counts nothing.
+
+        Raises:
+            KvRouterError: the call is refused.
+        """
+        ...
+
     def admit(self, method: str, metadata: Metadata, size: int) -> AbstractContextManager[None]:
         """Authenticates at once, and returns a context in which the request is parsed and the call runs.
 
@@ -77,7 +85,7 @@ class GuardedPeer:
             if guard is None:
                 return
             try:
-                guard.admit(f"/{method}", self.metadata, 0)
+                guard.check(f"/{method}", self.metadata)
             except Unauthenticated as error:
                 refused = to_refusal(error)
             except KvRouterError:
@@ -88,7 +96,7 @@ class GuardedPeer:
             raise refused
 
     def check(self, method: str) -> None:
-        """Checks that the peer may call a method. Its guard counts a call later, when the size of the request is known.
+        """Checks that the peer may call a method now. Its guard counts the call when the size of its request is known.
 
         Raises:
             CallRefused: it may not call it.
@@ -98,7 +106,7 @@ class GuardedPeer:
         guard = self.guards.get(_service(method))
         if guard is not None:
             try:
-                guard.admit(f"/{method}", self.metadata, 0)
+                guard.check(f"/{method}", self.metadata)
             except KvRouterError as error:
                 raise to_refusal(error) from None
 

@@ -63,6 +63,12 @@ def expose_servers(registry: CollectorRegistry, servers: Callable[[], Iterable[G
         "evicts",
     )
     bounds.add(
+        "grpc_calls_waiting_for_refusal",
+        lambda each: len(each.gate.refusals),
+        lambda each: each.gate.refusals.limit,
+        "evicts",
+    )
+    bounds.add(
         "call_streams",
         lambda each: each.call_streams.counts.streams,
         lambda each: each.call_streams.limits.server_streams,

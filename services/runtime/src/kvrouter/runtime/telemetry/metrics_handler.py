@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from kvrouter.net.evictable_calls import EvictableCalls
+from kvrouter.net.token_bucket import TokenBucket
 from prometheus_client import CONTENT_TYPE_LATEST
 
 _MOST_UNREAD = 16
@@ -27,8 +28,7 @@ class MetricsHandler:
         """``exposition`` returns all metrics as Prometheus text."""
         self._exposition = exposition
         self._newest = b""
-        self._left_seconds = _BURST_SECONDS
-        self._filled_at = 0.0
+        self._time = TokenBucket(_SHARE, _BURST_SECONDS)
         self._exposing = asyncio.Lock()
         self.sending = EvictableCalls(_MOST_UNREAD)
         """Responses that are being sent."""
@@ -51,12 +51,8 @@ class MetricsHandler:
 
     async def _current(self) -> bytes:
         async with self._exposing:
-            now = time.monotonic()
-            left = min(_BURST_SECONDS, self._left_seconds + (now - self._filled_at) * _SHARE)
-            self._filled_at = now
-            if left > 0 or not self._newest:
+            if self._time.level() > 0 or not self._newest:
                 began = time.thread_time()
                 self._newest = await self._exposition()
-                left -= time.thread_time() - began
-            self._left_seconds = left
+                self._time.take(time.thread_time() - began)
             return self._newest
