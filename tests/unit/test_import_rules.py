@@ -120,9 +120,9 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         # The whole decision, from a request context to a booked response. The queue calls it, never the other way.
         "routing": ("bookings", "identifiers", "load", "metrics", "overlap", "policies", "request", "workers"),
         "queue": ("bookings", "identifiers", "load", "metrics", "overlap", "policies", "request", "routing"),
-        "replication": ("bookings", "identifiers", "load", "request"),
+        "replication": ("bookings", "identifiers", "load"),
         "api": (
-            *("bookings", "identifiers", "load", "metrics", "overlap", "policies"),
+            *("bookings", "identifiers", "load", "metrics", "policies"),
             *("queue", "replication", "request", "routing", "workers"),
         ),
         "settings": ("load", "overlap", "policies", "queue", "request"),

@@ -106,11 +106,9 @@ TestLoad = Load.TestCase
 def test_blocks_of_the_request_are_added_unless_they_are_active() -> None:
     manager = booked_load()
     manager.book(key(1), (1, 0), prompt(4), 64)
-    loads = manager.load_by_rank(prompt(6, tail=3))
-    assert loads[1, 0][0] == 7
-    assert loads[1, 0].leading_active_blocks == 4
-    assert loads[2, 0][0] == 7
-    assert loads[2, 0].leading_active_blocks == 0
+    loads = manager.loads(prompt(6, tail=3))
+    assert loads.active_blocks.tolist() == [7, 7]
+    assert loads.leading_active_blocks.tolist() == [4, 0]
 
 
 def test_without_reuse_requests_share_no_blocks() -> None:
@@ -118,21 +116,20 @@ def test_without_reuse_requests_share_no_blocks() -> None:
     manager.book(key(1), (1, 0), prompt(4, tail=1), 65)
     manager.book(key(2), (1, 0), prompt(4, tail=1), 65)
     assert manager.load_by_rank()[1, 0].active_blocks == 10
-    asked = manager.load_by_rank(prompt(4, tail=1))
-    assert (asked[1, 0].active_blocks, asked[2, 0].active_blocks) == (15, 5)
+    assert manager.loads(prompt(4, tail=1)).active_blocks.tolist() == [15, 5]
 
 
 def test_untracked_blocks_do_not_count() -> None:
     manager = booked_load(Accounting(track_active_blocks=False))
     manager.book(key(1), (1, 0), prompt(4), 64)
-    assert manager.load_by_rank(prompt(4))[1, 0][:3] == (0, 64, 1)
+    assert [int(column[0]) for column in manager.loads(prompt(4))[:3]] == [0, 64, 1]
 
 
 def test_prefill_stages_leave_no_blocks_in_use() -> None:
     manager = booked_load()
     manager.book(key(1, Stage.STAGE_PREFILL), (1, 0), prompt(4), 64)
     assert manager.load_by_rank()[1, 0][:3] == (0, 64, 1)
-    assert manager.load_by_rank(prompt(4), Stage.STAGE_PREFILL)[2, 0].active_blocks == 0
+    assert manager.loads(prompt(4), Stage.STAGE_PREFILL).active_blocks[1] == 0
 
 
 def test_output_counts_only_if_it_is_tracked() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.scheduler.load.booked_load import Head, PrefillQueues
+from kvrouter.scheduler.load.booked_load import PrefillQueues
 from kvrouter.scheduler.load.latency import LatencyCalibration
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import (
@@ -298,17 +298,23 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[float, float]]) -> None:
 
 def test_the_head_of_a_prefill_queue_is_the_oldest_without_a_first_token() -> None:
     queues, rank = PrefillQueues(), (1, 0)
+    queues.show([rank])
     a, b = ("a", 0, 1), ("b", 0, 1)
-    assert queues.head(rank, 0.0) == Head()
+
+    def head(now: float) -> tuple[int, float, int]:
+        heads = queues.heads(now)
+        return int(heads.tokens[0]), float(heads.seconds[0]), int(heads.requests[0])
+
+    assert head(0.0) == (0, 0.0, 0)
     queues.enter(rank, a, 100, 1.0)
     queues.enter(rank, b, 200, 2.0)
-    assert queues.head(rank, 3.0) == Head(100, 2.0, 2)
+    assert head(3.0) == (100, 2.0, 2)
     queues.leave(rank, a, 4.0)
-    assert queues.head(rank, 4.5) == Head(200, 0.5, 1)
+    assert head(4.5) == (200, 0.5, 1)
     queues.leave(rank, a, 5.0)
-    assert queues.head(rank, 5.0) == Head(200, 1.0, 1)
+    assert head(5.0) == (200, 1.0, 1)
     queues.leave(rank, b, 6.0)
-    assert queues.head(rank, 7.0) == Head()
+    assert head(7.0) == (0, 0.0, 0)
 
 
 def test_the_latency_calibration_follows_the_engines_and_one_outlier_moves_it_little() -> None:

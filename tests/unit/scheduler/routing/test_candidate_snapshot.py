@@ -14,6 +14,7 @@ from kvrouter.scheduler.load.booked_load import Accounting, RankLoad
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import decide
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
@@ -36,11 +37,46 @@ def is_busy(candidate: Candidate, thresholds: Thresholds, load: RankLoad, report
     return (blocks is not None and max(shares, default=0.0) > blocks) or (most is not None and tokens > most)
 
 
+class Load(NamedTuple):
+    """Load of a rank, with the blocks of the request to place."""
+
+    active_blocks: int
+    prefill_tokens: int
+    requests: int
+    leading_active_blocks: int
+    head_tokens: int
+    head_requests: int
+
+
+def load_of(booked: list[Prompt], request: Prompt, stage: Stage, accounting: Accounting) -> Load:
+    """The load of a rank with these bookings, each of which computes 7 tokens for each of its full blocks."""
+    tracks = accounting.track_active_blocks
+    prompts = [*booked, request] if stage != Stage.STAGE_PREFILL else booked
+    hashes = [[each.sequence_hashes[at : at + 8] for at in range(0, 8 * each.blocks, 8)] for each in prompts]
+    active = sum(-(-each.tokens // BLOCK) for each in prompts)
+    leading = 0
+    if accounting.assume_kv_reuse:
+        active += len(set().union(*hashes)) - sum(map(len, hashes))
+        if stage != Stage.STAGE_PREFILL:
+            known = set().union(*hashes[:-1])
+            leading = next((at for at, each in enumerate(hashes[-1]) if each not in known), len(hashes[-1]))
+    prefill = [7 * each.blocks for each in booked]
+    waiting = [tokens for tokens in prefill if tokens]
+    return Load(
+        active if tracks else 0,
+        sum(prefill),
+        len(booked),
+        leading if tracks else 0,
+        waiting[0] if waiting else 0,
+        len(waiting),
+    )
+
+
 class Row(NamedTuple):
     """A snapshot's columns at one candidate."""
 
     candidate: Candidate
-    load: RankLoad
+    load: Load
     overlap_blocks: int
     new_prefill_tokens: int
     busy: str
@@ -50,7 +86,14 @@ def rows_of(found: CandidateSnapshot, places: Places) -> list[Row]:
     return [
         Row(
             found.worker_set.candidates[place],
-            found.loads.of(place),
+            Load(
+                int(found.loads.active_blocks[place]),
+                int(found.loads.prefill_tokens[place]),
+                int(found.loads.requests[place]),
+                int(found.loads.leading_active_blocks[place]),
+                int(found.loads.heads.tokens[place]),
+                int(found.loads.heads.requests[place]),
+            ),
             int(found.overlap_blocks[place]),
             int(found.new_prefill_tokens[place]),
             found.why_busy(place),
@@ -150,18 +193,23 @@ def test_every_column_agrees_with_the_rules(
     request = RequestContext(pool, prompt(9, tail=3), constraints, RoutingOptions(thresholds=thresholds))
     found = snapshot(request, Overlaps.of(resident), now=now)
     rows = rows_of(found, found.fit)
-    before, loads = pool.booked_load.load_by_rank(), pool.booked_load.load_by_rank(request.prompt, constraints.stage)
+    before = pool.booked_load.load_by_rank()
     fit = [each for each in pool.candidates if not why_unfit(each, constraints)]
     assert [row.candidate for row in rows] == fit
     for row in rows:
         rank = row.candidate.rank
-        assert row.load == loads[rank]
+        booked_here = [
+            prompt(blocks, seed=number % 2, tail=1)
+            for number, (worker_id, dp_rank, blocks) in enumerate(bookings)
+            if (worker_id, dp_rank) == rank
+        ]
+        assert row.load == load_of(booked_here, request.prompt, constraints.stage, accounting)
+        assert before[rank][1:] == row.load[1:3]
         blocks, incarnation = resident.get(rank, (0, 0))
         assert row.overlap_blocks == (blocks if incarnation == row.candidate.incarnation else 0)
         uncached = max(0, request.prompt.tokens - row.overlap_blocks * BLOCK)
         assert row.new_prefill_tokens == (0 if constraints.stage == Stage.STAGE_DECODE else uncached)
-        load = before[rank]._replace(prefill_tokens=loads[rank].prefill_tokens)
-        assert bool(row.busy) == is_busy(row.candidate, thresholds, load, pool.reports.of(rank, now))
+        assert bool(row.busy) == is_busy(row.candidate, thresholds, before[rank], pool.reports.of(rank, now))
     free = [row for row in rows if not row.busy]
     assert rows_of(found, found.free) == free
     assert set(found.excluded([row.candidate.rank for row in free])) == {each.rank for each in pool.candidates} - {
@@ -183,9 +231,9 @@ def test_every_column_agrees_with_the_rules(
         "active_requests": [row.load.requests for row in free],
         "total_blocks": [row.candidate.total_blocks for row in free],
         "max_batched_tokens": [row.candidate.max_batched_tokens for row in free],
-        "head_prefill_tokens": [row.load.head.tokens for row in free],
-        "head_prefill_seconds": [row.load.head.seconds for row in free],
-        "prefill_requests": [row.load.head.requests for row in free],
+        "head_prefill_tokens": [row.load.head_tokens for row in free],
+        "head_prefill_seconds": [0.0 for _ in free],
+        "prefill_requests": [row.load.head_requests for row in free],
     }
     assert {name: getattr(context, name).tolist() for name in columns} == columns
 

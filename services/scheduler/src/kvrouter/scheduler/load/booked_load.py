@@ -43,22 +43,13 @@ class Accounting:
     """Whether blocks filled by output count."""
 
 
-class Head(NamedTuple):
-    """The prompt under computation on a rank."""
-
-    tokens: int = 0
-    """Its uncached tokens at dispatch; 0 if no prompt waits."""
-    seconds: float = 0.0
-    """Seconds since it became the first."""
-    requests: int = 0
-    """Requests without a first token, including this one."""
-
-
 class Heads(NamedTuple):
-    """Heads as columns of shape (ranks,), in the order given to ``show``."""
+    """The prompts under computation, as columns of shape (ranks,), in the order given to ``show``."""
 
     tokens: NDArray[np.int64]
+    """Uncached tokens at dispatch; 0 if no prompt waits."""
     requests: NDArray[np.int64]
+    """Requests without a first token, including these."""
     since: NDArray[np.float64]
     """Seconds of the clock at which each became the first; infinite if no prompt waits."""
     now: float
@@ -69,10 +60,6 @@ class Heads(NamedTuple):
         """Seconds since each became the first; 0 if no prompt waits. Computed on demand: few policies need it."""
         seconds: NDArray[np.float64] = np.maximum(self.now - self.since, 0.0)
         return seconds
-
-    def of(self, place: int) -> Head:
-        """Returns the head of the rank at an index."""
-        return Head(int(self.tokens[place]), max(0.0, self.now - float(self.since[place])), int(self.requests[place]))
 
 
 class PrefillQueues:
@@ -115,13 +102,6 @@ class PrefillQueues:
         """Returns the number of requests of a rank without a first token."""
         return len(self._queues.get(rank, ()))
 
-    def head(self, rank: Rank, now: float) -> Head:
-        """Returns the prompt under computation on a rank."""
-        queue = self._queues.get(rank)
-        if not queue:
-            return Head()
-        return Head(next(iter(queue.values())), max(0.0, now - self._since[rank]), len(queue))
-
     def heads(self, now: float) -> Heads:
         """Returns the prompts under computation on the shown ranks."""
         # A change copies the columns if they were read, so that a reader's do not change.
@@ -143,33 +123,26 @@ class PrefillQueues:
 
 
 class RankLoad(NamedTuple):
-    """Load of one rank, without the request to place unless stated otherwise."""
+    """Load of one rank."""
 
     active_blocks: int = 0
-    """Distinct blocks of requests in flight, with the request to place if there is one."""
+    """Distinct blocks of requests in flight."""
     prefill_tokens: int = 0
     """Prefill tokens booked and not computed."""
     requests: int = 0
     """Bookings."""
-    leading_active_blocks: int = 0
-    """Leading active blocks of the request to place."""
-    head: Head = Head()
-    """The prompt under computation on the rank."""
 
 
 class Loads(NamedTuple):
     """Load as columns of shape (ranks,), in the order of the registered ranks."""
 
     active_blocks: Column
+    """With the request to place, if there is one."""
     prefill_tokens: Column
     requests: Column
     leading_active_blocks: Column
+    """Leading active blocks of the request to place."""
     heads: Heads
-
-    def of(self, place: int) -> RankLoad:
-        """Returns the load of the rank at an index."""
-        active, prefill, requests, leading = (int(column[place]) for column in self[:4])
-        return RankLoad(active, prefill, requests, leading, self.heads.of(place))
 
 
 class BookedLoad:
@@ -219,11 +192,15 @@ class BookedLoad:
 
     def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> Loads:
         """Returns the load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
-        columns, added = self._read(prompt, stage)
+        if prompt is None or not self.tracks_blocks(stage):
+            columns, added = self._sequences.loads(), 0
+        elif self._accounting.assume_kv_reuse:
+            columns, added = self._sequences.loads(prompt.sequence_hashes, prompt.tokens), 0
+        else:
+            columns, added = self._sequences.loads(), -(-prompt.tokens // self.block_size)
         active, prefill, requests, leading = self._registered_of(columns)
-        return Loads(
-            active + added if added else active, prefill, requests, leading, self._prefills.heads(self._clock())
-        )
+        heads = self._prefills.heads(self._clock())
+        return Loads(active + added if added else active, prefill, requests, leading, heads)
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""
@@ -237,22 +214,9 @@ class BookedLoad:
         """Returns the most bookings of a rank since the report before the last, when another one arrives."""
         return self._peaks.reported(rank, self._bookings.get(rank, 0))
 
-    def load_by_rank(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> dict[Rank, RankLoad]:
+    def load_by_rank(self) -> dict[Rank, RankLoad]:
         """Returns the load of every rank with a registration or bookings, for display."""
-        columns, added = self._read(prompt, stage)
-        now, head = self._clock(), self._prefills.head
-        return {
-            rank: RankLoad(blocks + added, tokens, requests, leading, head(rank, now))
-            for rank, blocks, tokens, requests, leading in columns.rows()
-        }
-
-    def _read(self, prompt: Prompt | None, stage: Stage) -> tuple[LoadColumns, int]:
-        """Returns the core's columns, and the blocks to add to each rank."""
-        if prompt is None or not self.tracks_blocks(stage):
-            return self._sequences.loads(), 0
-        if self._accounting.assume_kv_reuse:
-            return self._sequences.loads(prompt.sequence_hashes, prompt.tokens), 0
-        return self._sequences.loads(), -(-prompt.tokens // self.block_size)
+        return {rank: RankLoad(*load) for rank, *load, _ in self._sequences.loads().rows()}
 
     def _registered_of(self, columns: LoadColumns) -> Column:
         """Returns the columns of registered ranks as rows; the core also knows ranks with bookings only."""
