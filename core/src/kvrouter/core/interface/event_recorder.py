@@ -82,7 +82,6 @@ class EventRecorder(Protocol):
 
     def counts(self) -> RecorderCounts:
         """Returns the current numbers."""
-        ...
 
     def resident(self, engine_hashes: Sequence[int], tier: Tier) -> list[int]:
         """Returns those of the blocks that are resident in a tier.
@@ -90,18 +89,15 @@ class EventRecorder(Protocol):
         Raises:
             InvalidEvent: the tier is unknown.
         """
-        ...
 
     def scope_of(self, engine_hash: int) -> Scope | None:
         """Returns the scope of a resident block; None if it is not resident."""
-        ...
 
     def chunk(self, engine_hash: int, blocks: int) -> list[int]:
         """Returns the engine hashes of a chunk of at most ``blocks`` blocks that ends with this one, in order.
 
         The chunk begins after the last block that is not resident. A block that consists of parts is a chunk by itself.
         """
-        ...
 
     def stored(
         self,
@@ -123,7 +119,6 @@ class EventRecorder(Protocol):
             InvalidEvent: the lengths differ, a hash occurs twice or is the parent's, or the tier is unknown.
             UnknownParent: the parent is not resident.
         """
-        ...
 
     def stored_known(self, engine_hashes: Sequence[int], tier: Tier) -> RecorderCounts:
         """Records resident blocks in ``tier`` too. Returns the numbers after it.
@@ -134,7 +129,6 @@ class EventRecorder(Protocol):
         Raises:
             InvalidEvent: the tier is unknown.
         """
-        ...
 
     def removed(self, engine_hashes: Sequence[int], tier: Tier) -> RecorderCounts:
         """Records the removal of blocks, or one physical copy of each, from a tier. Returns the numbers after it.
@@ -142,7 +136,6 @@ class EventRecorder(Protocol):
         Raises:
             InvalidEvent: the tier is unknown.
         """
-        ...
 
     def cleared(self, tier: Tier) -> RecorderCounts:
         """Records the removal of all blocks from a tier, or from all for TIER_UNSPECIFIED.
@@ -152,23 +145,18 @@ class EventRecorder(Protocol):
         Raises:
             InvalidEvent: the tier is unknown.
         """
-        ...
 
     def begin(self) -> None:
         """Begins a group of reports. Its events wait for ``commit``."""
-        ...
 
     def group(self) -> tuple[list[RecordedEvent], list[BlockNote]]:
         """Returns the events of the group, and the notes on the blocks that it changed."""
-        ...
 
     def commit(self) -> None:
         """Ends the group: appends its events to the log."""
-        ...
 
     def roll_back(self) -> None:
         """Undoes the group."""
-        ...
 
     def take_batch(self, max_bytes: int) -> tuple[int, int, bytes]:
         """Takes the next events to send, at most ``max_bytes`` and MAX_BATCH_BYTES but at least one.
@@ -176,7 +164,6 @@ class EventRecorder(Protocol):
         Returns the id of the first event, the id after the last one, and an encoded KvEventBatch. After the last event
         of the log, both ids are the next event's, and the batch is a heartbeat.
         """
-        ...
 
     def batches(self, from_event_id: int, until_event_id: int = 0) -> Iterator[bytes]:
         """Returns encoded batches with the events of the log from an id to below another, 0 for all.
@@ -186,11 +173,9 @@ class EventRecorder(Protocol):
         Raises:
             EventsGone: the first event is not in the log.
         """
-        ...
 
     def events(self, from_event_id: int) -> list[RecordedEvent]:
         """Returns the events of the log from an id on."""
-        ...
 
     def state_chunks(self, chunk_blocks: int = 4096) -> Iterator[bytes]:
         """Returns the blocks as of now as encoded GetRankStateResponses. Later changes do not affect them.
@@ -198,20 +183,15 @@ class EventRecorder(Protocol):
         Parents precede children. A parent is included only if it is still resident at the position that it had when its
         child was stored.
         """
-        ...
 
     def notes(self) -> list[BlockNote]:
         """Returns the notes on all blocks."""
-        ...
 
     def load(self, next_event_id: int, records: Sequence[bytes]) -> None:
         """Fills an empty recorder from encoded BlockRecords, in which parents precede children."""
-        ...
 
     def annotate(self, notes: Sequence[BlockNote]) -> None:
         """Applies notes to resident blocks; others are ignored."""
-        ...
 
     def extend(self, events: Sequence[RecordedEvent]) -> None:
         """Appends events in order of their ids to the log."""
-        ...

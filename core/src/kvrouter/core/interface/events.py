@@ -30,42 +30,34 @@ class EventBatch(Protocol):
     @property
     def rank(self) -> Rank:
         """Returns the rank of the events."""
-        ...
 
     @property
     def incarnation(self) -> int:
         """Returns the rank's incarnation."""
-        ...
 
     @property
     def next_event_id(self) -> int:
         """Returns the id of the event after the batch, as the batch states it."""
-        ...
 
     @property
     def reached(self) -> int:
         """Returns the higher of ``next_event_id`` and the highest event id plus one, at most 2^64 - 1."""
-        ...
 
     @property
     def events(self) -> int:
         """Returns the number of events; 0 in a heartbeat."""
-        ...
 
     @property
     def clears_all(self) -> bool:
         """Returns whether an event clears every tier."""
-        ...
 
     @property
     def published_unix_ns(self) -> int:
         """Returns the time of publication, nanoseconds since 1970; 0 if unknown."""
-        ...
 
     @property
     def memory_bytes(self) -> int:
         """Returns the estimated memory of the parsed batch and its encoded form, in bytes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,4 +38,3 @@ class ForecastModel(Protocol):
         Raises:
             ValueError: there is no prompt, or the columns differ in length.
         """
-        ...

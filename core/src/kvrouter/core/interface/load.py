@@ -79,11 +79,9 @@ class ActiveSequences(Protocol):
 
     def add_rank(self, rank: Rank) -> None:
         """Adds a rank without load. Does nothing if the rank is known."""
-        ...
 
     def remove_rank(self, rank: Rank) -> list[tuple[str, int, int]]:
         """Removes a rank and frees its bookings. Returns their keys, in the order in which they were booked."""
-        ...
 
     def book(self, booking: BookingRequest) -> bool:
         """Adds a booking. Returns False, and changes nothing, if the key is booked already or was freed.
@@ -96,26 +94,21 @@ class ActiveSequences(Protocol):
             ValueError: the number of bytes of the sequence hashes is not a multiple of 8, or a number of tokens is
                 negative.
         """
-        ...
 
     def rank(self, key: tuple[str, int, int]) -> Rank | None:
         """Returns the rank of a live booking; None if the key is not booked."""
-        ...
 
     def prefill_complete(self, key: tuple[str, int, int]) -> bool:
         """Records that the prompt is computed, which ends its prefill tokens. Returns whether the booking is live."""
-        ...
 
     def output_tokens(self, key: tuple[str, int, int], tokens: int) -> bool:
         """Sets the total number of generated tokens; a lower number than before changes nothing.
 
         Returns whether the booking is live.
         """
-        ...
 
     def free(self, key: tuple[str, int, int]) -> bool:
         """Frees a booking. Returns whether it was live. An unknown key gets a tombstone too."""
-        ...
 
     def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
         """Returns the load of every rank. The blocks of a given prompt, with its partial one, count as active.
@@ -123,8 +116,6 @@ class ActiveSequences(Protocol):
         Raises:
             ValueError: the number of bytes of the sequence hashes is not a multiple of 8.
         """
-        ...
 
     def __len__(self) -> int:
         """Returns the number of live bookings."""
-        ...

@@ -19,18 +19,14 @@ class PredictedIndex(Protocol):
 
     def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
         """Records that a request with these blocks was sent to the rank."""
-        ...
 
     def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
         """Returns the overlaps above 0 by rank, in blocks."""
-        ...
 
     def remove_rank(self, rank: Rank) -> int:
         """Removes a rank. Returns the number of entries dropped."""
-        ...
 
     def expire(self, now: float) -> int:
         """Drops expired entries, which ``overlaps`` ignores in any case. Returns their number."""
-        ...
 
     def __len__(self) -> int: ...

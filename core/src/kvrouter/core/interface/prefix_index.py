@@ -55,12 +55,10 @@ class MemoryBudget(Protocol):
     @property
     def max_bytes(self) -> int:
         """Returns the bound, in bytes; 0 is no bound."""
-        ...
 
     @property
     def used_bytes(self) -> int:
         """Returns the memory of all indexes that share the budget, as of their last changes, in bytes."""
-        ...
 
 
 class PrefixIndex(Protocol):
@@ -82,11 +80,9 @@ class PrefixIndex(Protocol):
         A new rank starts at event 0 of the batch's incarnation. A higher incarnation drops the rank's blocks and starts
         again at event 0.
         """
-        ...
 
     def applies_at_once(self, batch: Any) -> bool:
         """Returns whether to apply an ``EventBatch`` takes microseconds: it is small, and nobody uses the index."""
-        ...
 
     def find_matches(self, local_hashes: bytes) -> bytes:
         """Returns the encoded FindMatchesResponse for a prompt, with every rank in order of (worker_id, dp_rank).
@@ -94,11 +90,9 @@ class PrefixIndex(Protocol):
         Raises:
             ValueError: the number of bytes is not a multiple of 8.
         """
-        ...
 
     def try_find_matches(self, local_hashes: bytes) -> bytes | None:
         """Returns what ``find_matches`` returns, or None at once if the index is being changed."""
-        ...
 
     def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
         """Returns the overlap to ``tier`` (a value of the enum Tier) of each slot, as packed little-endian u32.
@@ -108,42 +102,33 @@ class PrefixIndex(Protocol):
         Raises:
             ValueError: the tier is unknown or TIER_UNSPECIFIED, or the number of bytes is not a multiple of 8.
         """
-        ...
 
     def overlaps_of_tokens(self, token_ids: TokenBuffer, block_size: int, scope: Scope = ..., tier: int = 1) -> bytes:
         """Returns ``overlaps`` of the hashes of tokens."""
-        ...
 
     def slots(self) -> list[Rank | None]:
         """Returns the rank of each slot; None for a free slot, which the next new rank gets.
 
         A rank keeps its slot while it is in the index.
         """
-        ...
 
     def cursor(self, rank: Rank) -> tuple[int, int] | None:
         """Returns (incarnation, next_event_id) of a rank; None if it is unknown."""
-        ...
 
     def digest(self, rank: Rank) -> int | None:
         """Returns the digest of a rank's entries, defined at KvEventBatch.digest; None if the rank is unknown."""
-        ...
 
     def is_evicted(self, rank: Rank) -> bool:
         """Returns whether a rank was emptied because the index reached a bound, and stores no blocks since."""
-        ...
 
     def reset_rank(self, rank: Rank, incarnation: int, next_event_id: int, *, partial: bool = True) -> int:
         """Replaces a rank by an empty one with this cursor. Returns the number of entries dropped."""
-        ...
 
     def remove_rank(self, rank: Rank) -> int:
         """Removes a rank and its cursor. Returns the number of entries dropped; 0 if the rank is unknown."""
-        ...
 
     def mark_partial(self, rank: Rank, partial: bool) -> None:
         """Sets whether blocks of a rank may be missing. Ignores unknown ranks. An evicted rank stays partial."""
-        ...
 
     def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
         """Yields encoded RankState chunks of one rank, parents before children, the last one with ``last`` set.
@@ -155,7 +140,6 @@ class PrefixIndex(Protocol):
         Raises:
             ValueError: ``chunk_blocks`` is below 1.
         """
-        ...
 
     def load_rank(self, chunks: Iterable[bytes]) -> int:
         """Replaces a rank by a dump, atomically. Returns the number of its entries.
@@ -169,15 +153,12 @@ class PrefixIndex(Protocol):
                 hash or depth than follows from its parent and local hash, has no copies, has an unknown tier, or has a
                 tier twice. The index is then unchanged.
         """
-        ...
 
     def ranks(self) -> list[RankInfo]:
         """Returns all ranks, in order of (worker_id, dp_rank)."""
-        ...
 
     def stats(self) -> IndexStats:
         """Returns the size of the index."""
-        ...
 
 
 class InvalidDump(ValueError):
