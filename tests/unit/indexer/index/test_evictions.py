@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import structlog
 from kvrouter.core import MemoryBudget, PrefixIndex
-from kvrouter.indexer.index.evictions import LOG_SECONDS, EvictionLog
+from kvrouter.indexer.index.event_counts import LOG_SECONDS, EvictionLog
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.v1.common_pb2 import Tier

@@ -7,8 +7,8 @@ import random
 
 import pytest
 from kvrouter.core import Rank
-from kvrouter.indexer.index.event_counts import RankTally
 from kvrouter.indexer.index.evidence import Evidence, SilenceWatch, age, exceeds, silence_limit
+from kvrouter.indexer.index.known_ranks import RankTally
 
 RANK: Rank = (1, 0)
 LIMIT = 15.0

@@ -19,10 +19,8 @@ from kvrouter.core.interface.event_recorder import (
 from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, EventBatch, RefusedBatch
 from kvrouter.core.interface.forecast import ForecastModel
 from kvrouter.core.interface.load import ActiveSequences, BookingRequest, LoadColumns
-from kvrouter.core.interface.predicted_index import PredictedIndex
-from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PrefixIndex
-from kvrouter.core.interface.ranks import Rank, RankInfo
-from kvrouter.core.interface.tokens import NotATokenId, Scope, TokenBuffer
+from kvrouter.core.interface.names import NotATokenId, Rank, RankInfo, Scope, TokenBuffer
+from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PredictedIndex, PrefixIndex
 
 __all__ = [
     "MAX_BATCH_BYTES",

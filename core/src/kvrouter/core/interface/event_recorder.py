@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvrouter.core.interface.tokens import Scope
+from kvrouter.core.interface.names import Scope
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 
 MAX_BATCH_BYTES = 480 << 10

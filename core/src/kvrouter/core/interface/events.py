@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from kvrouter.core.interface.ranks import Rank
+from kvrouter.core.interface.names import Rank
 
 MAX_EVENT_BLOCKS = 1 << 16
 """Maximum number of blocks in one event. A batch under 512 KiB cannot contain more."""

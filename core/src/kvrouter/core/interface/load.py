@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from kvrouter.core.interface.ranks import Rank
+from kvrouter.core.interface.names import Rank
 
 
 class LoadColumns(NamedTuple):

@@ -30,8 +30,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from kvrouter.core.interface.events import ApplySummary
-from kvrouter.core.interface.ranks import Rank, RankInfo
-from kvrouter.core.interface.tokens import Scope, TokenBuffer
+from kvrouter.core.interface.names import Rank, RankInfo, Scope, TokenBuffer
 
 
 class IndexStats(NamedTuple):
@@ -163,3 +162,28 @@ class PrefixIndex(Protocol):
 
 class InvalidDump(ValueError):
     """Raised when a dump cannot be loaded; the message says why."""
+
+
+class PredictedIndex(Protocol):
+    """Predicted blocks of ranks, derived from the requests sent to them.
+
+    Constructor: ``PredictedIndex(ttl_seconds=120.0, max_blocks=1 << 20, prune_ratio=0.8)``. The caller passes the time,
+    in seconds of a monotonic clock; a time earlier than a previous one counts as the previous one. An entry
+    (rank, place) expires ``ttl_seconds`` after a request with it was last recorded. When a call of ``record`` leads to
+    more than ``max_blocks`` entries that are not expired, the least recently used are dropped until
+    ``int(prune_ratio * max_blocks)`` are left; of entries used at the same time, deeper ones are dropped first.
+    """
+
+    def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
+        """Records that a request with these blocks was sent to the rank."""
+
+    def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
+        """Returns the overlaps above 0 by rank, in blocks."""
+
+    def remove_rank(self, rank: Rank) -> int:
+        """Removes a rank. Returns the number of entries dropped."""
+
+    def expire(self, now: float) -> int:
+        """Drops expired entries, which ``overlaps`` ignores in any case. Returns their number."""
+
+    def __len__(self) -> int: ...

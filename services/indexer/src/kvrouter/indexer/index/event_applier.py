@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 from kvrouter.core.interface import ApplySummary, EventBatch, PrefixIndex, Rank
-from kvrouter.indexer.index.event_counts import Tally
-from kvrouter.indexer.index.evictions import EvictionLog
+from kvrouter.indexer.index.event_counts import EvictionLog, Tally
 from kvrouter.indexer.index.incarnations import Incarnations, Verdict
 from kvrouter.indexer.index.known_ranks import KnownRanks
 from kvrouter.indexer.index.messages import QuarantinedMessage, ReceivedBatch, StreamMessage

@@ -1,33 +1,18 @@
-"""Counts of a component's events by outcome, and the status of each rank."""
+"""Counts of a component's events by outcome, and a log of evicted ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from kvrouter.core import ApplySummary
-from kvrouter.indexer.index.evidence import Evidence
+from kvrouter.core import ApplySummary, Rank
 from kvrouter.indexer.index.validation import Refusal
 from kvrouter.v1.indexer_pb2 import EventCounts
+from structlog.typing import FilteringBoundLogger
 
-
-@dataclass(slots=True)
-class RankTally:
-    """Status of one rank, apart from its blocks and cursor."""
-
-    drifts: int = 0
-    """How often its digest differed from the worker's."""
-    resynced_unix_ns: int = 0
-    """Time at which its blocks were last dropped or replaced, nanoseconds since 1970; 0 for never."""
-    resync_reason: str = ""
-    """Reason of that change; empty for never."""
-    verified: bool = False
-    """Whether its state was compared with the worker's and no event was lost since then."""
-    drift_at: tuple[int, int] | None = None
-    """(incarnation, next event id) at which drift was last detected; None for never."""
-    lag_seconds: float = 0.0
-    """Time from publishing to applying its newest batch."""
-    evidence: Evidence = field(default_factory=Evidence)
-    """Times of the newest evidence about it."""
+LOG_SECONDS = 60.0
+"""Minimum interval between log lines of a component. A full index evicts a rank whenever blocks are stored."""
 
 
 @dataclass(slots=True)
@@ -96,3 +81,30 @@ class Tally:
             unconfirmed=self.unconfirmed,
             evictions=self.evictions,
         )
+
+
+class EvictionLog:
+    """Logs the first eviction immediately; later log lines carry the number of unlogged evictions since the last."""
+
+    def __init__(self, log: FilteringBoundLogger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._logged_at: float | None = None
+        self._unlogged = 0
+
+    def note(self, rank: Rank, dropped_blocks: int) -> None:
+        """Logs or counts the eviction of a rank, which lost ``dropped_blocks`` blocks."""
+        now = self._clock()
+        if self._logged_at is not None and now - self._logged_at < LOG_SECONDS:
+            self._unlogged += 1
+            return
+        self._log.warning(
+            "index.rank_evicted",
+            worker_id=rank[0],
+            dp_rank=rank[1],
+            dropped_blocks=dropped_blocks,
+            evictions_since_last_log=self._unlogged,
+            consequence="the rank counts as empty until its worker's cache is cleared or its state is loaded again",
+            advice="raise --max-index-bytes or --max-index-blocks, or give the process more memory",
+        )
+        self._logged_at, self._unlogged = now, 0

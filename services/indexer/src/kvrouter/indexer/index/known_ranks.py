@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from kvrouter.core import Rank
-from kvrouter.indexer.index.event_counts import RankTally
+from kvrouter.indexer.index.evidence import Evidence
+
+
+@dataclass(slots=True)
+class RankTally:
+    """Status of one rank, apart from its blocks and cursor."""
+
+    drifts: int = 0
+    """How often its digest differed from the worker's."""
+    resynced_unix_ns: int = 0
+    """Time at which its blocks were last dropped or replaced, nanoseconds since 1970; 0 for never."""
+    resync_reason: str = ""
+    """Reason of that change; empty for never."""
+    verified: bool = False
+    """Whether its state was compared with the worker's and no event was lost since then."""
+    drift_at: tuple[int, int] | None = None
+    """(incarnation, next event id) at which drift was last detected; None for never."""
+    lag_seconds: float = 0.0
+    """Time from publishing to applying its newest batch."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """Times of the newest evidence about it."""
 
 
 class KnownRanks:
