@@ -25,10 +25,11 @@ from typing import Any
 
 import grpc.aio
 import uvloop
-from kvrouter.net.calls import CallError, CallStreamClient
+from kvrouter.net.calls import CallStreamClient
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.worker_server import SERVICE, WorkerServer
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import GetLoadResponse, StopConditions, WorkerServiceGenerateRequest
 from rich.console import Console
@@ -101,7 +102,7 @@ class Drain:
 
     def on_end(self) -> None: ...
 
-    def on_error(self, error: CallError) -> None: ...
+    def on_error(self, error: KvRouterError) -> None: ...
 
 
 def request(number: int) -> bytes:

@@ -38,12 +38,12 @@ from kvrouter.net.etcd import connect
 from kvrouter.net.event_stream import ensure_stream
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.process.context import open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component, Tier
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.events_pb2 import BlocksStored, KvEvent, KvEventBatch
 from kvrouter.v1.indexer_pb2 import (
     DumpRequest,
@@ -272,7 +272,7 @@ async def beside(there: Indexing, what: str) -> AsyncIterator[Callable[[], int]]
                 TakeSnapshotRequest(component=NAMED), deadline=Deadline.after(PATIENCE_SECONDS)
             )
         except KvRouterError as error:
-            raise SystemExit(f"no snapshot: {error}") from error
+            raise SystemExit(f"no snapshot: {error.message}") from error
 
     if what == "none":
         yield lambda: 0

@@ -9,10 +9,11 @@ from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2
-from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
+from kvrouter.net.calls import CallStreamServer, ServerCall
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1 import worker_pb2
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
 
@@ -141,7 +142,7 @@ class HostileWorker:
         if context.code is grpc.StatusCode.OK:
             context.call.end()
         else:
-            context.call.fail(CallRefused(context.code, context.details))
+            context.call.fail(KvRouterError(context.details, code=context.code))
 
     async def _generate(self, request: bytes, context: Context) -> None:
         self.calls += 1

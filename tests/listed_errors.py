@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 
 from .reference_pages import TYPES, errors_of_calls, named, section
 

@@ -13,7 +13,8 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from kvrouter.runtime.errors import KvRouterError, from_rpc_error
+from kvrouter.v1.error_encoding import from_rpc_error
+from kvrouter.v1.errors import KvRouterError
 
 SEED = int(os.environ.get("KVROUTER_SEED", "1"))
 

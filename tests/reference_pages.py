@@ -6,8 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
-from kvrouter.runtime import errors
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1 import errors
+from kvrouter.v1.errors import KvRouterError
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 TYPES = {

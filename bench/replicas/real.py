@@ -39,10 +39,10 @@ from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import BookingKey, Component, Role
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import LocalHashes
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration

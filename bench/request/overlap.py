@@ -17,10 +17,10 @@ from kvrouter.devtools.system.stack import service_environment
 from kvrouter.net.calls import CallStreamClient
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import remote_on_call_stream
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes
 from samples import Samples
 from systems import Servers, running_servers

@@ -21,9 +21,9 @@ from kvrouter.devtools.system.stack import service_environment
 from kvrouter.net.model_files import TOKENIZER
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
 from load import MODEL
 from tokenizers import Tokenizer
@@ -179,7 +179,7 @@ async def _kvrouter_missing(address: str, workers: int) -> str:
         try:
             answer = await frontend.potential_loads(request, deadline=Deadline.after(2))
         except KvRouterError as error:
-            return str(error)
+            return error.message
     return "" if len(answer.loads) == workers else f"{len(answer.loads)} of {workers} workers are known"
 
 

@@ -15,7 +15,7 @@ import aiohttp
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, WorkerHealth, WorkerHealthState
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 from prometheus_client.parser import text_string_to_metric_families

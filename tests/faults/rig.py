@@ -30,10 +30,10 @@ from kvrouter.net.etcd import connect, watch_prefix
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import ComponentStats, DumpRequest, GetStatsRequest
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration

@@ -10,8 +10,8 @@ from typing import cast
 
 import aiohttp
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import DumpRequest, GetStatsRequest
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 from prometheus_client.parser import text_string_to_metric_families

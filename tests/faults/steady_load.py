@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvrouter.runtime.contracts import Frontend
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 
 from .processes import streamed
 
@@ -45,7 +45,7 @@ async def steady_load(frontend: Frontend, clients: int = 8) -> AsyncIterator[Out
                 tokens = await streamed(frontend, next(numbers) % 64, TOKENS)
                 outcomes.seen["OK" if tokens == TOKENS else f"{tokens} of {TOKENS} tokens"] += 1
             except KvRouterError as error:
-                outcomes.seen[f"{error.code.name}: {error}"] += 1
+                outcomes.seen[f"{error.code.name}: {error.message}"] += 1
 
     async with asyncio.TaskGroup() as group:
         for _ in range(clients):

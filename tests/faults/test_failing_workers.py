@@ -15,10 +15,10 @@ import pytest
 from kvrouter.runtime.contracts import Frontend, Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
     GetWorkerHealthRequest,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, GetWorkerHealthRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, StopConditions
@@ -140,7 +140,7 @@ async def test_no_request_fails_while_a_worker_is_killed_every_two_seconds(
             try:
                 await stream.run(frontend)
             except KvRouterError as error:
-                failures.append(str(error))
+                failures.append(error.message)
                 continue
             assert stream.tokens == expected[number % 7]
             moved += len(stream.workers) > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 
 from .processes import GRACE_SECONDS, Processes, cancelled, start_workers, streamed
 from .rig import FULL

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError, PoisonPrompt
+from kvrouter.v1.errors import KvRouterError, PoisonPrompt
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions

@@ -6,7 +6,7 @@ import asyncio
 
 import aiohttp
 import pytest
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 
 from .processes import PATIENCE_SECONDS, Processes, services_ready, start_services, streamed
 
@@ -65,7 +65,7 @@ async def test_requests_wait_for_a_pool_that_restarts(processes: Processes, *, i
                 await start_worker(processes, number, *role)
             done, _ = await asyncio.wait(waiting, timeout=PATIENCE_SECONDS)
         except KvRouterError as error:
-            raise AssertionError(f"a request did not wait for its pool: {error}") from None
+            raise AssertionError(f"a request did not wait for its pool: {error.message}") from None
     assert len(done) == REQUESTS
     assert [each.result() for each in waiting] == [3] * REQUESTS
     if is_disaggregated:

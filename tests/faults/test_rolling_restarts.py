@@ -7,7 +7,7 @@ import itertools
 import signal
 
 import pytest
-from kvrouter.runtime.errors import DependencyAway, Draining, KvRouterError
+from kvrouter.v1.errors import DependencyAway, Draining, KvRouterError
 
 from .processes import PATIENCE_SECONDS, Processes, start_workers, streamed
 

@@ -6,7 +6,7 @@ import asyncio
 import signal
 
 import pytest
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 
 from .processes import GRACE_SECONDS, PATIENCE_SECONDS, SCHEDULERS, TOKENS, Processes, cancelled, start_system, streamed
 from .rig import FULL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 
 from .processes import PATIENCE_SECONDS, TOKENS, Processes, cancelled, start_system, streamed
 from .rig import FULL

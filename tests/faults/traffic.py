@@ -21,7 +21,7 @@ from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.reference import Engine
 from kvrouter.mocker.engine.types import EngineRequest, pack_tokens
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, StopConditions
 

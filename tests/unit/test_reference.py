@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvrouter.frontend.edge.http_errors import _HTTP_STATUS, http_status
 from kvrouter.frontend.service import FrontendService
 from kvrouter.indexer.api.service import IndexerService
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
+from kvrouter.v1.error_encoding import HTTP_STATUS, http_status
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.names import ComponentName, service_key, threshold_key, worker_deaths_subject
 
@@ -84,10 +84,10 @@ def test_every_error_type_is_described_as_it_is() -> None:
 
 
 def as_described(kind: type[KvRouterError]) -> Iterator[str]:
-    yield kind.status.name
-    reason = ErrorReason.Name(kind.reason).removeprefix("ERROR_REASON_")
+    yield kind.code.name
+    reason = ErrorReason.Name(kind.defaults.reason).removeprefix("ERROR_REASON_")
     yield "-" if reason == "UNSPECIFIED" else reason
-    yield str(http_status(kind.status, kind.reason))
+    yield str(http_status(kind.code, kind.defaults.reason))
     values = {"str": "x", "int": 1, "object": "x"}
     parameters = inspect.signature(kind).parameters.values()
     needed = [values[str(each.annotation)] for each in parameters if each.default is inspect.Parameter.empty]
@@ -156,7 +156,7 @@ def test_every_refusal_of_the_sdk_is_listed() -> None:
 
 def test_http_statuses_are_those_of_the_page() -> None:
     listed = set(re.findall(r"\b[2-5]\d\d\b", (REFERENCE / "errors.md").read_text(encoding="utf-8")))
-    assert {str(status) for status in _HTTP_STATUS.values()} <= listed
+    assert {str(status) for status in HTTP_STATUS.values()} <= listed
 
 
 def test_names_are_those_of_the_code() -> None:

@@ -17,7 +17,7 @@ from kvrouter.frontend.text.chat_template import ChatTemplate
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 from .chats import CHATS, body, has_parts
 from .conftest import Reference, run, unpacked_model

@@ -26,11 +26,11 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.contracts import Frontend, Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1 import frontend_pb2, indexer_pb2
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
 
 pytestmark = pytest.mark.timeout(180)

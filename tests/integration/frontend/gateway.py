@@ -18,7 +18,6 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.worker import Worker
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import Guard, RpcServer, open_channel, remote
@@ -27,6 +26,7 @@ from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import frontend_pb2, scheduler_pb2
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, PotentialLoad, RoutingRequest

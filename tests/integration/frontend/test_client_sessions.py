@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, RequestIdReused
 from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.errors import BadRequest, RequestIdReused
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest, KeepSessionRequest, PrefillCompleteRequest, ReleaseRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, RoutingRequest

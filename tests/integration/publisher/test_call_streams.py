@@ -11,12 +11,13 @@ import grpc
 import grpc.aio
 import pytest
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
-from kvrouter.net.calls import CallError, CallRefused, CallStreamClient, NotSent, OutcomeUnknown, RunningCall
+from kvrouter.net.calls import CallStreamClient, NotSent, OutcomeUnknown, RunningCall
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.engine import Engine, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.worker_server import SERVICE, WorkerServer
 from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import (
@@ -59,7 +60,7 @@ class Received:
     def __init__(self) -> None:
         self.outputs: list[GenerateOutput] = []
         self.ended = False
-        self.error: CallError | None = None
+        self.error: KvRouterError | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -71,7 +72,7 @@ class Received:
     def on_end(self) -> None:
         self.ended = True
 
-    def on_error(self, error: CallError) -> None:
+    def on_error(self, error: KvRouterError) -> None:
         self.error = error
 
 
@@ -142,7 +143,7 @@ async def test_a_bad_request_is_refused_as_over_ordinary_calls(fields: dict[str,
     async with serving(EmittingEngine()) as (_, port), connected(port) as client:
         received, _ = start(client, **fields)
         await eventually(lambda: received.error is not None)
-        assert isinstance(received.error, CallRefused)
+        assert isinstance(received.error, KvRouterError)
         assert received.error.code is grpc.StatusCode[code]
         assert received.error.info.reason == ErrorReason.Value(f"ERROR_REASON_{reason}")
         assert start(client)[0].error is None, "the stream goes on"
@@ -154,7 +155,7 @@ async def test_a_repeated_attempt_is_refused_and_the_first_goes_on() -> None:
         first, _ = start(client)
         second, _ = start(client)
         await eventually(lambda: second.error is not None)
-        assert isinstance(second.error, CallRefused)
+        assert isinstance(second.error, KvRouterError)
         assert second.error.code is grpc.StatusCode.ALREADY_EXISTS
         server.emit([RequestOutput("r", [1], LENGTH)])
         await eventually(lambda: first.ended)

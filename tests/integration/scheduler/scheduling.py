@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 from kvrouter.core import local_hashes
 from kvrouter.runtime.contracts import Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
@@ -21,6 +20,7 @@ from kvrouter.scheduler.app import running
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import indexer_pb2, scheduler_pb2
 from kvrouter.v1.common_pb2 import BookingKey, Role
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, TokenIds
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import (

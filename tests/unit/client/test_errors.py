@@ -1,52 +1,55 @@
-"""The client's errors are those of the services."""
+"""A client raises the errors of the contract, and its own if gRPC has no answer of a Frontend."""
 
 from __future__ import annotations
 
-import pickle
-
 import grpc
+import grpc.aio
 import pytest
-from kvrouter.client import AllBusy, KvRouterError, NotConnected, NotFound, TooLarge
-from kvrouter.client import errors as client_errors
-from kvrouter.client.errors import error_of
-from kvrouter.runtime import errors as service_errors
-from kvrouter.runtime.errors import to_parts
-from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
-
-CODES = {code.value[0]: code for code in grpc.StatusCode}
+from kvrouter.client import NotConnected, NotFound, TooLarge
+from kvrouter.client.errors import error_of_rpc
+from kvrouter.v1.error_encoding import STATUS_KEY, error_status
+from kvrouter.v1.errors import AllBusy, DependencyAway, KvRouterError
+from kvrouter.v1.errors_pb2 import ErrorReason
 
 
-@pytest.mark.parametrize("reason", ErrorReason.keys()[1:])
-def test_every_reason_has_the_class_of_the_same_name(reason: str) -> None:
-    (kind,) = (
-        each
-        for each in vars(service_errors).values()
-        if isinstance(each, type) and getattr(each, "reason", None) == ErrorReason.Value(reason)
-    )
-    error = error_of(kind.status, "m", ErrorInfo(reason=ErrorReason.Value(reason)))
-    assert type(error) is getattr(client_errors, kind.__name__)
-    assert error.reason == reason.removeprefix("ERROR_REASON_")
+def failed(code: grpc.StatusCode, message: str, error: KvRouterError | None = None) -> grpc.aio.AioRpcError:
+    details = () if error is None else ((STATUS_KEY, error_status(error).SerializeToString()),)
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*details), message)
 
 
-def test_an_error_has_all_details() -> None:
-    code, message, info = to_parts(service_errors.AllBusy(1500))
-    error = error_of(CODES[code], message, info)
+def test_an_error_of_a_frontend_has_all_details() -> None:
+    sent = AllBusy(1500)
+    error = error_of_rpc(failed(sent.code, str(sent), sent))
     assert isinstance(error, AllBusy)
-    assert (error.message, error.code, error.retry_after) == (message, grpc.StatusCode.RESOURCE_EXHAUSTED, 1.5)
+    assert (error.message, error.code, error.retry_after) == (
+        sent.message,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        1.5,
+    )
     assert error.advice == "Retry after the given time."
-    assert str(error) == f"{message}. {error.advice}"
-    assert vars(error_of(CODES[code], str(error), info)) == vars(error), "a message that has the advice already"
-    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - its own
-    assert (type(copy), vars(copy)) == (AllBusy, vars(error))
+    assert str(error) == f"{sent.message}. {error.advice}"
 
 
-def test_errors_without_details_have_a_class_of_their_code() -> None:
-    assert type(error_of(grpc.StatusCode.UNAVAILABLE, "m", None)) is NotConnected
-    assert type(error_of(grpc.StatusCode.NOT_FOUND, "m", ErrorInfo())) is NotFound
-    assert type(error_of(grpc.StatusCode.RESOURCE_EXHAUSTED, "m", None)) is TooLarge
-    assert type(error_of(grpc.StatusCode.UNKNOWN, "m", None)) is KvRouterError
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, NotConnected),
+        (grpc.StatusCode.NOT_FOUND, NotFound),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, TooLarge),
+        (grpc.StatusCode.UNKNOWN, KvRouterError),
+    ],
+)
+def test_errors_without_details_have_a_class_of_their_code(code: grpc.StatusCode, kind: type[KvRouterError]) -> None:
+    assert type(error_of_rpc(failed(code, "m"))) is kind
 
 
-def test_a_reason_that_is_newer_than_the_client_is_kept_as_its_number() -> None:
-    error = error_of(grpc.StatusCode.UNAVAILABLE, "m", ErrorInfo.FromString(b"\x08\xe7\x07"))
-    assert (type(error), error.reason) == (KvRouterError, "999")
+def test_a_lost_connection_may_be_tried_again_at_once() -> None:
+    error = error_of_rpc(failed(grpc.StatusCode.UNAVAILABLE, "m"))
+    assert (error.retry_after, error.retry_elsewhere) == (0, True)
+
+
+def test_a_frontend_that_is_away_from_etcd_is_connected() -> None:
+    sent = DependencyAway("no etcd")
+    error = error_of_rpc(failed(sent.code, str(sent), sent))
+    assert type(error) is DependencyAway
+    assert error.info.reason == ErrorReason.ERROR_REASON_DEPENDENCY_AWAY

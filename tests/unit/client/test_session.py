@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 from google.protobuf.message import Message
-from kvrouter.client.errors import AllBusy, UnknownWorker
 from kvrouter.client.session import BookingSession
 from kvrouter.v1.common_pb2 import Component, Rank
+from kvrouter.v1.errors import AllBusy, UnknownWorker
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     BestWorkerResponse,
@@ -100,7 +100,7 @@ async def test_a_lost_booking_is_made_again_at_its_rank_with_its_progress() -> N
         assert await session.mark_prefill_complete("mine", 1)
         (first,) = calls.booked.values()
         calls.lose_everything()
-        calls.failures = [AllBusy("the Scheduler has just started")]
+        calls.failures = [AllBusy(0, "the Scheduler has just started")]
         calls.opened.put_nowait(KeepSessionResponse())
         (again,) = await calls.until_booked(1)
         assert again.booking == first.booking
@@ -130,7 +130,7 @@ async def test_marking_the_prefill_of_a_lost_booking_restores_it() -> None:
         assert await session.mark_prefill_complete("mine", 1)
         assert len(calls.booked) == 1
         calls.lose_everything()
-        calls.failures = [UnknownWorker("it has gone")]
+        calls.failures = [UnknownWorker(7)]
         assert not await session.mark_prefill_complete("mine", 1)
 
 

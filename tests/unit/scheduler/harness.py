@@ -12,7 +12,6 @@ from typing import Any
 from kvrouter.core import Rank, local_hashes, sequence_hashes
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import DeadlineExceeded
 from kvrouter.scheduler.api.drains import Drains
 from kvrouter.scheduler.api.request_reader import RequestReader
 from kvrouter.scheduler.api.selection import Selector
@@ -38,6 +37,7 @@ from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.routing.router import Router
 from kvrouter.v1.common_pb2 import BookingKey, Component, Role, RoutingConstraints, RoutingOverrides, Stage
+from kvrouter.v1.errors import DeadlineExceeded
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse, LocalHashes, TokenIds
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration

@@ -14,10 +14,10 @@ from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DependencyAway, KvRouterError
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import DependencyAway, KvRouterError
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, GetStatusRequest, UndrainWorkerRequest
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -104,9 +104,9 @@ async def _first(schedulers: list[Scheduler], call: Callable[[Scheduler], Awaita
         try:
             return await call(scheduler)
         except DependencyAway as error:
-            failure = CommandFailed(error.shown_message)
+            failure = CommandFailed(str(error))
         except KvRouterError as error:
-            raise CommandFailed(error.shown_message) from None
+            raise CommandFailed(str(error)) from None
     raise failure
 
 
@@ -117,7 +117,7 @@ async def _running(schedulers: list[Scheduler], component: Component, worker_id:
         try:
             status = await scheduler.get_status(GetStatusRequest(component=component), deadline=_soon())
         except KvRouterError as error:
-            raise CommandFailed(f"a Scheduler does not answer: {error}") from None
+            raise CommandFailed(f"a Scheduler does not answer: {error.message}") from None
         ranks = [rank for each in status.components for rank in each.ranks if rank.rank.worker_id == worker_id]
         most = max(most, sum(rank.active_requests for rank in ranks))
     return most

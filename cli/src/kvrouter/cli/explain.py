@@ -15,9 +15,9 @@ from kvrouter.cli.top.formatting import SHORTENED, may_stand_for
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError, NotFound
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
+from kvrouter.v1.errors import KvRouterError, NotFound
 from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -56,7 +56,7 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
             try:
                 queries = lookups(which) if SHORTENED not in which else await _matching(scheduler, which, deadline)
             except KvRouterError as error:
-                failures.append(f"the Scheduler at {address}: {error}")
+                failures.append(f"the Scheduler at {address}: {error.message}")
                 continue
             for query in queries:
                 try:
@@ -64,7 +64,7 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
                 except NotFound:
                     continue
                 except KvRouterError as error:
-                    failures.append(f"the Scheduler at {address}: {error.shown_message}")
+                    failures.append(f"the Scheduler at {address}: {error}")
                     break
                 _show(answer.decision, everything=everything)
                 return

@@ -4,16 +4,28 @@ import importlib
 from typing import Any
 
 from kvrouter.client.client import Client
-from kvrouter.client.errors import (
+from kvrouter.client.errors import ClientClosed, NotConnected, WrongEventLoop
+from kvrouter.client.generation import Generation
+from kvrouter.client.options import (
+    Constraints,
+    GenerateOptions,
+    OutputOptions,
+    RequestOptions,
+    RouterConfigOverride,
+    RoutingOptions,
+    SamplingOptions,
+    StopConditions,
+)
+from kvrouter.client.results import BestWorker, FinishReason, Model, Output, PotentialLoad, Routing
+from kvrouter.client.sync_client import SyncClient, SyncGeneration
+from kvrouter.v1.errors import (
     AllBusy,
     BadRequest,
     BlockSizeMismatch,
-    ClientClosed,
     DeadlineExceeded,
     DependencyAway,
     Draining,
     KvRouterError,
-    NotConnected,
     NotFound,
     NotReady,
     NoWorkers,
@@ -31,21 +43,7 @@ from kvrouter.client.errors import (
     UnknownModel,
     UnknownWorker,
     WorkerLost,
-    WrongEventLoop,
 )
-from kvrouter.client.generation import Generation
-from kvrouter.client.options import (
-    Constraints,
-    GenerateOptions,
-    OutputOptions,
-    RequestOptions,
-    RouterConfigOverride,
-    RoutingOptions,
-    SamplingOptions,
-    StopConditions,
-)
-from kvrouter.client.results import BestWorker, FinishReason, Model, Output, PotentialLoad, Routing
-from kvrouter.client.sync_client import SyncClient, SyncGeneration
 
 
 def __getattr__(name: str) -> Any:

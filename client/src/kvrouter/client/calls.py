@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 
 import grpc.aio
 from google.protobuf.message import Message
-from kvrouter.client.errors import DeadlineExceeded, Draining, KvRouterError, NotConnected, error_of_rpc
-from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
+from kvrouter.client.errors import NotConnected, error_of_rpc
+from kvrouter.v1.errors import DeadlineExceeded, Draining, KvRouterError
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
@@ -171,8 +171,7 @@ def _remaining(ends_at: float | None) -> float | None:
     remaining = ends_at - time.monotonic()
     # gRPC treats a timeout of 0 as none.
     if remaining <= 0:
-        info = ErrorInfo(reason=ErrorReason.ERROR_REASON_DEADLINE, advice="Set a longer timeout.")
-        raise DeadlineExceeded("the deadline has passed", code=grpc.StatusCode.DEADLINE_EXCEEDED, info=info)
+        raise DeadlineExceeded(advice="Set a longer timeout.")
     return remaining
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import grpc
 from kvrouter.client.calls import Calls, RemoteCalls
-from kvrouter.client.errors import bad_request
 from kvrouter.client.routing_calls import RoutingCalls
+from kvrouter.v1.errors import BadRequest
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 DEFAULT_RECONNECT_SECONDS = 10.0
@@ -45,7 +45,7 @@ class Client(RoutingCalls):
         super().__init__(model=model, name=name, timeout=timeout)
         listed = [addresses] if isinstance(addresses, str) else list(addresses)
         if not listed or not all(listed):
-            raise bad_request(
+            raise BadRequest(
                 "expected the address of a Frontend, received none", field="addresses", advice="Pass host:port."
             )
         self._remote = RemoteCalls(

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, Unpack
 
 from kvrouter.client.client import Client
-from kvrouter.client.errors import bad_request
 from kvrouter.client.options import GenerateOptions, Prompt, RouterConfigOverride, RoutingOptions
 from kvrouter.client.results import Model, PotentialLoad
+from kvrouter.v1.errors import BadRequest
 
 ADDRESS_VARIABLE = "KVROUTER_FRONTEND"
 DEFAULT_ADDRESS = "127.0.0.1:8001"
@@ -81,7 +81,7 @@ class KvRouterConfig:
 
     def __init__(self, **options: object) -> None:
         if options:
-            raise bad_request(
+            raise BadRequest(
                 f"KvRouterConfig: {', '.join(sorted(options))} cannot be set by a client",
                 field="kv_router_config",
                 advice="Start the Frontend and Scheduler with these options, or pass router_config_override.",
@@ -179,13 +179,13 @@ class KvPushRouter:
             models = {model.component: model for model in await self._client.list_models()}
             served = models.get(self._endpoint.component)
             if served is None:
-                raise bad_request(
+                raise BadRequest(
                     f"no component is named {self._endpoint.component!r}",
                     field="endpoint",
                     advice=f"Use one of: {', '.join(sorted(models)) or 'none, start a worker'}.",
                 )
             if served.block_size != self._block_size:
-                raise bad_request(
+                raise BadRequest(
                     f"expected the component's block size {served.block_size}, received {self._block_size}",
                     field="block_size",
                     advice=f"Pass {served.block_size}.",

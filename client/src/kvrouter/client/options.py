@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from google.protobuf.message import DecodeError, Message
-from kvrouter.client.errors import bad_request
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
@@ -138,9 +138,9 @@ def generate_request(token_ids: Prompt | None, model: str, options: GenerateOpti
     check_names(options, GenerateOptions)
     text = options.get("prompt_text", "")
     if token_ids is None and not text:
-        raise bad_request("no prompt was given", field="token_ids", advice="Pass token_ids or prompt_text.")
+        raise BadRequest("no prompt was given", field="token_ids", advice="Pass token_ids or prompt_text.")
     if token_ids is not None and text:
-        raise bad_request("token_ids and prompt_text were given", field="prompt_text", advice="Pass one of them.")
+        raise BadRequest("token_ids and prompt_text were given", field="prompt_text", advice="Pass one of them.")
     stop = {"max_tokens": DEFAULT_MAX_TOKENS, **_mapping("stop_conditions", options.get("stop_conditions"))}
     return _message(
         FrontendServiceGenerateRequest,
@@ -188,14 +188,14 @@ def _routing_fields(options: RoutingOptions | GenerateOptions) -> dict[str, Any]
 
 def _model(model: str) -> str:
     if not model:
-        raise bad_request("no model was named", field="model", advice="Pass model, or name it when making the client.")
+        raise BadRequest("no model was named", field="model", advice="Pass model, or name it when making the client.")
     return model
 
 
 def _tokens(token_ids: Prompt) -> Sequence[int]:
     """Returns the token ids as a message has them."""
     if isinstance(token_ids, str):
-        raise bad_request("expected token ids, received a str", field="token_ids", advice="Pass text as prompt_text.")
+        raise BadRequest("expected token ids, received a str", field="token_ids", advice="Pass text as prompt_text.")
     try:
         if isinstance(token_ids, bytes | memoryview):
             ids = _unpacked(memoryview(token_ids)).ids
@@ -203,13 +203,13 @@ def _tokens(token_ids: Prompt) -> Sequence[int]:
             ids = TokenIds(ids=token_ids).ids
     except (TypeError, ValueError, OverflowError, DecodeError):
         # The error of protobuf may have a token.
-        raise bad_request(
+        raise BadRequest(
             f"expected token ids, received an invalid {type(token_ids).__name__}",
             field="token_ids",
             advice="Pass integers from 0 to 4294967295, or a buffer with 4 bytes for each.",
         ) from None
     if not ids:
-        raise bad_request("the prompt is empty", field="token_ids", advice="Pass at least one token id.")
+        raise BadRequest("the prompt is empty", field="token_ids", advice="Pass at least one token id.")
     return ids
 
 
@@ -231,7 +231,7 @@ def _mapping(field: str, value: Any) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise bad_request(
+        raise BadRequest(
             f"expected a dictionary, received {type(value).__name__}", field=field, advice="Pass a dictionary."
         )
     return value
@@ -255,9 +255,9 @@ def _message(kind: type[M], *, prefix: str = "", **fields: Any) -> M:
         field = f"{prefix}{name}"
         if name not in kind.DESCRIPTOR.fields_by_name:
             known = ", ".join(each.name for each in kind.DESCRIPTOR.fields)
-            raise bad_request(f"{field} does not exist", field=field, advice=f"Use one of: {known}.")
+            raise BadRequest(f"{field} does not exist", field=field, advice=f"Use one of: {known}.")
         try:
             message.MergeFrom(kind(**{name: value}))
         except (TypeError, ValueError, OverflowError) as error:
-            raise bad_request(f"{field} is invalid: {error}", field=field, advice="Correct its value.") from None
+            raise BadRequest(f"{field} is invalid: {error}", field=field, advice="Correct its value.") from None
     return message

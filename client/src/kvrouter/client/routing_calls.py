@@ -11,7 +11,7 @@ from typing import Self, Unpack, cast
 
 from kvrouter.client.calls import Calls
 from kvrouter.client.dump import rank_events
-from kvrouter.client.errors import ClientClosed, WrongEventLoop, bad_request
+from kvrouter.client.errors import ClientClosed, WrongEventLoop
 from kvrouter.client.generation import Generation
 from kvrouter.client.options import (
     GenerateOptions,
@@ -33,6 +33,7 @@ from kvrouter.client.results import (
     potential_load_of,
 )
 from kvrouter.client.session import BookingSession
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     DumpIndexRequest,
@@ -107,7 +108,7 @@ class RoutingCalls(ABC):
             options: See ``OutputOptions``.
         """
         if worker_id is None:
-            raise bad_request("no worker was named", field="worker_id", advice="Pass the id of a worker.")
+            raise BadRequest("no worker was named", field="worker_id", advice="Pass the id of a worker.")
         placed = cast(GenerateOptions, {**options, "worker_id": worker_id, "dp_rank": dp_rank})
         return await self.generate(token_ids, model, **_with_mode(placed, "direct"))
 
@@ -137,7 +138,7 @@ class RoutingCalls(ABC):
         if request_id is None:
             return best_worker_of((await calls.unary("BestWorker", request, timeout)).selection)
         if not isinstance(request_id, str) or not 1 <= len(request_id.encode()) <= MAX_REQUEST_ID_BYTES:
-            raise bad_request(
+            raise BadRequest(
                 f"expected a request id of 1 to {MAX_REQUEST_ID_BYTES} bytes",
                 field="request_id",
                 advice="Pass a shorter text, or None to book nothing.",

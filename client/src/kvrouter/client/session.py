@@ -9,8 +9,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from kvrouter.client.calls import Calls
-from kvrouter.client.errors import KvRouterError
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     BestWorkerResponse,

@@ -16,13 +16,14 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import DecodeError
 from kvrouter.net.calls import SERVICE as CALL_STREAMS
-from kvrouter.net.calls import CallRefused, Context, PeerCheck
+from kvrouter.net.calls import Context, PeerCheck
 from kvrouter.net.evictable_calls import EvictableCalls
 from kvrouter.net.grpc_options import MAX_CALLS
-from kvrouter.net.grpc_status import set_error
 from kvrouter.net.peer_conduct import PeerConduct
 from kvrouter.net.token_bucket import TokenBucket
-from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
+from kvrouter.v1.error_encoding import set_error
+from kvrouter.v1.errors import BadRequest, KvRouterError, TooLarge
+from kvrouter.v1.errors_pb2 import ErrorReason
 
 _FOR_EVERYBODY = ("grpc.health.", "grpc.reflection.")
 """Beginnings of the names of services that need no credential."""
@@ -102,14 +103,12 @@ class CallGate(grpc.aio.ServerInterceptor):
         async def admit(incoming: Any, context: Context) -> None:
             peer = context.peer()
             if self.calls >= self.max_calls:
-                refused = CallRefused(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"the server runs its {self.max_calls} calls already"
-                )
+                refused: KvRouterError = TooLarge(f"the server runs its {self.max_calls} calls already")
             else:
                 try:
                     if check is not None:
                         check.peer(context).check(method)
-                except CallRefused as error:
+                except KvRouterError as error:
                     refused = error
                     if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                         await self._await_refusal()
@@ -124,7 +123,7 @@ class CallGate(grpc.aio.ServerInterceptor):
                     finally:
                         self.calls -= 1
                     return
-            set_error(context, refused.code, str(refused), refused.info)
+            set_error(context, refused)
 
         return admit
 
@@ -146,12 +145,13 @@ class CallGate(grpc.aio.ServerInterceptor):
                     with self.for_everybody.running(timeout):
                         await run(incoming, context)
             except TimeoutError:
-                set_error(
-                    context,
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                error = KvRouterError(
                     "the call took too long, or others came",
-                    ErrorInfo(reason=ErrorReason.ERROR_REASON_OVERLOADED, advice="Call again."),
+                    code=grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    reason=ErrorReason.ERROR_REASON_OVERLOADED,
+                    advice="Call again.",
                 )
+                set_error(context, error)
 
         return serve
 
@@ -195,18 +195,13 @@ def _behaviour(handler: Any, seconds: float) -> Callable[[Any, Context], Awaitab
             cause = "the request cannot be parsed"
         else:
             return
-        set_error(context, grpc.StatusCode.INVALID_ARGUMENT, cause, _BAD_REQUEST)
+        set_error(context, BadRequest(cause, advice="Send one request, encoded as the .proto files define."))
 
     return run
 
 
 class _Unreadable(Exception):
     """The request did not arrive."""
-
-
-_BAD_REQUEST = ErrorInfo(
-    reason=ErrorReason.ERROR_REASON_BAD_REQUEST, advice="Send one request, encoded as the .proto files define."
-)
 
 
 def _unparsed(encoded: bytes) -> bytes:

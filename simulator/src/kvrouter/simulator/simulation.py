@@ -9,7 +9,6 @@ from functools import partial
 
 from kvrouter.core import Rank
 from kvrouter.mocker.engine.config import EngineConfig
-from kvrouter.runtime.errors import AllBusy
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.simulator.engines.fleet import Notice, make_fleet
@@ -20,6 +19,7 @@ from kvrouter.simulator.routing.replicas import Schedulers, Sync
 from kvrouter.simulator.routing.router import ranks_of
 from kvrouter.simulator.workloads.workload import Prompts, Workload
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.errors import AllBusy
 
 
 @dataclass(frozen=True, slots=True)

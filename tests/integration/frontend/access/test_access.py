@@ -12,10 +12,11 @@ import grpc.aio
 import pytest
 from kvrouter.frontend.access.refusals import RefusalReason
 from kvrouter.net.calls import CallStreamClient, NotSent
-from kvrouter.runtime.errors import KvRouterError, from_rpc_error
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.v1 import frontend_pb2_grpc
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, Stage
+from kvrouter.v1.error_encoding import from_rpc_error
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,

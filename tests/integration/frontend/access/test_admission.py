@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import grpc.aio
 import pytest
-from kvrouter.runtime.errors import from_rpc_error
 from kvrouter.v1 import frontend_pb2_grpc
+from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.errors_pb2 import ErrorReason
 
 from ..gateway import MODEL, System, request, running_system

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from kvrouter.runtime.errors import from_rpc_error
 from kvrouter.v1 import frontend_pb2_grpc
 from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest, KeepSessionRequest, ReleaseRequest
 from kvrouter.v1.indexer_pb2 import TokenIds

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong, TooLarge
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong, TooLarge
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,

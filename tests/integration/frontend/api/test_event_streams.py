@@ -19,9 +19,9 @@ from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError, TooLarge
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.errors import KvRouterError, TooLarge
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 from prometheus_client import CollectorRegistry

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PotentialLoadsRequest
 from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import (

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, PromptTooLong
 from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, SamplingOptions, StopConditions
 

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from ....byte_tokenizer import write_byte_tokenizer

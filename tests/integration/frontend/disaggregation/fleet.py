@@ -12,9 +12,9 @@ from kvrouter.mocker import app as mocker_app
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.worker import Worker
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, GetWorkerHealthRequest, RoutingInfo
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.names import ComponentName

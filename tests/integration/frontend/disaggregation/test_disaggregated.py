@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import UnknownModel, UnknownWorker
 from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints, RoutingOverrides, Stage
+from kvrouter.v1.errors import UnknownModel, UnknownWorker
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest, ListModelsRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RoutingRequest

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from kvrouter.runtime.errors import DeadlineExceeded, WorkerLost
 from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.errors import DeadlineExceeded, WorkerLost
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TransferParams, WorkerServiceGenerateResponse
 
 from ....hostile_worker import Behaviour, HostileWorker, aborts, hangs, piece, writes

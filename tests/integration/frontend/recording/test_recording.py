@@ -15,7 +15,7 @@ from kvrouter.devtools.traces.reader import TraceRequest, read_trace
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.config.settings import load
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from ..gateway import MODEL, request, running_system, until

@@ -12,8 +12,8 @@ from kvrouter.cli.drain import drain, undrain
 from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.top.sources import Where
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import NotFound, UnknownWorker
 from kvrouter.v1.common_pb2 import Component, RoutingConstraints
+from kvrouter.v1.errors import NotFound, UnknownWorker
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, UndrainWorkerRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions

@@ -8,8 +8,8 @@ from contextlib import aclosing
 import pytest
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, WorkerLost
 from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.errors import DeadlineExceeded, WorkerLost
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions

@@ -12,8 +12,8 @@ import aiohttp
 import grpc
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, WorkerLost
 from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.errors import BadRequest, WorkerLost
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,

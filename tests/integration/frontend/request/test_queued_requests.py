@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy
+from kvrouter.v1.errors import AllBusy
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest, QueueStatus
 from kvrouter.v1.worker_pb2 import StopConditions

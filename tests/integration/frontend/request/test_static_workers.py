@@ -19,7 +19,6 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, KvRouterError
 from kvrouter.runtime.process.context import open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.telemetry.metrics import new_registry
@@ -27,6 +26,7 @@ from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingOverrides
+from kvrouter.v1.errors import AllBusy, KvRouterError
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     FrontendServiceGenerateRequest,

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, BadRequest, DeadlineExceeded, KvRouterError, WorkerLost
 from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.errors import AllBusy, BadRequest, DeadlineExceeded, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     FrontendServiceGenerateRequest,

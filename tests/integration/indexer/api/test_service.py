@@ -17,7 +17,9 @@ from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import Put, watch_prefix
 from kvrouter.net.event_stream import ensure_stream
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
+from kvrouter.runtime.rpc import open_channel
+from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
+from kvrouter.v1.errors import (
     BadRequest,
     BlockSizeMismatch,
     DeadlineExceeded,
@@ -26,8 +28,6 @@ from kvrouter.runtime.errors import (
     NotReady,
     PromptTooLong,
 )
-from kvrouter.runtime.rpc import open_channel
-from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest, GetStatsRequest, LoadRequest, LocalHashes, TokenIds
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord

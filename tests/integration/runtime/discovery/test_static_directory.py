@@ -17,10 +17,10 @@ from kvrouter.runtime.contracts import Scheduler, Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
-from kvrouter.runtime.errors import Unimplemented
 from kvrouter.runtime.rpc import RpcServer
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1 import scheduler_pb2, worker_pb2
+from kvrouter.v1.errors import Unimplemented
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import GetLoadRequest, GetLoadResponse

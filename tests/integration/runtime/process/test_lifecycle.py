@@ -17,11 +17,11 @@ from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import with_parent
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, cast
 
 import pytest
 from kvrouter.runtime.contracts import Immediate
-from kvrouter.runtime.errors import (
+from kvrouter.v1.common_pb2 import BookingKey, Component, Rank, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.errors import (
     AllBusy,
     BadRequest,
     BlockSizeMismatch,
@@ -23,7 +24,6 @@ from kvrouter.runtime.errors import (
     UnknownModel,
     UnknownWorker,
 )
-from kvrouter.v1.common_pb2 import BookingKey, Component, Rank, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (

@@ -11,7 +11,7 @@ from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import NoWorkers
+from kvrouter.v1.errors import NoWorkers
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
 
 FAST = TimeScale(load=1000.0, clock=100.0)

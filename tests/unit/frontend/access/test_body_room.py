@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from kvrouter.frontend.access import body_room
 from kvrouter.frontend.access.body_room import BodyRoom, BodyRooms
-from kvrouter.runtime.errors import Overloaded
 from kvrouter.runtime.fair_bound import FairBound
+from kvrouter.v1.errors import Overloaded
 
 
 class Rooms:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from kvrouter.frontend.access.client_bookings import BookingLimits, ClientBookings
-from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway, RateLimited
 from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.errors import BadRequest, DeadlineExceeded, DependencyAway, RateLimited
 from prometheus_client import CollectorRegistry
 
 KEY = BookingKey(request_id="a")

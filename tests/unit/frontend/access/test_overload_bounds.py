@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 from kvrouter.frontend.access.overload_bounds import CountedRequest, OverloadBounds, OverloadLimits
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import Overloaded
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.errors import Overloaded
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 

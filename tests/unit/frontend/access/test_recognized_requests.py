@@ -9,7 +9,7 @@ from kvrouter.frontend.access.key_file import KeyEntry, KeyFile, new_key
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.quotas import Quotas
 from kvrouter.frontend.access.refusals import Refusals
-from kvrouter.runtime.errors import RateLimited
+from kvrouter.v1.errors import RateLimited
 from prometheus_client import CollectorRegistry
 
 KEY, HASH = new_key("client")

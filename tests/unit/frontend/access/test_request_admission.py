@@ -15,7 +15,7 @@ from kvrouter.frontend.access.quotas import Quotas
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import Overloaded, RateLimited, Unauthenticated
+from kvrouter.v1.errors import Overloaded, RateLimited, Unauthenticated
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from prometheus_client import CollectorRegistry

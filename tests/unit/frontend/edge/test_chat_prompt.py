@@ -11,7 +11,7 @@ from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.text.chat_template import ChatTemplate
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 AS_JSON = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
 PARTS_ONLY = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"

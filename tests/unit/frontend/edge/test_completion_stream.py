@@ -14,8 +14,8 @@ from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net.response_buffer import MAX_UNREAD_BYTES
-from kvrouter.runtime.errors import TooLarge
 from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 

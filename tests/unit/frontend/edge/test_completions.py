@@ -13,8 +13,8 @@ from kvrouter.frontend.edge.text_request import TextPrompt
 from kvrouter.frontend.edge.token_list import encode_token_ids
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.workers.output import DetailedOutput
-from kvrouter.runtime.errors import BadRequest, PromptTooLong
 from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 

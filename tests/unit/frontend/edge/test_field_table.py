@@ -11,7 +11,7 @@ import pytest
 from kvrouter.frontend.edge.chat_request import ChatFields, parse_chat
 from kvrouter.frontend.edge.completion_request import CompletionFields, CompletionRequest
 from kvrouter.frontend.edge.request_fields import OnlyDefault
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.frontend.edge.http_errors import error_body
-from kvrouter.runtime.errors import (
+from kvrouter.v1.errors import (
     AllBusy,
     BadRequest,
     KvRouterError,

@@ -15,7 +15,7 @@ from kvrouter.frontend.request.validation import Limits, check_request
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kvrouter.frontend.edge.chat_request import parse_chat
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.worker_pb2 import ChoiceOutput, StructuredOutput
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -16,7 +16,7 @@ from kvrouter.frontend.text.client_work import Slices, completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import BadRequest, PromptTooLong
+from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
 

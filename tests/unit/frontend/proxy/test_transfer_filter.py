@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.frontend.proxy.transfer_filter import TransferFilter
-from kvrouter.runtime.errors import DependencyAway
+from kvrouter.v1.errors import DependencyAway
 
 PARAMS = {"remote_host": "10.0.0.7", "remote_block_ids": [1, 2], "odd": '}"]\\'}
 WHOLE: dict[str, Any] = {

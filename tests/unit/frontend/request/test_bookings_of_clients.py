@@ -12,8 +12,8 @@ from kvrouter.frontend.access.client_bookings import BookingLimits, ClientBookin
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.service import FrontendService
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway
 from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 from kvrouter.v1.frontend_pb2 import PrefillCompleteRequest, ReleaseRequest
 from kvrouter.v1.scheduler_pb2 import FreeResponse, MarkPrefillCompleteResponse
 from prometheus_client import CollectorRegistry

@@ -19,7 +19,7 @@ from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest, DependencyAway, KvRouterError, Overloaded, PromptTooLong, RateLimited
+from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError, Overloaded, PromptTooLong, RateLimited
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import UnknownModel
+from kvrouter.v1.errors import UnknownModel
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
 

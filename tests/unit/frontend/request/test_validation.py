@@ -13,8 +13,8 @@ from kvrouter.frontend.request.validation import (
     prompt_limit,
 )
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel
 from kvrouter.v1.common_pb2 import Component, Role, RoutingOverrides, Stage
+from kvrouter.v1.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration

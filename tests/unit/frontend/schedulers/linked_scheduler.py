@@ -13,15 +13,9 @@ from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.frontend.schedulers.source import SchedulerSource
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
-    DeadlineExceeded,
-    DependencyAway,
-    KvRouterError,
-    NotFound,
-    SessionLost,
-    to_parts,
-)
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
+from kvrouter.v1.error_encoding import to_parts
+from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError, NotFound, SessionLost
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,

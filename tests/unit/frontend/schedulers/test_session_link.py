@@ -12,10 +12,7 @@ from kvrouter.frontend.schedulers.rendezvous import LocalScheduler
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
-    DependencyAway,
-    NotFound,
-)
+from kvrouter.v1.errors import DependencyAway, NotFound
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,
     OpenSessionRequest,

@@ -7,7 +7,7 @@ from kvrouter.frontend.text import template_bounds
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 USER = [{"role": "user", "content": "Hi <b>"}]
 

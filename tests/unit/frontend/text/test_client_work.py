@@ -11,7 +11,7 @@ import pytest
 from kvrouter.frontend.text import client_work
 from kvrouter.frontend.text.client_work import SLICE, ClientWork, Lane, Slices
 from kvrouter.frontend.text.turns import FairTurns, Owner
-from kvrouter.runtime.errors import Overloaded, RateLimited
+from kvrouter.v1.errors import Overloaded, RateLimited
 from prometheus_client import CollectorRegistry
 
 FLOOD, QUIET = Owner("flood"), Owner("quiet")

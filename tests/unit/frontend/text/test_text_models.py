@@ -12,7 +12,7 @@ import pytest
 from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.net.engine_chats import chat_rule
-from kvrouter.runtime.errors import BadRequest, NotReady
+from kvrouter.v1.errors import BadRequest, NotReady
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry
 

@@ -12,7 +12,7 @@ from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.prefix_cache import PIECE_CHARACTERS, Cutter, PieceCache
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
-from kvrouter.runtime.errors import PromptTooLong
+from kvrouter.v1.errors import PromptTooLong
 
 FRAGMENTS = [
     *(

@@ -13,7 +13,7 @@ from kvrouter.frontend.text import tokenizer as tokenizer_module
 from kvrouter.frontend.text import uncut_text
 from kvrouter.frontend.text.client_work import Slices, completed
 from kvrouter.frontend.text.tokenizer import ModelTokenizer
-from kvrouter.runtime.errors import BadRequest, PromptTooLong
+from kvrouter.v1.errors import BadRequest, PromptTooLong
 
 LIMIT = 1 << 24
 SLICE = 48

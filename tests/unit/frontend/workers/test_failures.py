@@ -6,7 +6,8 @@ import grpc
 import pytest
 from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure, fault_of
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, Draining, KvRouterError, WorkerLost, from_parts
+from kvrouter.v1.error_encoding import from_parts
+from kvrouter.v1.errors import AllBusy, Draining, KvRouterError, WorkerLost
 from kvrouter.v1.errors_pb2 import ErrorInfo
 
 
@@ -55,7 +56,7 @@ def test_a_final_failure_names_its_cause_and_why_no_attempt_follows() -> None:
     failed = WorkerFailure(7, "INTERNAL", "worker 7 failed with INTERNAL: boom")
     error = failed.as_error("no other worker is eligible for the request")
     assert isinstance(error, WorkerLost)
-    assert str(error) == "worker 7 failed with INTERNAL: boom; no other worker is eligible for the request"
+    assert error.message == "worker 7 failed with INTERNAL: boom; no other worker is eligible for the request"
 
 
 def test_a_worker_at_its_limit_is_load_for_the_client_unless_output_was_lost() -> None:

@@ -15,8 +15,8 @@ from kvrouter.frontend.workers.pool import WorkerPool
 from kvrouter.frontend.workers.stall_trials import StallTrials
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest, DependencyAway
 from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.errors import BadRequest, DependencyAway
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration

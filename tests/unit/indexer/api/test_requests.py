@@ -2,8 +2,8 @@ import pytest
 from kvrouter.indexer.api.encoding import encoded_dump_response
 from kvrouter.indexer.api.requests import check_prompt, scope_of
 from kvrouter.runtime.component_field import component_name
-from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
+from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.indexer_pb2 import DumpResponse, FindMatchesRequest, LocalHashes, RankState, TokenIds
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import BlockRecord

@@ -16,8 +16,8 @@ from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded
 from kvrouter.v1.common_pb2 import Tier
+from kvrouter.v1.errors import DeadlineExceeded
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse, RankState
 from kvrouter.v1.names import ComponentName

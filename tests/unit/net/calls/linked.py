@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import CallError
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.running_call import RunningCall
 from kvrouter.net.calls.server_call import Method, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
+from kvrouter.v1.errors import KvRouterError
 
 ECHO = "test.Service/Echo"
 TOKENS = "test.Service/Tokens"
@@ -26,7 +26,7 @@ class Received:
     def __init__(self) -> None:
         self.responses: list[bytes] = []
         self.ended = 0
-        self.errors: list[CallError] = []
+        self.errors: list[KvRouterError] = []
 
     @property
     def outcomes(self) -> int:
@@ -39,7 +39,7 @@ class Received:
     def on_end(self) -> None:
         self.ended += 1
 
-    def on_error(self, error: CallError) -> None:
+    def on_error(self, error: KvRouterError) -> None:
         self.errors.append(error)
 
 

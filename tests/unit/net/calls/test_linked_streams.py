@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from kvrouter.net.calls.errors import CallRefused, CallTimedOut, NotSent, OutcomeUnknown, TooMuchUnread
+from kvrouter.net.calls.errors import CallTimedOut, NotSent, OutcomeUnknown
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest, OpenCallStreamResponse
+from kvrouter.v1.errors import KvRouterError, NotFound, TooMuchUnread
 
 from .linked import ECHO, LATER, TOKENS, Linked, Received
 
@@ -197,7 +198,7 @@ def test_a_draining_server_finishes_what_runs_and_reports_the_rest_as_not_sent()
 def test_an_error_of_a_handler_ends_only_its_call() -> None:
     def fail(raw: bytes) -> bytes:
         if raw == b"refuse":
-            raise CallRefused(grpc.StatusCode.NOT_FOUND, "no such thing")
+            raise NotFound("no such thing")
         if raw == b"defect":
             raise ZeroDivisionError
         return raw
@@ -208,10 +209,10 @@ def test_an_error_of_a_handler_ends_only_its_call() -> None:
     _, fine = linked.start(ECHO, b"fine")
     linked.carry()
     (error,) = refused.errors
-    assert isinstance(error, CallRefused)
+    assert isinstance(error, KvRouterError)
     assert (error.code, str(error)) == (grpc.StatusCode.NOT_FOUND, "no such thing")
     (error,) = defect.errors
-    assert isinstance(error, CallRefused)
+    assert isinstance(error, KvRouterError)
     assert error.code == grpc.StatusCode.INTERNAL
     assert fine.ended == 1
 

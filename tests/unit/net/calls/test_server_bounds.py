@@ -7,12 +7,13 @@ from contextlib import suppress
 
 import grpc
 import pytest
-from kvrouter.net.calls import CallLimits, CallRefused, CallStreamServer, Context
+from kvrouter.net.calls import CallLimits, CallStreamServer, Context
 from kvrouter.net.calls import server_connection as connections
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.server_call import Method
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.v1.calls_pb2 import CallRequest, OpenCallStreamRequest, OpenCallStreamResponse
+from kvrouter.v1.errors import KvRouterError, Unauthenticated
 
 from .linked import ECHO, HELLO, TOKENS, Received
 from .test_over_grpc import PATH, connected, serving, until
@@ -137,7 +138,7 @@ class Rotated:
 
     def check(self, _method: str) -> None:
         if not self.valid:
-            raise CallRefused(grpc.StatusCode.UNAUTHENTICATED, "expected another credential")
+            raise Unauthenticated("expected another credential")
 
 
 async def test_a_stream_whose_credential_is_no_longer_valid_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,7 @@ async def test_a_stream_whose_credential_is_no_longer_valid_ends(monkeypatch: py
             running = asyncio.create_task(client.call(ECHO, b"x"))
             await until(lambda: streams.running == 1)
             check.valid = False
-            with pytest.raises(CallRefused) as refused:
+            with pytest.raises(KvRouterError) as refused:
                 await client.call(ECHO, b"y")
             assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
             monkeypatch.setattr(connections, "_TICK_SECONDS", 0.01)

@@ -13,10 +13,11 @@ import grpc
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
-from kvrouter.net.calls.errors import CallRefused, CallTimedOut, NotSent, OutcomeUnknown
+from kvrouter.net.calls.errors import CallTimedOut, NotSent, OutcomeUnknown
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.running_call import RunningCall
 from kvrouter.net.calls.server_call import ServerCall
+from kvrouter.v1.errors import KvRouterError
 
 from .linked import ECHO, TOKENS, Linked, Received
 
@@ -111,7 +112,7 @@ class Streams(RuleBasedStateMachine):
             model.responses.append(b"last")
         else:
             model.failed = True
-            call.fail(CallRefused(grpc.StatusCode.ABORTED, "refused"))
+            call.fail(KvRouterError("refused", code=grpc.StatusCode.ABORTED))
 
     @rule()
     def write_request(self) -> None:
@@ -192,7 +193,7 @@ class Streams(RuleBasedStateMachine):
                 assert not ran, "a call that was reported as not sent was run"
             elif isinstance(error, OutcomeUnknown):
                 assert self.lost
-            elif isinstance(error, CallRefused):
+            elif not isinstance(error, CallTimedOut):
                 assert call.failed
                 assert received.responses == expected
 

@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import Message
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import CallRefused, NotSent, ProtocolViolation
+from kvrouter.net.calls.errors import NotSent, ProtocolViolation
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.running_call import RunningCall
 from kvrouter.net.calls.server_call import ServerCall
@@ -22,6 +22,7 @@ from kvrouter.v1.calls_pb2 import (
     OpenCallStreamRequest,
     OpenCallStreamResponse,
 )
+from kvrouter.v1.errors import KvRouterError
 
 from ..calls.linked import ECHO, LATER, TOKENS, Linked, Received
 from .http2_scripts import corpus
@@ -164,6 +165,6 @@ def _use_server(rng: random.Random, linked: Linked) -> None:
             case 1:
                 call.end(b"last")
             case 2:
-                call.fail(CallRefused(rng.choice(list(grpc.StatusCode)), "refused"))
+                call.fail(KvRouterError("refused", code=rng.choice(list(grpc.StatusCode))))
             case _:
                 pass

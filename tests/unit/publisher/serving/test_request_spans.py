@@ -7,10 +7,10 @@ from collections.abc import Callable
 import grpc
 import pytest
 from kvrouter.net import trace_context
-from kvrouter.net.calls import CallRefused
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.serving.request_spans import NAME, RequestSpans
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -36,7 +36,7 @@ class Call:
     def end(self, encoded: bytes | None = None) -> None:
         self.received.append(("end", encoded))
 
-    def fail(self, error: CallRefused) -> None:
+    def fail(self, error: KvRouterError) -> None:
         self.received.append(error)
 
 
@@ -110,7 +110,7 @@ def test_a_request_that_fails_ends_its_spans_and_the_call() -> None:
     with trace_context.entered(SAMPLED):
         traced = recorded.spans.begin(REQUEST, call)
     assert traced is not None
-    error = RequestRefused("broken", code=grpc.StatusCode.INTERNAL).to_call_error()
+    error = RequestRefused("broken", code=grpc.StatusCode.INTERNAL)
     traced.fail(error)
     assert call.received == [error]
     assert recorded.ended().keys() == {NAME, "prefill"}

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import pytest
-from kvrouter.net.calls import CallRefused, TooMuchUnread
 from kvrouter.net.response_buffer import MAX_UNREAD_BYTES
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.serving.generate_call import GenerateCall
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.serving.requests import RunningRequests
+from kvrouter.v1.errors import KvRouterError, TooMuchUnread
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateResponse as Response
@@ -66,7 +66,7 @@ class Call:
             self.respond(encoded)
         self.ended = True
 
-    def fail(self, error: CallRefused) -> None:
+    def fail(self, error: KvRouterError) -> None:
         raise AssertionError(error)
 
 

@@ -9,7 +9,6 @@ import pytest
 from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
 from kvrouter.net.authorization.service_token import digest_line
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DependencyAway, ServiceRefused
 from kvrouter.runtime.rpc import (
     add_service,
     call_stream_client,
@@ -18,6 +17,7 @@ from kvrouter.runtime.rpc import (
     remote,
     remote_on_call_stream,
 )
+from kvrouter.v1.errors import DependencyAway, ServiceRefused
 from kvrouter.v1.indexer_pb2 import GetStatsRequest, GetStatsResponse
 from kvrouter.v1.worker_pb2 import AbortRequest
 from structlog.testing import capture_logs

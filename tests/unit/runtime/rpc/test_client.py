@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from kvrouter.runtime import errors
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import errors
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
 

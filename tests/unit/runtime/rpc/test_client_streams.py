@@ -8,9 +8,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from kvrouter.runtime import errors
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import remote
+from kvrouter.v1 import errors
+from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.indexer_pb2 import LoadRequest, LoadResponse
 
 from .rpc_harness import INDEXER, serving, soon
@@ -56,4 +57,4 @@ async def test_a_malformed_message_is_a_bad_request() -> None:
         upload: Any = channel.stream_unary("/kvrouter.v1.IndexerService/Load")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await upload(iter([b"\xff\xff"]))
-        assert isinstance(errors.from_rpc_error(refused.value), errors.BadRequest)
+        assert isinstance(from_rpc_error(refused.value), errors.BadRequest)

@@ -11,8 +11,9 @@ import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as standard
 from grpc_status import rpc_status
-from kvrouter.runtime import errors
 from kvrouter.runtime.rpc import remote
+from kvrouter.v1 import errors
+from kvrouter.v1.error_encoding import from_parts, to_parts
 from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
 from kvrouter.v1.worker_pb2 import AbortRequest, WorkerServiceGenerateRequest
 
@@ -72,7 +73,7 @@ async def test_a_typed_error_comes_out_of_the_stub_as_it_went_in(error: errors.K
 
 
 def test_every_error_class_with_a_reason_is_among_those_tested() -> None:
-    tested = {type(error).reason for error in TYPED_ERRORS}
+    tested = {type(error).defaults.reason for error in TYPED_ERRORS}
     assert tested == set(ErrorReason.values())
 
 
@@ -132,7 +133,7 @@ async def test_standard_libraries_read_the_field_at_fault() -> None:
 async def test_standard_libraries_read_what_does_not_exist(error: errors.KvRouterError, kind: str, name: str) -> None:
     _, found = await standard_details(error)
     resource = found[standard.ResourceInfo]
-    assert (resource.resource_type, resource.resource_name, resource.description) == (kind, name, str(error))
+    assert (resource.resource_type, resource.resource_name, resource.description) == (kind, name, error.message)
     known = ", ".join(error.info.known_values)
     assert found[standard.ErrorInfo].metadata.get("known_values", "") == known
 
@@ -147,10 +148,10 @@ async def test_an_error_that_exceeds_the_metadata_keeps_its_own_details_and_the_
 
 def test_errors_survive_being_carried_in_another_message() -> None:
     for error in TYPED_ERRORS:
-        restored = errors.from_parts(*errors.to_parts(error))
+        restored = from_parts(*to_parts(error))
         assert type(restored) is type(error)
         assert restored.info == error.info
-    assert errors.from_parts(4711, "odd").code == grpc.StatusCode.UNKNOWN
+    assert from_parts(4711, "odd").code == grpc.StatusCode.UNKNOWN
 
 
 async def test_a_huge_message_in_an_error_does_not_break_the_call() -> None:

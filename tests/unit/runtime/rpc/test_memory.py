@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from kvrouter.runtime import errors
+from kvrouter.v1 import errors
 from kvrouter.v1.worker_pb2 import AbortRequest
 
 from ....garbage import no_request_is_garbage

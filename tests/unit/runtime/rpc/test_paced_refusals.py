@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from kvrouter.net import call_gate
-from kvrouter.runtime.errors import RateLimited
 from kvrouter.runtime.rpc import Metadata, add_service, open_server
+from kvrouter.v1.errors import RateLimited
 
 from ....hostile_peer import hostile_peer, message_head
 from .rpc_harness import WORKER, Worker

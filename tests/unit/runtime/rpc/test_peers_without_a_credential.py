@@ -10,8 +10,8 @@ from typing import Any
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvrouter.runtime.errors import Unauthenticated
 from kvrouter.runtime.rpc import Metadata, RpcServer, add_service, open_channel, open_server
+from kvrouter.v1.errors import Unauthenticated
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
 
 from ....hostile_peer import OPEN_STREAM, HostilePeer, hostile_peer, message_head

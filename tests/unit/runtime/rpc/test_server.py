@@ -12,9 +12,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from kvrouter.runtime import errors
 from kvrouter.runtime.rpc import BindFailed, add_service, open_channel, open_server, remote
-from kvrouter.v1 import worker_pb2
+from kvrouter.v1 import errors, worker_pb2
+from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 from kvrouter.v1.worker_pb2 import AbortRequest
 
@@ -38,11 +38,11 @@ async def test_a_malformed_request_is_refused_and_harms_nothing() -> None:
         stream: Any = channel.unary_stream("/kvrouter.v1.WorkerService/Generate")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await unary(b"\xff\xff\xff")
-        assert isinstance(errors.from_rpc_error(refused.value), errors.BadRequest)
+        assert isinstance(from_rpc_error(refused.value), errors.BadRequest)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             async for _ in stream(b"\xff\xff\xff"):
                 pass
-        assert isinstance(errors.from_rpc_error(refused.value), errors.BadRequest)
+        assert isinstance(from_rpc_error(refused.value), errors.BadRequest)
         answer = await remote(WORKER, channel).abort(AbortRequest(request_ids=["a"]), deadline=soon())
         assert answer.aborted == 1
 

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, SessionLost
+from kvrouter.v1.errors import DeadlineExceeded, KvRouterError, SessionLost
 
 from ....garbage import no_request_is_garbage
 from ..harness import Parts, constraints, routing, selecting, view, worker

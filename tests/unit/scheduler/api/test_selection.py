@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
-    NoWorkers,
-)
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Explanation, Wait
 from kvrouter.scheduler.policies.kv import policy as kv
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import Component, Role, Stage
+from kvrouter.v1.errors import NoWorkers
 from kvrouter.v1.names import ComponentName
 
 from ..harness import BLOCK, Parts, ResidentBlocks, constraints, hashed, overrides, routing, selecting, view, worker

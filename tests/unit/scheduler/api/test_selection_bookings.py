@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvrouter.runtime.errors import (
-    RequestIdReused,
-    SessionLost,
-)
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.errors import RequestIdReused, SessionLost
 from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, ReportOutputRequest
 
 from ..harness import BLOCK, MODEL, POOL, Parts, ResidentBlocks, constraints, key, routing, selecting, view, worker

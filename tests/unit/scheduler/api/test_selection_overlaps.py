@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 import structlog.testing
-from kvrouter.runtime.errors import (
-    DependencyAway,
-    Internal,
-    NotReady,
-)
 from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.v1.errors import DependencyAway, Internal, NotReady
 from kvrouter.v1.scheduler_pb2 import MarkPrefillCompleteRequest
 
 from ..harness import Parts, ResidentBlocks, constraints, key, overrides, routing, selecting, view, worker

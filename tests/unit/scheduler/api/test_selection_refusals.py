@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvrouter.runtime.errors import (
+from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, ThresholdUpdate
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import (
     AllBusy,
     BadRequest,
     BlockSizeMismatch,
@@ -17,9 +20,6 @@ from kvrouter.runtime.errors import (
     UnknownModel,
     UnknownWorker,
 )
-from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, ThresholdUpdate
-from kvrouter.v1.common_pb2 import Component
 
 from ..harness import Parts, constraints, overrides, routing, selecting, tokens, view, worker
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, NotFound, SessionLost, UnknownModel, from_parts
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.bookings.leases import SILENT_TICKS
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import Component, Rank
+from kvrouter.v1.error_encoding import from_parts
+from kvrouter.v1.errors import BadRequest, NotFound, SessionLost, UnknownModel
 from kvrouter.v1.scheduler_pb2 import (
     BookingUpdate,
     CloseSessionRequest,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from kvrouter.runtime.errors import UnknownComponent
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints
+from kvrouter.v1.errors import UnknownComponent
 from kvrouter.v1.scheduler_pb2 import FreeRequest, GetStatusRequest, GetStatusResponse, RankStatus
 
 from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, worker

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.frontend.schedulers import booking_updates
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
-from kvrouter.runtime.errors import SessionLost
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates as Bookings
 from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.errors import SessionLost
 from kvrouter.v1.scheduler_pb2 import (
     BookingUpdate,
     MarkPrefillCompleteRequest,

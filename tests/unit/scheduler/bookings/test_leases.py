@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.runtime.errors import RequestIdReused, SessionLost, from_parts, to_parts
 from kvrouter.scheduler.bookings.booking import Booking, Freed, Placement, SessionEnded
 from kvrouter.scheduler.bookings.leases import SILENT_TICKS, BookingFreed, BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.error_encoding import from_parts, to_parts
+from kvrouter.v1.errors import RequestIdReused, SessionLost
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 from ..harness import prompt, view, worker

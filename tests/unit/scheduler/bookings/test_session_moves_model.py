@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
-from kvrouter.runtime.errors import KvRouterError, SessionLost
 from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, chunks
 from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.errors import KvRouterError, SessionLost
 from kvrouter.v1.scheduler_pb2 import (
     BookingUpdate,
     CloseSessionRequest,

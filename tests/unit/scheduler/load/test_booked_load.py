@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.core import Rank
-from kvrouter.runtime.errors import TooLarge
 from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad, new_prefill_tokens
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.errors import TooLarge
 
 from ..harness import BLOCK, prompt
 

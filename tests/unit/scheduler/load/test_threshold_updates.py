@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
 
 

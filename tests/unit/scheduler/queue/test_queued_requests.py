@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
+from kvrouter.scheduler.policies.forecast import policy as forecast
+from kvrouter.scheduler.queue import queued_requests as queued
+from kvrouter.scheduler.queue.queued_requests import QueuedRequests
+from kvrouter.scheduler.queue.request_queue import PATIENCE_S
+from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.errors import (
     AllBusy,
     DeadlineExceeded,
     Internal,
@@ -20,12 +26,6 @@ from kvrouter.runtime.errors import (
     RequestIdReused,
     TooLarge,
 )
-from kvrouter.scheduler.policies.forecast import policy as forecast
-from kvrouter.scheduler.queue import queued_requests as queued
-from kvrouter.scheduler.queue.queued_requests import QueuedRequests
-from kvrouter.scheduler.queue.request_queue import PATIENCE_S
-from kvrouter.scheduler.request.options import RoutingOptions
-from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.scheduler_pb2 import (
     FreeRequest,
     MarkPrefillCompleteRequest,

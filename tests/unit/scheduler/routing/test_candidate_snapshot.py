@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.runtime.errors import AllBusy, NoWorkers
 from kvrouter.scheduler.load.booked_load import Accounting, RankLoad
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
@@ -21,6 +20,7 @@ from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, s
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, candidates_of, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 from kvrouter.v1.common_pb2 import Rank, Role, Stage
+from kvrouter.v1.errors import AllBusy, NoWorkers
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 

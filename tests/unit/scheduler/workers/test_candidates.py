@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong, UnknownWorker
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, overridden
@@ -23,6 +22,7 @@ from kvrouter.scheduler.workers.candidates import (
     why_unfit,
 )
 from kvrouter.v1.common_pb2 import Rank, Role, Stage
+from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong, UnknownWorker
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.indexer_pb2 import TokenIds
 

@@ -10,9 +10,9 @@ from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.etcd import command_etcd
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.net.etcd import AWAY, connect
-from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.names import InvalidName, components_prefix, threshold_key, worker_id_of_key
 from kvrouter.v1.registry_pb2 import BusyThresholdsRecord, WorkerRegistration
 
@@ -60,7 +60,8 @@ async def discover_fleet(etcd: str, namespace: str, model: str | None) -> Discov
         record = BusyThresholdsRecord.FromString(thresholds.value)
         return fleet._replace(thresholds=Thresholds.of(record.thresholds))
     except (DecodeError, BadRequest) as error:
-        raise CommandFailed(f"the busy thresholds of {fleet.model} in etcd cannot be read: {error}") from None
+        cause = error.message if isinstance(error, BadRequest) else error
+        raise CommandFailed(f"the busy thresholds of {fleet.model} in etcd cannot be read: {cause}") from None
 
 
 def _workers_in(entries: Iterable[tuple[bytes, bytes]], namespace: str) -> list[WorkerRegistration]:

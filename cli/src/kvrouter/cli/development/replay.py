@@ -26,9 +26,9 @@ from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.devtools.traces.reuse import possible_hit_rate
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import ListModelsRequest, Model
 from rich.console import Console
 
@@ -158,7 +158,7 @@ async def _model(frontend: Frontend, address: str, command: ReplayCommand) -> Mo
     try:
         models = (await frontend.list_models(ListModelsRequest(), deadline=Deadline.after(_CALL_SECONDS))).models
     except KvRouterError as error:
-        raise CommandFailed(f"the Frontend at {address} does not answer: {error}") from None
+        raise CommandFailed(f"the Frontend at {address} does not answer: {error.message}") from None
     by_name = {model.name: model for model in models}
     return by_name[_chosen(address, by_name, command.model)]
 

@@ -18,10 +18,10 @@ from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.formatting import SHORTENED, may_stand_for
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component, Rank, Tier
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import (
     DumpRequest,
     GetStatsRequest,
@@ -185,7 +185,7 @@ def ask_indexer(
     try:
         return run_interruptibly(ask())
     except KvRouterError as error:
-        raise CommandFailed(error.shown_message) from None
+        raise CommandFailed(str(error)) from None
 
 
 def _console() -> PlainConsole:

@@ -9,7 +9,7 @@ from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 
@@ -62,4 +62,4 @@ class FrontendTarget:
                 async for piece in pieces:
                     record.take(piece)
         except KvRouterError as error:
-            record.fail(error.code.name, str(error))
+            record.fail(error.code.name, error.message)

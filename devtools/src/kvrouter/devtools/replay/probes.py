@@ -12,9 +12,9 @@ import aiohttp
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import ComponentStats, EventCounts, GetStatsRequest
 from prometheus_client.parser import text_string_to_metric_families
 

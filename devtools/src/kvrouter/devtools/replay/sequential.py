@@ -15,10 +15,10 @@ from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend, Indexer, Worker
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.common_pb2 import Component, Cursor
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import BestWorkerRequest
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 from kvrouter.v1.worker_pb2 import GetRankStateRequest

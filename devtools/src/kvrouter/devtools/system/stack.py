@@ -24,9 +24,9 @@ from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_smal
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, PotentialLoadsRequest
 
 _READY_SECONDS = 60.0
@@ -314,7 +314,7 @@ class Stack:
                 async for _ in pieces:
                     pass
         except KvRouterError as error:
-            return f"the Frontend answers {error.code.name}, {error}"
+            return f"the Frontend answers {error.code.name}, {error.message}"
         return ""
 
     async def _missing_workers(self, frontend: Frontend) -> str:
@@ -329,7 +329,7 @@ class Stack:
             try:
                 found += len((await frontend.potential_loads(request, deadline=Deadline.after(2))).loads)
             except KvRouterError as error:
-                return f"the Frontend answers {error.code.name}, {error}"
+                return f"the Frontend answers {error.code.name}, {error.message}"
         expected = len(self.worker_metrics)
         return "" if found == expected else f"{found} of {expected} workers are known"
 

@@ -10,10 +10,10 @@ from typing import Literal
 import grpc
 from kvrouter.net.authorization.roles import ADMIN, is_checked, may_call
 from kvrouter.net.authorization.service_token import HEADER, ServiceToken
-from kvrouter.net.calls import CallRefused, Context
+from kvrouter.net.calls import Context
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls
-from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
+from kvrouter.v1.errors import KvRouterError, ServiceRefused
 
 log = get_logger(__name__)
 
@@ -85,7 +85,7 @@ class CallerCheck:
             return "token"
         return "role" if self._roles and not may_call(caller.roles, method) else None
 
-    def refusal(self, caller: Caller, method: str, reason: Reason) -> CallRefused:
+    def refusal(self, caller: Caller, method: str, reason: Reason) -> KvRouterError:
         """Counts and logs a refused call, and returns the error for the caller."""
         self.refused[reason] += 1
         noted = (reason, method, caller.names or caller.address.rpartition(":")[0])
@@ -99,8 +99,7 @@ class CallerCheck:
         else:
             message = f"the role of the caller's certificate may not call {method.partition('/')[2]}"
             advice = "Call with the certificate of a process that may: see the guide to security."
-        info = ErrorInfo(reason=ErrorReason.ERROR_REASON_SERVICE_REFUSED, advice=advice, retry_elsewhere=True)
-        return CallRefused(grpc.StatusCode.PERMISSION_DENIED, message, info)
+        return ServiceRefused(message, code=grpc.StatusCode.PERMISSION_DENIED, advice=advice, retry_elsewhere=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class CallerPeer:
         """Checks that the caller may call one of the methods.
 
         Raises:
-            CallRefused: it may call none of them.
+            KvRouterError: it may call none of them.
         """
         reasons = [self.callers.why_refused(self.caller, method) for method in methods]
         if reasons and reasons[0] is not None and all(reasons):
@@ -128,7 +127,7 @@ class CallerPeer:
         """Checks that the caller may call a method.
 
         Raises:
-            CallRefused: it may not call it.
+            KvRouterError: it may not call it.
         """
         reason = self.callers.why_refused(self.caller, method)
         if reason is not None:

@@ -8,12 +8,9 @@ them over gRPC. A message carries all that is ready when the stream can take it.
 from kvrouter.net.calls.client import CallStreamClient
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import (
-    CallError,
-    CallRefused,
     CallTimedOut,
     NotSent,
     OutcomeUnknown,
-    TooMuchUnread,
 )
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.peer_check import Context, Peer, PeerCheck
@@ -23,9 +20,7 @@ from kvrouter.net.calls.server_call import ServerCall
 
 __all__ = [
     "SERVICE",
-    "CallError",
     "CallLimits",
-    "CallRefused",
     "CallStreamClient",
     "CallStreamCounts",
     "CallStreamServer",
@@ -38,5 +33,4 @@ __all__ = [
     "ResponseReceiver",
     "RunningCall",
     "ServerCall",
-    "TooMuchUnread",
 ]

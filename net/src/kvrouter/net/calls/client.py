@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from kvrouter.net.calls.client_connection import ClientConnection, StreamEnded
 from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import CallError, NotSent
+from kvrouter.net.calls.errors import NotSent
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.grpc_connection import Metadata
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls
+from kvrouter.v1.errors import KvRouterError
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 log = get_logger(__name__)
@@ -126,7 +127,7 @@ class CallStreamClient:
             NotSent: the server never ran the call.
             OutcomeUnknown: the stream ended before the answer.
             CallTimedOut: the call was not answered in time.
-            CallRefused: the server answered with an error.
+            KvRouterError: the server answered with an error.
         """
         if not self.ready:
             time_left = await self.wait_open(time_left)
@@ -300,6 +301,6 @@ class _Answer:
         if not self.future.done():
             self.future.set_result(self._response)
 
-    def on_error(self, error: CallError) -> None:
+    def on_error(self, error: KvRouterError) -> None:
         if not self.future.done():
             self.future.set_exception(error)

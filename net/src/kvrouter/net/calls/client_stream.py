@@ -12,13 +12,10 @@ from collections.abc import Callable, Sequence
 
 from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import (
-    CallError,
     CallTimedOut,
     NotSent,
     OutcomeUnknown,
     ProtocolViolation,
-    TooMuchUnread,
-    refusal,
 )
 from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse
@@ -32,6 +29,8 @@ from kvrouter.v1.calls_pb2 import (
     OpenCallStreamRequest,
     OpenCallStreamResponse,
 )
+from kvrouter.v1.error_encoding import from_parts
+from kvrouter.v1.errors import KvRouterError, TooMuchUnread
 
 log = get_logger(__name__)
 
@@ -178,7 +177,7 @@ class ClientStream:
         if receiver is not None:
             self.counts.failed["timed_out"] += 1
             self.cancel(call)
-            receiver.on_error(CallTimedOut("the call was not answered in time"))
+            receiver.on_error(CallTimedOut())
 
     def ping(self) -> None:
         """Requests an answer of the server's event loop."""
@@ -373,7 +372,8 @@ class ClientStream:
         if receiver is None:
             return
         if kind == _FAILED:
-            error = refusal(item.failure)
+            failure = item.failure
+            error = from_parts(failure.code, failure.message, failure.info)
             self.counts.failed[error.code.name] += 1
             receiver.on_error(error)
         else:
@@ -444,7 +444,7 @@ class ClientStream:
         self._calls.pop(call.number, None)
         self._fail(call, NotSent(f"the call was not sent: {cause}"), "not_sent")
 
-    def _fail(self, call: RunningCall, error: CallError, outcome: str) -> None:
+    def _fail(self, call: RunningCall, error: KvRouterError, outcome: str) -> None:
         receiver = call.release()
         if receiver is None:
             return

@@ -17,7 +17,7 @@ class Peer(Protocol):
         """Checks that the peer may call one of the methods, such as kvrouter.v1.IndexerService/FindMatches.
 
         Raises:
-            CallRefused: it may call none of them, or its credential is no longer valid.
+            KvRouterError: it may call none of them, or its credential is no longer valid.
         """
         ...
 
@@ -25,7 +25,7 @@ class Peer(Protocol):
         """Checks that the peer may call a method.
 
         Raises:
-            CallRefused: it may not call it.
+            KvRouterError: it may not call it.
         """
         ...
 

@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from typing import Protocol
 
-from kvrouter.net.calls.errors import CallError
+from kvrouter.v1.errors import KvRouterError
 
 
 class ResponseReceiver(Protocol):
@@ -23,7 +23,7 @@ class ResponseReceiver(Protocol):
         """Receives the end of the call."""
         ...
 
-    def on_error(self, error: CallError) -> None:
+    def on_error(self, error: KvRouterError) -> None:
         """Receives the failure of the call."""
         ...
 

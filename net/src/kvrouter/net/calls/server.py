@@ -11,15 +11,15 @@ from typing import Any
 
 import grpc.aio
 from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import CallRefused, ProtocolViolation
+from kvrouter.net.calls.errors import ProtocolViolation
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.peer_check import Context, Peer, PeerCheck
 from kvrouter.net.calls.server_call import Method, ServerCall, StreamingHandler, UnaryHandler
 from kvrouter.net.calls.server_connection import StreamConnection, refuse
-from kvrouter.net.grpc_status import set_error
 from kvrouter.net.logs import get_logger
 from kvrouter.v1 import calls_pb2
-from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
+from kvrouter.v1.error_encoding import set_error
+from kvrouter.v1.errors import DeadlineExceeded, Internal, KvRouterError, TooLarge
 
 log = get_logger(__name__)
 
@@ -94,9 +94,9 @@ class CallStreamServer:
             if peer is not None:
                 peer.open_stream(self._names)
             self._make_room(address)
-        except CallRefused as refused:
+        except KvRouterError as refused:
             self.on_opening(address, False)
-            set_error(context, refused.code, str(refused), refused.info)
+            set_error(context, refused)
             return
         self.on_opening(address, True)
         self._streams_by_peer[address] += 1
@@ -136,17 +136,17 @@ class CallStreamServer:
         """Makes room for a further stream.
 
         Raises:
-            CallRefused: there is none.
+            KvRouterError: there is none.
         """
         limits = self.limits
         if self._streams_by_peer[address] >= limits.connection_streams:
-            raise _no_room(f"the connection has its {limits.connection_streams} call streams already")
+            raise TooLarge(f"the connection has its {limits.connection_streams} call streams already")
         if self._streams_by_peer.total() < limits.server_streams:
             return
         idle = (connection for connection in self._connections if connection.idle_ticks)
         longest = max(idle, key=lambda connection: connection.idle_ticks, default=None)
         if longest is None:
-            raise _no_room(f"the server has its {limits.server_streams} call streams already")
+            raise TooLarge(f"the server has its {limits.server_streams} call streams already")
         longest.end("replaced")
 
     @cached_property
@@ -176,7 +176,7 @@ class CallStreamServer:
                 timer.cancel()
             if not call.ended:
                 # Cancelled by the handler's own code.
-                call.fail(CallRefused(grpc.StatusCode.CANCELLED, "the call was cancelled at the server"))
+                call.fail(KvRouterError("the call was cancelled at the server", code=grpc.StatusCode.CANCELLED))
             if self._draining:
                 self._changed.set()
 
@@ -186,15 +186,11 @@ class CallStreamServer:
 async def _answer(call: ServerCall, answer: Awaitable[bytes]) -> None:
     try:
         call.end(await answer)
-    except CallRefused as refused:
+    except KvRouterError as refused:
         call.fail(refused)
     except Exception:
         log.exception("call.failed", call=call.number)
-        call.fail(CallRefused(grpc.StatusCode.INTERNAL, "the call failed; the server's log has the cause"))
-
-
-def _no_room(message: str) -> CallRefused:
-    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        call.fail(Internal("the call failed; the server's log has the cause"))
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
@@ -204,11 +200,5 @@ def _cancel(task: asyncio.Task[None]) -> None:
 
 
 def _time_out(call: ServerCall) -> None:
-    call.fail(
-        CallRefused(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            "the deadline has passed",
-            ErrorInfo(reason=ErrorReason.ERROR_REASON_DEADLINE, advice="Set a longer deadline."),
-        )
-    )
+    call.fail(DeadlineExceeded())
     call.cancelled()

@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrouter.net.calls.errors import CallRefused
+from kvrouter.net.calls.errors import failure_of
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import CallFailure, CallResponseKind
+from kvrouter.v1.errors import KvRouterError
 
 log = get_logger(__name__)
 
@@ -98,11 +99,11 @@ class ServerCall:
             self._ended = True
             self._stream.queue(self, ENDED if encoded is None else LAST, encoded or b"")
 
-    def fail(self, error: CallRefused) -> None:
+    def fail(self, error: KvRouterError) -> None:
         """Ends the call with an error."""
         if not self._ended:
             self._ended = True
-            self._stream.queue(self, FAILED, error.to_message())
+            self._stream.queue(self, FAILED, failure_of(error))
 
     def abandon(self) -> None:
         """Ends the call without an answer and calls ``on_cancelled``."""
@@ -121,10 +122,10 @@ class ServerCall:
 
 
 UnaryHandler = Callable[[bytes, "ServerCall"], "bytes | Awaitable[bytes]"]
-"""Answers an encoded request with an encoded response, or with an awaitable of one. May raise ``CallRefused``."""
+"""Answers an encoded request with an encoded response, or with an awaitable of one. May raise ``KvRouterError``."""
 
 StreamingHandler = Callable[[bytes, "ServerCall"], None]
-"""Starts a call that responds through the ``ServerCall``. May raise ``CallRefused``. Must not block."""
+"""Starts a call that responds through the ``ServerCall``. May raise ``KvRouterError``. Must not block."""
 
 
 @dataclass(frozen=True, slots=True)

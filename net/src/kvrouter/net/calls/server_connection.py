@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import CallRefused, ProtocolViolation
+from kvrouter.net.calls.errors import ProtocolViolation
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.peer_check import Context, Peer
 from kvrouter.net.calls.server_call import Method, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream
-from kvrouter.net.grpc_status import set_error
 from kvrouter.net.logs import get_logger
 from kvrouter.net.loop_budget import loop_budget
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
-from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
+from kvrouter.v1.error_encoding import set_error
+from kvrouter.v1.errors import BadRequest, KvRouterError
 
 log = get_logger(__name__)
 
@@ -185,7 +185,7 @@ class StreamConnection:
             return True
         try:
             self._peer.open_stream(self._methods)
-        except CallRefused:
+        except KvRouterError:
             return False
         return True
 
@@ -198,5 +198,5 @@ class StreamConnection:
 def refuse(context: Context, violation: ProtocolViolation) -> None:
     """Ends a stream because of a violation."""
     log.warning("call_stream.refused", peer=context.peer(), reason=violation.reason, cause=str(violation))
-    info = ErrorInfo(reason=ErrorReason.ERROR_REASON_BAD_REQUEST, advice="Follow the rules of kvrouter/v1/calls.proto.")
-    set_error(context, violation.code, str(violation), info)
+    advice = "Follow the rules of kvrouter/v1/calls.proto."
+    set_error(context, BadRequest(str(violation), code=violation.code, advice=advice))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import CallRefused, ProtocolViolation, TooMuchUnread, status_code
+from kvrouter.net.calls.errors import ProtocolViolation
 from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.server_call import PART, Method, ServerCall
@@ -24,6 +24,8 @@ from kvrouter.v1.calls_pb2 import (
     OpenCallStreamRequest,
     OpenCallStreamResponse,
 )
+from kvrouter.v1.error_encoding import from_parts
+from kvrouter.v1.errors import Internal, KvRouterError, TooLarge, TooMuchUnread, Unimplemented
 
 log = get_logger(__name__)
 
@@ -82,7 +84,7 @@ class ServerStream:
         self.client_name = opening.client_name[:256]
         self.metadata: Sequence[tuple[str, str | bytes]] = ()
         self.check: Callable[[str], None] = lambda _method: None
-        """Raises ``CallRefused`` if the client may not call a method."""
+        """Raises ``KvRouterError`` if the client may not call a method."""
         self.counts = counts
         self.unread_call_bytes = limits.unread_call_bytes
         self.heard = False
@@ -210,7 +212,7 @@ class ServerStream:
             size = ITEM_BYTES + len(response)
         else:
             size = ITEM_BYTES + response.ByteSize()
-            self.counts.failed[status_code(response).name] += 1
+            self.counts.failed[from_parts(response.code, response.message).code.name] += 1
         call.unread_bytes += size
         limits, counts = self._limits, self.counts
         if self._unread_bytes >= limits.unread_stream_bytes or counts.unread_bytes >= limits.server_unread_bytes:
@@ -285,7 +287,7 @@ class ServerStream:
         self._drop_unfinished(number)
         call = self._calls.get(number)
         if call is not None:
-            call.fail(CallRefused(grpc.StatusCode.CANCELLED, "the call was cancelled"))
+            call.fail(KvRouterError("the call was cancelled", code=grpc.StatusCode.CANCELLED))
             call.cancelled()
 
     def _receive_call(self, item: CallRequest) -> None:
@@ -300,9 +302,9 @@ class ServerStream:
             counts.calls += 1
             counts.running += 1
             if len(self._calls) > self._limits.calls:
-                call.fail(_exhausted(f"the stream runs its {self._limits.calls} calls already"))
+                call.fail(TooLarge(f"the stream runs its {self._limits.calls} calls already"))
             elif counts.running > self._limits.server_calls:
-                call.fail(_exhausted(f"the server runs its {self._limits.server_calls} calls already"))
+                call.fail(TooLarge(f"the server runs its {self._limits.server_calls} calls already"))
             else:
                 self._admit(call, item.method)
             if item.more:
@@ -341,10 +343,10 @@ class ServerStream:
             limits = self._limits
             if max(len(unfinished.received), self._unfinished_bytes // 2) > limits.request_bytes:
                 call.fail(
-                    _exhausted(f"expected a request of at most {limits.request_bytes} bytes, received a longer one")
+                    TooLarge(f"expected a request of at most {limits.request_bytes} bytes, received a longer one")
                 )
             elif self.counts.unfinished_bytes > limits.server_unfinished_bytes:
-                call.fail(_exhausted("the server receives as much of unfinished requests as it has room for"))
+                call.fail(TooLarge("the server receives as much of unfinished requests as it has room for"))
         if call.ended:
             self._forget(unfinished)
         if not item.more:
@@ -360,7 +362,9 @@ class ServerStream:
             unfinished.quiet_ticks += 1
             if unfinished.quiet_ticks >= _QUIET_TICKS and not unfinished.call.ended:
                 unfinished.call.fail(
-                    CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "the rest of the request did not arrive in time")
+                    KvRouterError(
+                        "the rest of the request did not arrive in time", code=grpc.StatusCode.DEADLINE_EXCEEDED
+                    )
                 )
                 self._forget(unfinished)
 
@@ -369,14 +373,14 @@ class ServerStream:
         if index < len(self._methods):
             try:
                 self.check(self._methods[index].name)
-            except CallRefused as refused:
+            except KvRouterError as refused:
                 call.fail(refused)
 
     def _start(self, call: ServerCall, index: int, request: bytes) -> None:
         if call.ended:
             return
         if index >= len(self._methods):
-            call.fail(CallRefused(grpc.StatusCode.UNIMPLEMENTED, f"the call stream has no method {index}"))
+            call.fail(Unimplemented(f"the call stream has no method {index}"))
             return
         method = self._methods[index]
         try:
@@ -389,12 +393,8 @@ class ServerStream:
                 call.end(answer)
             else:
                 self._run(call, answer)
-        except CallRefused as refused:
+        except KvRouterError as refused:
             call.fail(refused)
         except Exception:
             log.exception("call.failed", method=method.name)
-            call.fail(CallRefused(grpc.StatusCode.INTERNAL, "the call failed; the server's log has the cause"))
-
-
-def _exhausted(message: str) -> CallRefused:
-    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+            call.fail(Internal("the call failed; the server's log has the cause"))

@@ -38,7 +38,7 @@ from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError, UnknownModel
+from kvrouter.v1.errors import KvRouterError, UnknownModel
 from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 

@@ -34,14 +34,9 @@ from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import (
-    DeadlineExceeded,
-    DependencyAway,
-    KvRouterError,
-    SessionLost,
-)
 from kvrouter.runtime.rpc import not_awaited_by_drain
 from kvrouter.v1.common_pb2 import Component, Stage
+from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError, SessionLost
 from kvrouter.v1.frontend_pb2 import (
     BestWorkerRequest,
     BestWorkerResponse,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import grpc
 from kvrouter.core.interface import EventsGone, InvalidEvent, PublisherError, UnknownParent
-from kvrouter.net.calls import CallRefused
-from kvrouter.v1.errors_pb2 import ErrorInfo, ErrorReason
+from kvrouter.v1.errors import BadRequest
 
 __all__ = [
     "DescriptorMismatch",
@@ -56,41 +54,5 @@ class DescriptorMismatch(PublisherError):
         self.differences = dict(differences)
 
 
-class RequestRefused(PublisherError):
+class RequestRefused(PublisherError, BadRequest):
     """An engine cannot serve a request. Raise it in ``generate``; the caller receives its code and details."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT,
-        reason: ErrorReason = ErrorReason.ERROR_REASON_BAD_REQUEST,
-        field: str = "",
-        advice: str = "",
-        known: Iterable[object] = (),
-        retry_elsewhere: bool = False,
-    ) -> None:
-        """Describes the refusal.
-
-        Args:
-            message: What was expected and what was received.
-            code: gRPC status code.
-            reason: Machine-readable reason.
-            field: Path of the invalid request field; empty if no field is at fault.
-            advice: What the caller should do.
-            known: Valid values of the field; the first 16 are sent.
-            retry_elsewhere: Whether another worker may serve the request.
-        """
-        super().__init__(message)
-        self.code = code
-        self.info = ErrorInfo(
-            reason=reason,
-            advice=advice,
-            field=field,
-            known_values=[str(value) for value in known][:16],
-            retry_elsewhere=retry_elsewhere,
-        )
-
-    def to_call_error(self) -> CallRefused:
-        """Returns the same refusal as an error of a call."""
-        return CallRefused(self.code, str(self), self.info)

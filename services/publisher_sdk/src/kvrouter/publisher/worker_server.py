@@ -12,9 +12,8 @@ from kvrouter.net import trace_context
 from kvrouter.net.authorization import CallerCheck, ServiceToken
 from kvrouter.net.call_gate import CallGate
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
-from kvrouter.net.calls import CallRefused, CallStreamServer, ServerCall
+from kvrouter.net.calls import CallStreamServer, ServerCall
 from kvrouter.net.grpc_options import SERVER_OPTIONS
-from kvrouter.net.grpc_status import set_error
 from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
 from kvrouter.net.health_service import HealthService
 from kvrouter.net.logs import get_logger
@@ -28,6 +27,8 @@ from kvrouter.publisher.serving.generate_call import GenerateCall
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.serving.requests import OutputCall, RunningRequests
 from kvrouter.v1 import worker_pb2
+from kvrouter.v1.error_encoding import set_error
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage
 from kvrouter.v1.worker_pb2 import (
@@ -158,17 +159,11 @@ class WorkerServer:
             call.cancel()
 
     def _generate_on_stream(self, data: bytes, call: ServerCall) -> None:
-        try:
-            with trace_context.entered(trace_context.checked(call.trace_context)):
-                self._start(data, call)
-        except RequestRefused as refusal:
-            raise refusal.to_call_error() from None
+        with trace_context.entered(trace_context.checked(call.trace_context)):
+            self._start(data, call)
 
     async def _abort_on_stream(self, data: bytes, _call: ServerCall) -> bytes:
-        try:
-            request = _parse(AbortRequest, data)
-        except RequestRefused as refusal:
-            raise refusal.to_call_error() from None
+        request = _parse(AbortRequest, data)
         return AbortResponse(aborted=await self._requests.abort(list(request.request_ids))).SerializeToString()
 
     def _start(self, data: bytes, call: OutputCall) -> None:
@@ -272,8 +267,8 @@ class WorkerServer:
         async def guarded(data: bytes, context: _Context) -> Message | None:
             try:
                 return await handler(data, context)
-            except (RequestRefused, CallRefused) as refusal:
-                set_error(context, refusal.code, str(refusal), refusal.info)
+            except KvRouterError as refusal:
+                set_error(context, refusal)
             except Exception:
                 log.exception("call.failed", method=handler.__name__.removeprefix("_"))
                 context.set_code(grpc.StatusCode.INTERNAL)

@@ -7,10 +7,8 @@ from contextlib import aclosing
 from typing import Any
 
 from google.protobuf.message import Message
-from kvrouter.client.errors import KvRouterError, error_of
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError as ServiceError
 from kvrouter.runtime.rpc.method_names import methods_by_python_name
 from kvrouter.v1 import frontend_pb2
 
@@ -21,7 +19,7 @@ _NAMES = {
 
 
 class LocalCalls:
-    """Calls the object behind a Frontend's API. Its errors become those of the client."""
+    """Calls the object behind a Frontend's API."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -32,10 +30,7 @@ class LocalCalls:
         Raises:
             KvRouterError: the call failed.
         """
-        try:
-            return await getattr(self._frontend, _NAMES[method])(request, deadline=_deadline(seconds))
-        except ServiceError as error:
-            raise _translated(error) from None
+        return await getattr(self._frontend, _NAMES[method])(request, deadline=_deadline(seconds))
 
     async def stream(self, method: str, request: Message, seconds: float | None) -> AsyncGenerator[Any, None]:
         """Yields the responses of a call, which ends when the generator is closed.
@@ -43,19 +38,10 @@ class LocalCalls:
         Raises:
             KvRouterError: the call failed.
         """
-        try:
-            async with aclosing(
-                getattr(self._frontend, _NAMES[method])(request, deadline=_deadline(seconds))
-            ) as pieces:
-                async for piece in pieces:
-                    yield piece
-        except ServiceError as error:
-            raise _translated(error) from None
+        async with aclosing(getattr(self._frontend, _NAMES[method])(request, deadline=_deadline(seconds))) as pieces:
+            async for piece in pieces:
+                yield piece
 
 
 def _deadline(seconds: float | None) -> Deadline:
     return Deadline.never() if seconds is None else Deadline.after(seconds)
-
-
-def _translated(error: ServiceError) -> KvRouterError:
-    return error_of(error.code, error.message, error.info)

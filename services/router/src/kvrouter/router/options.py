@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from kvrouter.client.errors import bad_request
 from kvrouter.runtime.config.settings import ServiceSettings
+from kvrouter.v1.errors import BadRequest
 from pydantic import AliasChoices, ValidationError
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -24,7 +24,7 @@ def settings_of(kind: type[S], options: Mapping[str, Any]) -> S:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise bad_request(
+        raise BadRequest(
             f"option {field}: {first['msg']}", field=field, advice="docs/reference/options.md lists options and values."
         ) from None
 
@@ -37,7 +37,7 @@ def check_names(kinds: list[type[ServiceSettings]], options: Mapping[str, Any]) 
     """
     known = set().union(*map(option_names, kinds))
     for name in options.keys() - known:
-        raise bad_request(
+        raise BadRequest(
             f"no option is named {name!r}", field=name, advice="docs/reference/options.md lists them, with underscores."
         )
 

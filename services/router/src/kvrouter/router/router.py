@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from kvrouter.client.calls import Calls
 from kvrouter.client.client import DEFAULT_TIMEOUT_SECONDS
-from kvrouter.client.errors import NotReady
 from kvrouter.client.routing_calls import RoutingCalls
 from kvrouter.frontend import app as frontend
 from kvrouter.frontend.schedulers.rendezvous import LocalScheduler, RemoteSchedulers
@@ -25,6 +24,7 @@ from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.v1.errors import NotReady
 
 _POLL_SECONDS = 0.02
 """Interval of readiness checks."""
@@ -119,7 +119,8 @@ class Router(RoutingCalls):
         if self._running is not None and self._running.done() and not self._running.cancelled():
             failure = self._running.exception()
         cause = "" if failure is None else f": {failure!r}"
-        return NotReady(f"{what}{cause}; check that NATS and etcd can be reached, and that workers are registered")
+        advice = "Check that NATS and etcd can be reached, and that workers are registered."
+        return NotReady(f"{what}{cause}", advice=advice)
 
     async def _run(self, ready: asyncio.Event) -> None:
         async with AsyncExitStack() as running:

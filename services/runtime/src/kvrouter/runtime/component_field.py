@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvrouter.runtime.errors import BadRequest
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.names import ComponentName, InvalidName
 
 

@@ -2,7 +2,7 @@
 
 A unary method is a coroutine function; one that never waits is a plain function of the object, and its stub returns an
 awaitable (``Immediate``). A streaming one returns an async generator, which the caller closes (``contextlib.aclosing``)
-to cancel the call. Messages must not be modified. Every method raises ``kvrouter.runtime.errors.KvRouterError``. An
+to cancel the call. Messages must not be modified. Every method raises ``kvrouter.v1.errors.KvRouterError``. An
 object that can answer in encoded form has a second method with the suffix ``_encoded``, which yields or returns
 ``bytes``; the gRPC server prefers that one. A plain function with a parameter ``connection`` receives the call stream
 that carries the call. The .proto files define every field.

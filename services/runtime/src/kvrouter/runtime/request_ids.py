@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, line breaks, and halves of pairs, as which Python reads bytes that are not UTF-8."""

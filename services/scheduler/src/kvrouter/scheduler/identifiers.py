@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol, cast
 
 from kvrouter.core import Rank
-from kvrouter.runtime.errors import BadRequest
 from kvrouter.runtime.request_ids import check_request_id
 from kvrouter.v1 import common_pb2
 from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.names import ComponentName
 
 _WHOLE = Stage.STAGE_WHOLE  # read once: looking up an enum value by name takes a third of a microsecond

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from kvrouter.core import Rank
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import AllBusy
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
@@ -23,6 +22,7 @@ from kvrouter.scheduler.routing.decide import Decision, decide
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.errors import AllBusy
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 

@@ -20,8 +20,8 @@ from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Qu
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals, RuleBroken
 from kvrouter.frontend.access.tokens import TokenVerifier, is_token
 from kvrouter.net.engine_fields import HARMLESS
-from kvrouter.runtime.errors import KvRouterError, PermissionDenied
 from kvrouter.runtime.rpc import Metadata
+from kvrouter.v1.errors import KvRouterError, PermissionDenied
 
 _SERVICE = "/kvrouter.v1.FrontendService/"
 _CLIENT_METHODS = frozenset(

@@ -19,8 +19,8 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.quotas import Grant, LimitReached
 from kvrouter.frontend.access.refusals import RefusalReason
 from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.errors import BadRequest, DeadlineExceeded, DependencyAway
 from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.errors import BadRequest, DeadlineExceeded, DependencyAway
 from prometheus_client import CollectorRegistry
 
 _DEFAULT_LEASE_SECONDS = 3600.0

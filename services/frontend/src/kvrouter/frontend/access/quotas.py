@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvrouter.frontend.access.caller import Caller, RateLimits
 from kvrouter.frontend.access.limit_table import REQUESTS, TOKENS, LimitTable
 from kvrouter.frontend.access.refusals import RefusalReason
-from kvrouter.runtime.errors import RateLimited
+from kvrouter.v1.errors import RateLimited
 
 TOKEN_BYTES = 4
 """Bytes of a request that stand for a token until its tokens are known: the typical length of one."""

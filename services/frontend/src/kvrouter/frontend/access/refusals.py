@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 import structlog
-from kvrouter.runtime.errors import KvRouterError, PermissionDenied, Unauthenticated
+from kvrouter.v1.errors import KvRouterError, PermissionDenied, Unauthenticated
 from prometheus_client import CollectorRegistry, Counter
 
 log = structlog.get_logger(component="frontend")

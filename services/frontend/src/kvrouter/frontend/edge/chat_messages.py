@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrouter.net.engine_chats import ChatRule
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 MAX_MESSAGES = 65_536
 _REASONING = ("reasoning_content", "thinking", "reasoning")

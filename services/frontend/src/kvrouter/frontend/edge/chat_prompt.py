@@ -14,7 +14,7 @@ from kvrouter.frontend.edge.chat_messages import (
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.final_message import marked, until_mark
 from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 

@@ -11,7 +11,7 @@ from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UIn
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.tool_choice import forced_schema, read_tool_use
 from kvrouter.frontend.text.tool_calls import ToolUse
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput
 
 MAX_STRUCTURE = 2_000_000

@@ -15,7 +15,7 @@ from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UIn
 from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.text.prompt_source import PromptSource
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 DEFAULT_MAX_TOKENS = 16

@@ -18,7 +18,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.base_protocol import BaseProtocol
 from kvrouter.net.response_buffer import MAX_UNREAD_BYTES
-from kvrouter.runtime.errors import TooLarge
+from kvrouter.v1.errors import TooLarge
 
 STREAM_TYPE = "text/event-stream"
 _EVENT_HEADERS = {"Content-Type": STREAM_TYPE, "Cache-Control": "no-cache"}

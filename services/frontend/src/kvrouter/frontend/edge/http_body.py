@@ -11,7 +11,7 @@ import zlib
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from kvrouter.frontend.access.body_room import BodyRoom, BodyTooLarge
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 _PART_BYTES = 64 << 10
 """Least room that is taken for a body whose size is not known."""

@@ -11,36 +11,15 @@ import structlog
 from aiohttp import web
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER, request_id_of
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.error_encoding import http_status
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 
 log = structlog.get_logger(component="frontend")
 
-_HTTP_STATUS = {
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.OUT_OF_RANGE: 400,
-    grpc.StatusCode.FAILED_PRECONDITION: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.ALREADY_EXISTS: 409,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-}
-_BUSY_STATUS = 429
-"""Status of ``_BUSY``, unlike 503 when there is no worker: clients of the OpenAI API retry it."""
-_BUSY = frozenset(
-    {
-        ErrorReason.ERROR_REASON_ALL_BUSY,
-        ErrorReason.ERROR_REASON_RATE_LIMITED,
-        ErrorReason.ERROR_REASON_OVERLOADED,
-    }
-)
-_UNAUTHENTICATED, _FORBIDDEN, _TOO_LARGE = 401, 403, 413
+_UNAUTHENTICATED, _FORBIDDEN, _TOO_LARGE, _BUSY = 401, 403, 413, 429
 _ERROR_TYPES = {
-    _BUSY_STATUS: "rate_limit_error",
+    _BUSY: "rate_limit_error",
     # OpenAI's own is invalid_request_error, by which LiteLLM takes it for a bad request unless the words are OpenAI's.
     _UNAUTHENTICATED: "authentication_error",
     _FORBIDDEN: "permission_error",
@@ -49,16 +28,10 @@ _OPENAI_CODES = {
     ErrorReason.ERROR_REASON_PROMPT_TOO_LONG: "context_length_exceeded",
     ErrorReason.ERROR_REASON_UNKNOWN_MODEL: "model_not_found",
     ErrorReason.ERROR_REASON_UNAUTHENTICATED: "invalid_api_key",
-    **dict.fromkeys(_BUSY, "rate_limit_exceeded"),
 }
 """Codes of the OpenAI API, by which client libraries choose their own errors. Others are gRPC's, in lower case."""
 INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
 """Body of the response to a defect of this process, whose cause only its log has."""
-
-
-def http_status(code: grpc.StatusCode, reason: ErrorReason) -> int:
-    """Returns the HTTP status of an error."""
-    return _BUSY_STATUS if reason in _BUSY else _HTTP_STATUS.get(code, 500)
 
 
 def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -66,10 +39,10 @@ def error_body(error: KvRouterError) -> tuple[int, dict[str, Any], dict[str, str
     status = _TOO_LARGE if isinstance(error, BodyTooLarge) else http_status(error.code, error.info.reason)
     body = {
         "error": {
-            "message": error.shown_message,
+            "message": str(error),
             "type": _error_type(status),
             "param": _param(error.info.field),
-            "code": _OPENAI_CODES.get(error.info.reason, _code_of_status(error.code)),
+            "code": _openai_code(error, status),
         }
     }
     headers = _retry_after(error)
@@ -93,9 +66,12 @@ def _retry_after(error: KvRouterError) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(milliseconds / 1000))), "retry-after-ms": str(milliseconds)}
 
 
-def _code_of_status(code: grpc.StatusCode) -> str:
-    """Returns gRPC's code in lower case, but for 503: the code alone tells it in a stream that has begun."""
-    return "service_unavailable" if code is grpc.StatusCode.UNAVAILABLE else code.name.lower()
+def _openai_code(error: KvRouterError, status: int) -> str:
+    if status == _BUSY:
+        return "rate_limit_exceeded"
+    # In a stream that has begun, the code alone tells 503.
+    other = "service_unavailable" if error.code is grpc.StatusCode.UNAVAILABLE else error.code.name.lower()
+    return _OPENAI_CODES.get(error.info.reason, other)
 
 
 def _param(field: str) -> str | None:

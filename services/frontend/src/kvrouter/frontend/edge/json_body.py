@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 from kvrouter.core import json_flaw
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 T = TypeVar("T")
 

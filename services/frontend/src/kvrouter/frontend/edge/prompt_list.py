@@ -12,7 +12,7 @@ from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES
 from kvrouter.frontend.edge.text_request import TextPrompt, TokenPrompt
 from kvrouter.frontend.edge.token_list import ADVICE, Prompt
 from kvrouter.frontend.text.prompt_source import PromptSource
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")

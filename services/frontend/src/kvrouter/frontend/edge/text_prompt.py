@@ -8,7 +8,7 @@ from kvrouter.frontend.edge.text_request import TextPrompt
 from kvrouter.frontend.request.output_receiver import OutputReceiver
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits, prompt_limit
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 

@@ -23,7 +23,7 @@ from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest, KvRouterError
+from kvrouter.v1.errors import BadRequest, KvRouterError
 
 UNKNOWN_LENGTH_TOKENS = 4096
 """Output tokens of a chat without ``max_tokens`` whose model's length is not known."""

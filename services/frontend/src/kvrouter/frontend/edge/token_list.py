@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from kvrouter.core import NotATokenId, TokenBuffer, tokens_from_json, tokens_to_json
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
-from kvrouter.runtime.errors import BadRequest, PromptTooLong
+from kvrouter.v1.errors import BadRequest, PromptTooLong
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrouter.frontend.text.tool_calls import ToolUse
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 _ANY_OBJECT = {"type": "object"}
 _ADVICE = 'Send none, auto, required, or {"type": "function", "function": {"name": NAME}} with the name of a tool.'

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from kvrouter.net.calls import NotSent
 from kvrouter.net.loop_budget import loop_budget
-from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway
+from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 
 _CONNECT_SECONDS = 10.0
 _CHUNK_US = 60

@@ -49,8 +49,8 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.discovery.openai_server import is_openai_server
 from kvrouter.runtime.engine_health import is_alive
-from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest

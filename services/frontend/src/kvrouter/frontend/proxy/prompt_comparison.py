@@ -19,7 +19,7 @@ from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.errors import BadRequest, KvRouterError
+from kvrouter.v1.errors import BadRequest, KvRouterError
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -164,7 +164,7 @@ class PromptComparison:
             except BadRequest:
                 continue  # Such a chat is not routed by its tokens.
             except KvRouterError as error:
-                raise _Unanswered(str(error)) from None
+                raise _Unanswered(error.message) from None
             yield name, array("I", own).tolist(), engines
 
     async def _of_engine(

@@ -27,7 +27,7 @@ from kvrouter.frontend.text.prompt_source import PromptSource
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.net.engine_fields import has_salt
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest, KvRouterError, Overloaded, RateLimited
+from kvrouter.v1.errors import BadRequest, KvRouterError, Overloaded, RateLimited
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from kvrouter.frontend.proxy.event_reader import EventReader, data_of
 from kvrouter.frontend.workers.output import DetailedOutput
-from kvrouter.runtime.errors import DependencyAway
+from kvrouter.v1.errors import DependencyAway
 
 _MAX_EVENT_BYTES = 1 << 20
 _DONE = b"[DONE]"

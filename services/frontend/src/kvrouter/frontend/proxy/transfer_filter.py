@@ -11,7 +11,7 @@ import re
 import msgspec
 from kvrouter.frontend.proxy.event_reader import EventReader
 from kvrouter.net.engine_fields import TRANSFER_RESULTS, quotes_internal, shown_failure
-from kvrouter.runtime.errors import DependencyAway
+from kvrouter.v1.errors import DependencyAway
 
 _NAMES = "|".join(TRANSFER_RESULTS).encode()
 # A quotation mark within a JSON string is escaped, so that this is never found in one.

@@ -35,9 +35,9 @@ from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
+from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
@@ -389,7 +389,7 @@ class Generation:
         A continuation that is refused, such as one that is too long, is no fault of the client's.
         """
         if self._output_tokens and FAULTS.get(error.code) is Fault.REQUEST:
-            why = f"the request cannot continue on another worker: {error}"
+            why = f"the request cannot continue on another worker: {error.message}"
             return failure.as_error(why, has_output=True)
         return error.after(failure.message)
 

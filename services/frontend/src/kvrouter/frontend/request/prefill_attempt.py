@@ -13,6 +13,7 @@ from kvrouter.frontend.workers.attempt import Outcome, WorkerAttempt
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.message_limits import DEFAULT_LIMITS
 from kvrouter.v1.worker_pb2 import TransferParams
 
@@ -109,7 +110,7 @@ class PrefillAttempt:
             self.may_keep_blocks = True
             message = f"worker {self.booking.rank.worker_id} sent no transfer parameters"
         else:
-            message = outcome.message if isinstance(outcome, WorkerFailure) else str(outcome)
+            message = outcome.message if isinstance(outcome, WorkerFailure | KvRouterError) else str(outcome)
             self.may_keep_blocks = isinstance(outcome, WorkerFailure) and outcome.may_still_run
         if not self._params.done():
             self._params.set_exception(PrefillFailed(message))

@@ -23,9 +23,9 @@ from kvrouter.frontend.workers.client import Workers
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
+from kvrouter.v1.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
 from kvrouter.v1.worker_pb2 import StopConditions, TransferParams, WorkerServiceGenerateRequest
@@ -162,13 +162,13 @@ class PrefillStage:
                 try:
                     self.params = await self._attempt(view, request, prompt, routing, hashes, deadline)
                 except AllBusy as error:
-                    outcome, why = "busy", f"the prefill workers are busy: {error}"
+                    outcome, why = "busy", f"the prefill workers are busy: {error.message}"
                     break
                 except (NoWorkers, UnknownModel, NotFound) as error:
-                    outcome, why = "failed" if self._failures else "absent", self._last_failure or str(error)
+                    outcome, why = "failed" if self._failures else "absent", self._last_failure or error.message
                     break
                 except (PrefillFailed, KvRouterError) as error:
-                    outcome, why = "failed", str(error)
+                    outcome, why = "failed", error.message if isinstance(error, KvRouterError) else str(error)
                     self._fail(why)
                     self._deaths.check()
                     continue

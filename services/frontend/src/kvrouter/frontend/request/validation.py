@@ -11,9 +11,9 @@ from kvrouter.core import TokenBuffer, first_token_outside
 from kvrouter.frontend.workers.eligibility import can_take
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.discovery.openai_server import is_openai_server
-from kvrouter.runtime.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.runtime.request_ids import check_request_id
 from kvrouter.v1.common_pb2 import Role, RoutingOverrides, Stage
+from kvrouter.v1.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration

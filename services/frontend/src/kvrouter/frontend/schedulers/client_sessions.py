@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from kvrouter.runtime.contracts import Immediate, Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, DependencyAway, KvRouterError, SessionLost
+from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError, SessionLost
 from kvrouter.v1.frontend_pb2 import KeepSessionRequest
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from google.protobuf.message import DecodeError
-from kvrouter.net.calls import CallError, CallStreamCounts
+from kvrouter.net.calls import CallStreamCounts
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import Internal, KvRouterError, from_call_error
 from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
 from kvrouter.v1 import scheduler_pb2
+from kvrouter.v1.errors import Internal, KvRouterError
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,
     CloseSessionResponse,
@@ -160,8 +160,8 @@ class StreamConnection:
     def _start(self, method: str, encoded: bytes, answer: UpdateAnswer) -> None:
         try:
             self._client.start(method, encoded, _Response(answer))
-        except CallError as error:
-            answer(from_call_error(error))
+        except KvRouterError as error:
+            answer(error)
 
 
 class _Response:
@@ -184,5 +184,5 @@ class _Response:
         else:
             self._answer(response)
 
-    def on_error(self, error: CallError) -> None:
-        self._answer(from_call_error(error))
+    def on_error(self, error: KvRouterError) -> None:
+        self._answer(error)

@@ -7,9 +7,9 @@ from typing import cast
 
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.errors import DependencyAway
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 

@@ -16,7 +16,7 @@ from kvrouter.frontend.schedulers.source import SchedulerSource
 from kvrouter.net import trace_context
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.errors import DependencyAway
+from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.names import ComponentName
 
 _WHOLE = 0

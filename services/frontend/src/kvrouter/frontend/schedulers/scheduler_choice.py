@@ -10,7 +10,7 @@ import structlog
 from kvrouter.frontend.schedulers.connections import SchedulerConnection
 from kvrouter.frontend.schedulers.source import SchedulerSource
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ListBusyThresholdsRequest
 
@@ -61,7 +61,9 @@ class SchedulerChoice:
             await connection.scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=deadline)
         except KvRouterError as error:
             self.avoid(scheduler_id)
-            log.info("scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=str(error))
+            log.info(
+                "scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=error.message
+            )
             return False
         return True
 

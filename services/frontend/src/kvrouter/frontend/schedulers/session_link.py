@@ -26,7 +26,9 @@ from kvrouter.net import trace_context
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.runtime.backoff import Backoff
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
+from kvrouter.runtime.tracing import Kind, span
+from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.errors import (
     DeadlineExceeded,
     DependencyAway,
     Draining,
@@ -36,8 +38,6 @@ from kvrouter.runtime.errors import (
     SessionLost,
     UnknownModel,
 )
-from kvrouter.runtime.tracing import Kind, span
-from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     SelectWorkerRequest,
@@ -175,7 +175,7 @@ class SchedulerLink:
                     await asyncio.sleep(_REASSERT_SECONDS)
                     continue
                 except (SessionLost, DependencyAway, Draining) as error:
-                    self._end(session, str(error))
+                    self._end(session, error.message)
                     continue
                 if selected.sharding_advised:
                     self._on_sharding_advised()
@@ -302,7 +302,7 @@ class SchedulerLink:
         if session is not self._session:
             return
         if isinstance(answer, KvRouterError):
-            self._end(session, str(answer))
+            self._end(session, answer.message)
             return
         self._monitor.heard()
         self._updates.answered(answer, is_last=not session.unanswered)

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 from kvrouter.frontend.text.client_work import Slices, completed
 from kvrouter.frontend.text.template_bounds import MAX_SIZE, Allowance, BoundedEnvironment, TemplateTooExpensive
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 _MAX_TEMPLATE_BYTES = 4 << 20
 _SLICE_STEPS = 20_000

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvrouter.frontend.text.turns import FairTurns, Owner
 from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.errors import KvRouterError, Overloaded, RateLimited
 from kvrouter.runtime.fair_bound import FairBound
+from kvrouter.v1.errors import KvRouterError, Overloaded, RateLimited
 from prometheus_client import CollectorRegistry, Counter
 
 _T = TypeVar("_T")

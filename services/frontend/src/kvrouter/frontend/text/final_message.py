@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 _FIELD = "continue_final_message"
 

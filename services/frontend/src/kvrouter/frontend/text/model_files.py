@@ -16,9 +16,9 @@ from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import worker_pb2
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import GetModelFileRequest
 
@@ -99,7 +99,7 @@ async def _fetch(file: DescribedFile, workers: Sequence[WorkerRegistration], roo
         try:
             content = await _fetch_from(worker.endpoint, file, room, tls)
         except KvRouterError as error:
-            causes.append(f"worker {worker.worker_id}: {error}")
+            causes.append(f"worker {worker.worker_id}: {error.message}")
             continue
         if hashlib.sha256(content).hexdigest() == file.sha256:
             return content

@@ -19,7 +19,7 @@ from kvrouter.frontend.text.tokenizer import InvalidTokenizer
 from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import BadRequest, NotReady
+from kvrouter.v1.errors import BadRequest, NotReady
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 

@@ -15,7 +15,7 @@ from kvrouter.frontend.text.client_work import SLICE, Slices, completed
 from kvrouter.frontend.text.prefix_cache import Cutter, PieceCache
 from kvrouter.frontend.text.uncut_text import LOCAL_NORMALIZERS, UncutText, packed, types_of
 from kvrouter.frontend.text.word_cache import TooManyNewWords, WordBudget, WordCache
-from kvrouter.runtime.errors import PromptTooLong
+from kvrouter.v1.errors import PromptTooLong
 from tokenizers import Tokenizer, models
 
 # The threads of the library would take the event loop's core, and cost more than they save on pieces of this size.

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvrouter.frontend.text.client_work import SLICE
 from kvrouter.frontend.text.prefix_cache import Cutter
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 from tokenizers import Encoding, Tokenizer
 
 MAX_UNCUT_CHARACTERS = 512 << 10

@@ -8,7 +8,7 @@ from typing import Final
 
 from aiohttp import web
 from kvrouter.frontend.web.observer import Observer
-from kvrouter.runtime.errors import BadRequest
+from kvrouter.v1.errors import BadRequest
 
 ROOT: Final = "/ui/"
 _FILES = {

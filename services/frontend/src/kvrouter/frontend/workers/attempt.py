@@ -19,9 +19,9 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, fault_of
 from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputLimit
 from kvrouter.frontend.workers.worker_call import WorkerCall
-from kvrouter.net.calls import CallError, NotSent, OutcomeUnknown
+from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, KvRouterError, WorkerLost, from_call_error
+from kvrouter.v1.errors import DeadlineExceeded, KvRouterError, WorkerLost
 from kvrouter.v1.worker_pb2 import FinishReason
 
 log = structlog.get_logger(component="frontend")
@@ -206,17 +206,16 @@ class WorkerAttempt:
             self._end_failed(None)
 
     def on_error(self, error: Exception) -> None:
-        """Ends the attempt, since the call failed with a KvRouterError or CallError; any other error is a defect."""
+        """Ends the attempt, since the call failed with a KvRouterError; any other error is a defect."""
         self._call = None
         if self._over:
             return
-        failure = from_call_error(error) if isinstance(error, CallError) else error
-        if not isinstance(failure, KvRouterError):
-            self._end(failure)
+        if not isinstance(error, KvRouterError):
+            self._end(error)
         elif self._finish_reason != _UNFINISHED:
             self._finish()
         else:
-            self._end_failed(self._judge(failure, error))
+            self._end_failed(self._judge(error))
 
     def _pass_on(self, output: Output) -> None:
         try:
@@ -278,21 +277,16 @@ class WorkerAttempt:
         )
         self._finish()
 
-    def _judge(self, error: KvRouterError, cause: Exception) -> WorkerFailure | KvRouterError:
-        """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client.
-
-        Args:
-            error: The error of the call.
-            cause: The same, or the CallError from which it was made.
-        """
+    def _judge(self, error: KvRouterError) -> WorkerFailure | KvRouterError:
+        """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client."""
         fault = fault_of(error, self._deadline)
         if fault is Fault.WORKER:
-            unknown, not_sent = isinstance(cause, OutcomeUnknown), isinstance(cause, NotSent)
+            unknown, not_sent = isinstance(error, OutcomeUnknown), isinstance(error, NotSent)
             # A sidecar, which lives on, says so of its engine.
             died = unknown or isinstance(error, WorkerLost)
             # Taken first, since a worker that signs off, or is known to have died, is another one afterwards.
             fate = None if not_sent or error.code in _HARMLESS else self._health.fate(connection_lost=died)
-            failure = self._note(error.code.name, f"failed with {error.code.name}: {error}")
+            failure = self._note(error.code.name, f"failed with {error.code.name}: {error.message}")
             return replace(failure, outcome_unknown=unknown, not_sent=not_sent, fate=fate)
         if fault is Fault.DEADLINE and self._health.is_suspected:
             missed = self._health.missed_probes

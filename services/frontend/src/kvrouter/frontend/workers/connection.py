@@ -15,9 +15,9 @@ from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamCounts, NotSent, OutcomeUnknown
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DependencyAway, KvRouterError
 from kvrouter.runtime.rpc import call_stream_client, open_channel, remote
 from kvrouter.v1 import worker_pb2
+from kvrouter.v1.errors import DependencyAway, KvRouterError
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
 
 _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
@@ -55,7 +55,7 @@ class ResponseReceiver(Protocol):
         ...
 
     def on_error(self, error: Exception) -> None:
-        """Receives the error of a call that failed: KvRouterError or CallError, unless this process is at fault."""
+        """Receives the error of a call that failed: KvRouterError, unless this process is at fault."""
         ...
 
 
@@ -170,7 +170,8 @@ class WorkerConnection:
             receiver.on_end()
         except DependencyAway as error:
             # The worker itself may answer that it is away; then the connection stays.
-            receiver.on_error(error if self._is_channel_ready else OutcomeUnknown(str(error)))
+            known = self._is_channel_ready or isinstance(error, NotSent)
+            receiver.on_error(error if known else OutcomeUnknown(error.message))
         except Exception as error:
             receiver.on_error(error)
 

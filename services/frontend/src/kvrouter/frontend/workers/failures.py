@@ -13,7 +13,7 @@ from enum import Enum
 import grpc
 from kvrouter.frontend.workers.worker_fate import WorkerFate
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, KvRouterError, WorkerLost
+from kvrouter.v1.errors import AllBusy, KvRouterError, WorkerLost
 
 RETRY_AFTER_MS = 1000
 """Retry delay that clients receive when every worker was at its limit, milliseconds."""

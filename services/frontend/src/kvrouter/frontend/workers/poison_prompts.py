@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.runtime.errors import PoisonPrompt
+from kvrouter.v1.errors import PoisonPrompt
 
 MAX_ENTRIES = 10_000
 """Maximum number of prompts to remember; a further one replaces the one whose time ends first."""

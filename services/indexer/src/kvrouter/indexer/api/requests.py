@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvrouter.core import Scope
-from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.common_pb2 import BlockScope
+from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 
 _MAX_SCOPE_BYTES = 1024

@@ -20,7 +20,10 @@ from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
+from kvrouter.runtime.packed_hashes import pack_local_hashes
+from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.errors import (
     BadRequest,
     BlockSizeMismatch,
     DeadlineExceeded,
@@ -28,9 +31,6 @@ from kvrouter.runtime.errors import (
     NotReady,
     UnknownComponent,
 )
-from kvrouter.runtime.packed_hashes import pack_local_hashes
-from kvrouter.v1.common_pb2 import Component
-from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import (
     DumpRequest,
     DumpResponse,

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from kvrouter.core.interface import PrefixIndex, Rank, RankInfo
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded
+from kvrouter.v1.errors import DeadlineExceeded
 
 _T = TypeVar("_T")
 

@@ -23,7 +23,7 @@ from kvrouter.indexer.resync.requests import ResyncRequests
 from kvrouter.indexer.resync.worker_client import StateTooLarge, fetch_events, fetch_state, worker_at
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 
 log = structlog.get_logger(component="indexer")
 

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrouter.net.calls import CallError, CallRefused, CallStreamClient
+from kvrouter.net.calls import CallStreamClient
 from kvrouter.publisher.check.cache import CacheProbe, check_finish
 from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
 from kvrouter.publisher.check.worker_under_test import CLIENT_ERRORS, Output, WorkerUnderTest, add_piece
 from kvrouter.v1 import worker_pb2
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
 
 _GENERATE = f"{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Generate"
@@ -34,7 +35,7 @@ async def check_call_stream(worker: WorkerUnderTest, probe: CacheProbe) -> str:
             check_finish(output)
             try:
                 await _generate(client, worker.request([]))
-            except CallRefused as refusal:
+            except KvRouterError as refusal:
                 if refusal.code not in CLIENT_ERRORS:
                     raise
             else:
@@ -43,10 +44,10 @@ async def check_call_stream(worker: WorkerUnderTest, probe: CacheProbe) -> str:
                     received="success",
                     advice="refuse on call streams what is refused as a plain call.",
                 )
-    except (CallError, TimeoutError) as error:
+    except (KvRouterError, TimeoutError) as error:
         raise CheckFailed(
             expected="Generate on a call stream (kvrouter.v1.CallStreamService)",
-            received=str(error) or "no answer",
+            received=(error.message if isinstance(error, KvRouterError) else "") or "no answer",
             advice="serve call streams as protos/kvrouter/v1/calls.proto says, or announce none.",
         ) from None
     return "1 token, and a refusal"
@@ -85,5 +86,5 @@ class _Receiver:
     def on_end(self) -> None:
         self.ended.set_result(None)
 
-    def on_error(self, error: CallError) -> None:
+    def on_error(self, error: KvRouterError) -> None:
         self.ended.set_exception(error)

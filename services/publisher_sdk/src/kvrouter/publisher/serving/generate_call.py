@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from kvrouter.net.calls import CallRefused, TooMuchUnread
 from kvrouter.net.response_buffer import MAX_UNREAD_BYTES, BufferFull, ResponseBuffer
+from kvrouter.v1.errors import KvRouterError, TooMuchUnread
 
 
 class GenerateCall:
@@ -16,7 +16,7 @@ class GenerateCall:
         """Called once if the call ends before it is ended here."""
         self._buffer = ResponseBuffer()
         self._ended = False
-        self._error: CallRefused | None = None
+        self._error: KvRouterError | None = None
 
     def respond(self, encoded: bytes) -> None:
         """Queues a response. If too much is unread, the call ends instead."""
@@ -36,7 +36,7 @@ class GenerateCall:
         self._ended = True
         self._buffer.end()
 
-    def fail(self, error: CallRefused) -> None:
+    def fail(self, error: KvRouterError) -> None:
         """Ends the call with an error."""
         if not self._ended:
             self._error = error
@@ -54,7 +54,7 @@ class GenerateCall:
         """Yields the responses.
 
         Raises:
-            CallRefused: the call has failed.
+            KvRouterError: the call has failed.
         """
         while taken := await self._buffer.take():
             for response in taken:

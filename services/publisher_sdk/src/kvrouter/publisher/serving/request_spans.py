@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvrouter.net import trace_context
-from kvrouter.net.calls import CallRefused
 from kvrouter.net.span_context import parent_context, traceparent_of
-from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.serving.requests import OutputCall
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
 from opentelemetry.trace import (
     Span,
@@ -77,7 +76,7 @@ class TracedCall:
                 yield
         except BaseException as error:
             self._call.on_cancelled = None
-            self._fail(error.code.name if isinstance(error, RequestRefused) else type(error).__name__)
+            self._fail(error.code.name if isinstance(error, KvRouterError) else type(error).__name__)
             raise
 
     def respond(self, encoded: bytes) -> None:
@@ -96,7 +95,7 @@ class TracedCall:
         self._end()
         self._call.end(encoded)
 
-    def fail(self, error: CallRefused) -> None:
+    def fail(self, error: KvRouterError) -> None:
         """Ends the call with an error."""
         self._fail(error.code.name)
         self._call.fail(error)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-from kvrouter.net.calls import CallRefused
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.serving.engine import Engine, StepEngine
 from kvrouter.publisher.serving.generator_engine import GeneratorEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
@@ -37,7 +37,7 @@ class OutputCall(Protocol):
         """Ends the call, with a last response if there is one."""
         ...
 
-    def fail(self, error: CallRefused) -> None:
+    def fail(self, error: KvRouterError) -> None:
         """Ends the call with an error."""
         ...
 
@@ -142,7 +142,7 @@ class RunningRequests:
         run = self._by_engine_id.get(engine_id)
         if run is not None:
             self._forget(run)
-            run.call.fail(refusal.to_call_error())
+            run.call.fail(refusal.untraced())
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Aborts requests, whose callers get that as their finish reason, and returns how many ran at the engine."""

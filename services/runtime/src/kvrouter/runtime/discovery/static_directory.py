@@ -25,10 +25,10 @@ from kvrouter.runtime.config.worker_options import ROLES
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.openai_server import Unanswered, served_models
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.rpc.client import open_channel, remote
 from kvrouter.v1 import scheduler_pb2, worker_pb2
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName, services_prefix
 from kvrouter.v1.registry_pb2 import (
@@ -161,7 +161,7 @@ class StaticDiscovery:
             mismatch = _mismatch(component, answer)
         except KvRouterError as error:
             # An engine without load reports is usable.
-            failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else str(error)
+            failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else error.message
         known.reports = [] if mismatch else [_as_listed(report, worker) for report in answer.reports]
         if self._is_left_out(worker, known, failure=failure, mismatch=mismatch):
             return

@@ -14,10 +14,10 @@ from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.errors import KvRouterError, NotFound, PermissionDenied, Unauthenticated
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
+from kvrouter.v1.errors import KvRouterError, NotFound, PermissionDenied, Unauthenticated
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
 from kvrouter.v1.indexer_pb2 import GetStatsRequest
 from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest
@@ -147,5 +147,5 @@ class ServiceQueries:
 
 def _why(error: KvRouterError) -> str:
     """Returns the reason of a failed call, for a failed connection only its last part: ``Connection refused``."""
-    words = str(error)
+    words = error.message
     return words.rpartition(": ")[2] if error.code is grpc.StatusCode.UNAVAILABLE else words

@@ -10,11 +10,11 @@ from typing import Any
 import structlog
 from google.protobuf.message import Message
 from kvrouter.net import trace_context
-from kvrouter.net.calls import CallRefused, ServerCall
+from kvrouter.net.calls import ServerCall
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import INTERNAL_ERROR, KvRouterError
 from kvrouter.runtime.rpc.guard import UNGUARDED, Guard
 from kvrouter.runtime.tracing import Kind, span
+from kvrouter.v1.errors import INTERNAL_ERROR, KvRouterError
 
 log = structlog.get_logger(component="rpc")
 
@@ -60,19 +60,15 @@ def call_handler(
         except Exception as error:
             raise refused(error) from None
 
-    def refused(error: Exception) -> CallRefused:
+    def refused(error: Exception) -> KvRouterError:
         if isinstance(error, KvRouterError):
-            log.debug("call.refused", method=path, code=error.code.name, cause=str(error))
-            return _refusal(error)
+            log.debug("call.refused", method=path, code=error.code.name, cause=error.message)
+            return error.untraced()
         log.error("call.failed", method=path, exc_info=error)
-        return _refusal(INTERNAL_ERROR)
+        return INTERNAL_ERROR.untraced()
 
     return handle
 
 
 def _encoded(response: Message | bytes) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
-
-
-def _refusal(error: KvRouterError) -> CallRefused:
-    return CallRefused(error.code, error.message, error.info)

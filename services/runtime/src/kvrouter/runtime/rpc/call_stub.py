@@ -9,10 +9,10 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net import trace_context
-from kvrouter.net.calls import CallError, CallStreamClient
+from kvrouter.net.calls import CallStreamClient
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, Internal, from_call_error
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
+from kvrouter.v1.errors import DeadlineExceeded, Internal
 
 
 def remote_on_call_stream(descriptor: ServiceDescriptor, client: CallStreamClient) -> Any:
@@ -46,15 +46,12 @@ def _encoded(method: MethodDescriptor, client: CallStreamClient) -> Callable[...
     async def call(request: Message, *, deadline: Deadline) -> bytes:
         if deadline.expired:
             raise DeadlineExceeded
-        try:
-            return await client.call(
-                path,
-                request.SerializeToString(),
-                time_left=deadline.remaining(),
-                trace_context=trace_context.current(),
-            )
-        except CallError as error:
-            raise from_call_error(error) from None
+        return await client.call(
+            path,
+            request.SerializeToString(),
+            time_left=deadline.remaining(),
+            trace_context=trace_context.current(),
+        )
 
     return call
 

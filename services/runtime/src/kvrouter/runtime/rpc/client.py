@@ -21,9 +21,10 @@ from kvrouter.net.calls import CallStreamClient, CallStreamCounts
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError, from_rpc_error
 from kvrouter.runtime.rpc.metadata_channel import MetadataChannel
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
+from kvrouter.v1.error_encoding import from_rpc_error
+from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError
 
 _SHOW_TOKEN = frozenset({"scheduler", "indexer", "worker"})
 """Roles of servers that may expect the service token."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from kvrouter.net.authorization import CallerCheck, CallerPeer
-from kvrouter.net.calls import CallRefused, Context
-from kvrouter.runtime.errors import KvRouterError, Unauthenticated, to_refusal
+from kvrouter.net.calls import Context
+from kvrouter.v1.errors import KvRouterError, Unauthenticated
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 """Metadata of a call, as its client sent it."""
@@ -73,12 +73,12 @@ class GuardedPeer:
         """Checks that the peer may call one of the methods.
 
         Raises:
-            CallRefused: it may call none of them.
+            KvRouterError: it may call none of them.
         """
         if self.caller is not None:
             self.caller.open_stream(methods)
             methods = [method for method in methods if self.caller.may_call(method)]
-        refused: CallRefused | None = None
+        refused: Unauthenticated | None = None
         # One method of each service: a credential is one for all of them, whatever its role permits.
         for method in {_service(method): method for method in reversed(methods)}.values():
             guard = self.guards.get(_service(method))
@@ -87,7 +87,7 @@ class GuardedPeer:
             try:
                 guard.check(f"/{method}", self.metadata)
             except Unauthenticated as error:
-                refused = to_refusal(error)
+                refused = error
             except KvRouterError:
                 return
             else:
@@ -99,16 +99,13 @@ class GuardedPeer:
         """Checks that the peer may call a method now. Its guard counts the call when the size of its request is known.
 
         Raises:
-            CallRefused: it may not call it.
+            KvRouterError: it may not call it.
         """
         if self.caller is not None:
             self.caller.check(method)
         guard = self.guards.get(_service(method))
         if guard is not None:
-            try:
-                guard.check(f"/{method}", self.metadata)
-            except KvRouterError as error:
-                raise to_refusal(error) from None
+            guard.check(f"/{method}", self.metadata)
 
 
 def _service(method: str) -> str:

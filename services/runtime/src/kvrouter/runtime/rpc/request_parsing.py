@@ -7,7 +7,7 @@ from collections.abc import Callable
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from kvrouter.runtime.errors import BadRequest, PromptTooLong
+from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.message_limits import InvalidMessage, MessageLimits, TooManyElements
 
 _BY_THE_CONTRACT = "Encode it as the .proto files define, which reflection serves."

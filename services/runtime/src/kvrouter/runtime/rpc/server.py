@@ -1,6 +1,6 @@
 """Serves objects of a contract over gRPC.
 
-A ``kvrouter.runtime.errors`` exception becomes its status code with typed details. Any other becomes INTERNAL, with the
+A ``kvrouter.v1.errors`` exception becomes its status code with typed details. Any other becomes INTERNAL, with the
 traceback only in the log. The client's deadline is passed to the method. If the client cancels, disconnects or times
 out, the method is cancelled and its async generator closed.
 """
@@ -26,19 +26,10 @@ from kvrouter.net.call_gate import CallGate
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
 from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
-from kvrouter.net.grpc_status import STATUS_KEY
 from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import (
-    INTERNAL_ERROR,
-    DeadlineExceeded,
-    Draining,
-    Internal,
-    KvRouterError,
-    to_status,
-)
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc.call_handlers import call_handler
 from kvrouter.runtime.rpc.guard import UNGUARDED, Guard, GuardedPeers
@@ -46,6 +37,8 @@ from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
 from kvrouter.runtime.rpc.request_parsing import request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.tracing import STARTS_TRACES, Kind, request_span, span
+from kvrouter.v1.error_encoding import set_error
+from kvrouter.v1.errors import INTERNAL_ERROR, DeadlineExceeded, Draining, KvRouterError
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 
 log = structlog.get_logger(component="rpc")
@@ -240,14 +233,11 @@ class RpcServer:
                     request = _read_all(incoming, parse) if method.client_streaming else parse(incoming)
                     return await answer(bound, request, context)
             except KvRouterError as error:
-                log.debug("call.refused", method=path, code=error.code.name, cause=str(error))
-                code, status = error.code, to_status(error)
+                log.debug("call.refused", method=path, code=error.code.name, cause=error.message)
+                set_error(context, error)
             except Exception:
                 log.exception("call.failed", method=path)
-                code, status = Internal.status, to_status(INTERNAL_ERROR)
-            context.set_code(code)
-            context.set_details(status.message)
-            context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+                set_error(context, INTERNAL_ERROR)
             return None  # gRPC sends no response with a status other than OK.
 
         # Without a deserializer, so that a request is parsed only when it is admitted.

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import structlog
 from kvrouter.net import trace_context
 from kvrouter.net.span_context import parent_context, traceparent_of
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.tracing.metrics import TracingMetrics
 from kvrouter.runtime.tracing.spans import Attribute, Kind, Span, current, install
 from kvrouter.runtime.version import VERSION
+from kvrouter.v1.errors import KvRouterError
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -120,7 +120,7 @@ class OpenTelemetryRecorder:
             with trace_context.entered(traceparent_of(recorded.get_span_context())):
                 yield wrapped
         except KvRouterError as error:
-            wrapped.fail(error.code.name, str(error))
+            wrapped.fail(error.code.name, error.message)
             raise
         except asyncio.CancelledError:
             wrapped.fail("CANCELLED", "cancelled")

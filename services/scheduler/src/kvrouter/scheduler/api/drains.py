@@ -11,10 +11,10 @@ import structlog
 from kvrouter.net.etcd import AWAY, EtcdAccess, connect
 from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import BadRequest, DependencyAway, UnknownComponent, UnknownWorker
 from kvrouter.scheduler.load.pools import Components
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import BadRequest, DependencyAway, UnknownComponent, UnknownWorker
 from kvrouter.v1.registry_pb2 import WorkerDrain
 
 log = structlog.get_logger(component="scheduler")

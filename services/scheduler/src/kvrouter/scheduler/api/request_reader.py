@@ -7,7 +7,6 @@ from dataclasses import replace
 from hashlib import blake2b
 
 import structlog
-from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.identifiers import checked_key, stage_of
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
@@ -18,6 +17,7 @@ from kvrouter.scheduler.request.prompt import read_prompt
 from kvrouter.scheduler.routing.context import DEFAULT_LEASE_SECONDS, BookingOptions, RequestContext
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
 
 log = structlog.get_logger(component="scheduler")

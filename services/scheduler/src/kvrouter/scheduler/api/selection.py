@@ -11,7 +11,6 @@ import time
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, KvRouterError
 from kvrouter.runtime.tracing import Attribute, current_span
 from kvrouter.scheduler.api.request_reader import RequestReader
 from kvrouter.scheduler.identifiers import Key, rank_message
@@ -22,6 +21,7 @@ from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision
 from kvrouter.scheduler.routing.router import Router, selection_response
 from kvrouter.scheduler.workers.candidates import check_pinned
+from kvrouter.v1.errors import BadRequest, KvRouterError
 from kvrouter.v1.scheduler_pb2 import (
     GetPotentialLoadsRequest,
     GetPotentialLoadsResponse,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from kvrouter.runtime.contracts import Connection
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import BadRequest, NotFound, UnknownModel
 from kvrouter.scheduler.api.drains import Drains
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.sessions import Sessions
@@ -17,6 +16,7 @@ from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.request.options import ThresholdUpdate
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.v1 import scheduler_pb2 as pb
+from kvrouter.v1.errors import BadRequest, NotFound, UnknownModel
 
 
 class SchedulerService:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import structlog
 from kvrouter.runtime.contracts import Connection
-from kvrouter.runtime.errors import BadRequest, Internal, KvRouterError, to_parts
 from kvrouter.scheduler.bookings.leases import SILENT_TICKS, BookingLeases
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.identifiers import checked_key
 from kvrouter.v1 import scheduler_pb2 as pb
+from kvrouter.v1.error_encoding import to_parts
+from kvrouter.v1.errors import BadRequest, Internal, KvRouterError
 
 log = structlog.get_logger(component="scheduler")
 

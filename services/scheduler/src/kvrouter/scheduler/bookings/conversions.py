@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from kvrouter.runtime.errors import BadRequest
 from kvrouter.runtime.packed_hashes import pack_sequence_hashes
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
 from kvrouter.v1.sync_pb2 import AddRequest
 

@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvrouter.runtime.errors import RequestIdReused, SessionLost
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_of
+from kvrouter.v1.errors import RequestIdReused, SessionLost
 
 _LEAST_SWEEP = 1024
 """Number of leases in the heap below which it is not swept."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import ActiveSequences, BookingRequest, LoadColumns, Rank
-from kvrouter.runtime.errors import TooLarge
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.latency import LatencyCalibration
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
@@ -18,6 +17,7 @@ from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.errors import TooLarge
 from numpy.typing import NDArray
 
 # Read once: looking up an enum value by name takes a microsecond, for each candidate.

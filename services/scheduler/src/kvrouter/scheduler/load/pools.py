@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.errors import UnknownComponent, UnknownModel
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits, PredictionCheck
 from kvrouter.scheduler.load.headroom import Headroom
@@ -22,6 +21,7 @@ from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
 from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.errors import UnknownComponent, UnknownModel
 from kvrouter.v1.names import ComponentName, InvalidName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 

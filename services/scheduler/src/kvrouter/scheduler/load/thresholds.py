@@ -16,10 +16,10 @@ import numpy as np
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
 from kvrouter.net.etcd import AWAY, Delete, EtcdAccess, Put, Snapshot, connect, watch_prefix
-from kvrouter.runtime.errors import BadRequest, DependencyAway
 from kvrouter.scheduler.load.reported_load import Reported
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
 from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
+from kvrouter.v1.errors import BadRequest, DependencyAway
 from kvrouter.v1.names import namespace_prefix, threshold_key
 from kvrouter.v1.registry_pb2 import BusyThresholdsRecord
 
@@ -124,7 +124,7 @@ class ThresholdBoard:
             try:
                 thresholds = Thresholds.of(decode_message(BusyThresholdsRecord, value).thresholds)
             except BadRequest as error:
-                raise Undecodable("invalid", str(error)) from None
+                raise Undecodable("invalid", error.message) from None
         except Undecodable as error:
             self._quarantine.reject("etcd", key, error)
             return None

@@ -15,12 +15,12 @@ import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import DeadlineExceeded, Internal, KvRouterError
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.scheduler.overlap.varint_column import decode_varints
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
 from kvrouter.scheduler.workers.worker_set import ListedRanks, WorkerSet
+from kvrouter.v1.errors import DeadlineExceeded, Internal, KvRouterError
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.packed_pb2 import PackedFindMatchesResponse

@@ -11,12 +11,12 @@ from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.errors import DependencyAway, KvRouterError
 from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
 from kvrouter.scheduler.identifiers import component_message
 from kvrouter.scheduler.overlap.indexer_query import OverlapIndex
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.errors import DependencyAway, KvRouterError
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.packed_pb2 import PackedFindMatchesRequest, PackedLocalHashes
 from kvrouter.v1.registry_pb2 import ServiceRegistration

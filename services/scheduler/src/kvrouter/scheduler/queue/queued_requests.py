@@ -22,7 +22,6 @@ from typing import NamedTuple
 import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
 from kvrouter.scheduler.bookings.booking import Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
@@ -35,6 +34,7 @@ from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision
 from kvrouter.scheduler.routing.router import Router
 from kvrouter.scheduler.routing.snapshot import RETRY_AFTER_MS
+from kvrouter.v1.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerResponse
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 import structlog
-from kvrouter.runtime.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -27,6 +26,7 @@ from kvrouter.scheduler.replication.announcer import Announcer
 from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.incarnations import Incarnations, Verdict
 from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.v1.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReplicaStatus
 from kvrouter.v1.sync_pb2 import (
@@ -127,7 +127,7 @@ class Replicas:
                 "replica.event_quarantined",
                 origin=event_log.scheduler[1],
                 component_name=str(self.component),
-                cause=str(error),
+                cause=error.message,
             )
 
     def _receive_owned(self, event_log: EventLog, announced: AddRequest) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvrouter.runtime.errors import BadRequest
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
 from kvrouter.v1.common_pb2 import RoutingOverrides
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
 
 DEFAULT_MODE = "forecast"

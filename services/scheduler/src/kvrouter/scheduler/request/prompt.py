@@ -6,8 +6,8 @@ from array import array
 from typing import NamedTuple
 
 from kvrouter.core import Scope, local_hashes, sequence_hashes
-from kvrouter.runtime.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.runtime.packed_hashes import pack_local_hashes
+from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 HASH_BYTES = 8

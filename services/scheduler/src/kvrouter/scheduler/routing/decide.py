@@ -7,7 +7,6 @@ from random import Random
 from typing import NamedTuple
 
 from kvrouter.core import Rank
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -16,6 +15,7 @@ from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
 from kvrouter.scheduler.workers.candidates import Candidate
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, PrefillDecision
 from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
@@ -103,7 +103,7 @@ class Decision(NamedTuple):
 
     def refused(self, error: KvRouterError) -> Decision:
         """Returns the decision as Explain shows a refusal."""
-        return self._replace(explanation=Explanation(str(error)), chosen=None)
+        return self._replace(explanation=Explanation(error.message), chosen=None)
 
     def queued(self) -> Decision:
         """Returns the decision as Explain shows it while the request is queued."""

@@ -13,7 +13,6 @@ from random import Random
 
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.errors import NoWorkers, RequestIdReused
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -30,6 +29,7 @@ from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, snapshot
 from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.errors import NoWorkers, RequestIdReused
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 

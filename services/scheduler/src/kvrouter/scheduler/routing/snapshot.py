@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
-from kvrouter.runtime.errors import AllBusy, KvRouterError, NoWorkers
 from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.pools import Pool
@@ -27,6 +26,7 @@ from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
 from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers
 from kvrouter.v1.scheduler_pb2 import PrefillDecision
 
 # Read once: looking up an enum value by name takes a microsecond.

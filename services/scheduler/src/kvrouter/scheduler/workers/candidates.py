@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from kvrouter.core import Rank
-from kvrouter.runtime.errors import BadRequest, UnknownWorker
 from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.errors import BadRequest, UnknownWorker
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 

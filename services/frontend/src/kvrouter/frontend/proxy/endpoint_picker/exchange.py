@@ -25,7 +25,7 @@ from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.net.loop_budget import loop_budget
-from kvrouter.runtime.errors import BadRequest, DependencyAway, KvRouterError
+from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
 
 Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
 

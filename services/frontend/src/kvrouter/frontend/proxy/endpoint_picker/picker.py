@@ -31,9 +31,9 @@ from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.runtime.packed_hashes import local_hashes_message
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, Stage
+from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
@@ -293,7 +293,7 @@ class Picker:
         try:
             return await self.pick(body, deaths, request_id=request_id, allowed={served}, deadline=deadline)
         except KvRouterError as error:
-            log.warning("fallback.not_booked", request_id=request_id, served=served, cause=str(error))
+            log.warning("fallback.not_booked", request_id=request_id, served=served, cause=error.message)
             return pick
 
     def views(self, model: str) -> list[ComponentView]:

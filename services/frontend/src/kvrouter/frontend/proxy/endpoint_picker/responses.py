@@ -22,7 +22,7 @@ from google.protobuf.duration_pb2 import Duration
 from kvrouter.frontend.edge.http_errors import error_body
 from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER
 from kvrouter.frontend.proxy.endpoint_picker.metadata import DESTINATION, destination
-from kvrouter.runtime.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError
 
 MAX_PIECE_BYTES = 62 << 10
 """Maximum size of a piece of a body in one message, as Envoy recommends: below 64 KiB."""

@@ -27,9 +27,9 @@ from kvrouter.net.peer_conduct import PeerConduct
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.errors import KvRouterError
 from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.telemetry.grpc_servers import expose_conduct
+from kvrouter.v1.errors import KvRouterError
 from prometheus_client import CollectorRegistry
 
 log = structlog.get_logger(component="endpoint-picker")
@@ -81,8 +81,8 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
                     )
         except KvRouterError as error:
             self._conduct.without_credential(context.peer())
-            log.warning("gateway.refused", cause=str(error))
-            await context.abort(error.code, error.shown_message)
+            log.warning("gateway.refused", cause=error.message)
+            await context.abort(error.code, str(error))
         finally:
             self.running -= 1
             if not self.running:
