@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from kvrouter.net.file_version import file_version
-from kvrouter.net.logs import get_logger
-from kvrouter.net.secret_files import UnreadableSecret, read_secret
-
-log = get_logger(__name__)
+from kvrouter.net.secret_files import FollowedSecret, UnreadableSecret, read_secret
 
 _KEY = re.compile(r"[!-~]+")
 _EXPECTED = 'expected lines COMPONENT = "KEY" in TOML, with keys of ASCII characters without spaces'
 
 
 class EngineKeys:
-    """The keys in force. A changed file is read at the next use, and one that cannot be used changes nothing."""
+    """The keys in force. A changed file is read at the next use; an unusable one changes nothing."""
 
     def __init__(self, path: str = "") -> None:
         """Reads the file; an empty path stands for no keys.
@@ -28,22 +24,11 @@ class EngineKeys:
         Raises:
             UnreadableSecret: it cannot be used.
         """
-        self._path = path
-        self._version = file_version(path)
-        self._keys = _read(path) if path else {}
-
-    def __repr__(self) -> str:
-        return f"EngineKeys({self._path!r})"
+        self._keys: Callable[[], Mapping[str, str]] = FollowedSecret(path, _read) if path else dict
 
     def headers(self, component: str) -> dict[str, str]:
         """Returns the header with the key of a component's engines; none if it has no key."""
-        if self._path and (version := file_version(self._path)) != self._version:
-            self._version = version
-            try:
-                self._keys = _read(self._path)
-            except UnreadableSecret as error:
-                log.error("secret.unreadable", cause=str(error), uses="the previous keys")
-        key = self._keys.get(component)
+        key = self._keys().get(component)
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
 

@@ -6,7 +6,7 @@ import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvrouter.net.secret_files import SecretLine, read_secret
+from kvrouter.net.secret_files import FollowedSecret, read_secret, read_secret_line
 from kvrouter.net.tls import Tls, TlsOptions
 
 _SCHEMES = frozenset({"nats", "tls", "ws", "wss"})
@@ -63,9 +63,9 @@ class NatsAccess:
         self.tls = (tls or Tls(TlsOptions())) if self.encrypted else None
         self._options: dict[str, Any] = {}
         if user:
-            self._options |= {"user": user, "password": SecretLine(password_file)}
+            self._options |= {"user": user, "password": FollowedSecret(password_file, read_secret_line)}
         elif token_file:
-            self._options["token"] = SecretLine(token_file)
+            self._options["token"] = FollowedSecret(token_file, read_secret_line)
         elif nkey_file or credentials_file:
             read_secret(nkey_file or credentials_file)
             _check_nkeys()

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
+from kvrouter.net.file_version import file_version
 from kvrouter.net.logs import get_logger
 
 log = get_logger(__name__)
+
+_T = TypeVar("_T")
 
 _EXPOSED = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 """Permissions that a file with a secret must not have. The group may read: Kubernetes mounts secrets for a group."""
@@ -51,25 +57,53 @@ def read_secret_line(path: str) -> str:
     return lines[0].strip()
 
 
-class SecretLine:
-    """A secret of one line in a file, which is read again for each use, so that it can be replaced."""
+class FollowedSecret(Generic[_T]):
+    """The content of a file with a secret, which is read again when the file changes. Logs an unusable change."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        read: Callable[[str], _T],
+        check_seconds: float = 0.0,
+        on_reload: Callable[[_T], None] = lambda _content: None,
+    ) -> None:
         """Reads the file.
+
+        Args:
+            path: The file.
+            read: Returns the content of a file; raises UnreadableSecret.
+            check_seconds: Interval at which the file is checked for changes, seconds; 0 for each use.
+            on_reload: Called with the content of a changed file.
 
         Raises:
             UnreadableSecret: it cannot be used.
         """
         self._path = path
-        self._last = read_secret_line(path)
+        self._read = read
+        self._check_seconds = check_seconds
+        self._on_reload = on_reload
+        self._version = file_version(path)
+        self._checked_at = time.monotonic()
+        self._content = read(path)
 
     def __repr__(self) -> str:
-        return f"SecretLine({self._path!r})"
+        return f"FollowedSecret({self._path!r})"
 
-    def __call__(self) -> str:
-        """Returns the secret; the previous one if the file cannot be used at the moment."""
+    def __call__(self) -> _T:
+        """Returns the content; the previous one if the file cannot be used at the moment."""
+        now = time.monotonic()
+        if now - self._checked_at >= self._check_seconds:
+            self._checked_at = now
+            version = file_version(self._path)
+            if version != self._version:
+                self._version = version
+                self._reload()
+        return self._content
+
+    def _reload(self) -> None:
         try:
-            self._last = read_secret_line(self._path)
+            self._content = self._read(self._path)
         except UnreadableSecret as error:
             log.error("secret.unreadable", cause=str(error), uses="the previous secret")
-        return self._last
+        else:
+            self._on_reload(self._content)

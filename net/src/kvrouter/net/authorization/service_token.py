@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
-from kvrouter.net.file_version import file_version
 from kvrouter.net.logs import get_logger
-from kvrouter.net.secret_files import UnreadableSecret, read_secret
+from kvrouter.net.secret_files import FollowedSecret, UnreadableSecret, read_secret
 
 log = get_logger(__name__)
 
@@ -43,8 +42,8 @@ def digest_line(token: str) -> str:
 class ServiceToken:
     """The tokens of a file, one a line. The first is shown, each of them is accepted, so that they can be replaced.
 
-    The file is read again when it changes. If it cannot be used then, that is logged and its previous content stays in
-    use. Tokens are compared by their digests, in constant time.
+    A changed file is read again; an unusable one is logged and changes nothing. Tokens are compared by their digests,
+    in constant time.
     """
 
     def __init__(self, path: str, *, of_worker: bool = False) -> None:
@@ -53,47 +52,28 @@ class ServiceToken:
         Raises:
             UnreadableSecret: it cannot be used.
         """
-        self._of_worker = of_worker
-        self._path = path
-        self._version = file_version(path)
-        self._checked_at = time.monotonic()
-        self._shown, self._digests = _read(path, of_worker=of_worker)
+
+        def reloaded(tokens: tuple[str, tuple[bytes, ...]]) -> None:
+            log.info("service_token.reloaded", file=path, tokens=len(tokens[1]))
+
+        self._tokens = FollowedSecret(path, partial(_read, of_worker=of_worker), _CHECK_SECONDS, reloaded)
 
     @classmethod
     def of(cls, path: str, *, of_worker: bool = False) -> ServiceToken | None:
         """Returns the tokens of a file; None if ``path`` is empty."""
         return cls(path, of_worker=of_worker) if path else None
 
-    def __repr__(self) -> str:
-        return f"ServiceToken({self._path!r})"
-
     def shown_to(self, role: str) -> str:
         """Returns what is shown to a server of a role, such as worker; empty if the file has digests only."""
-        self._follow()
-        return worker_token(self._shown) if self._shown and role == "worker" else self._shown
+        shown, _ = self._tokens()
+        return worker_token(shown) if shown and role == "worker" else shown
 
     def accepts(self, shown: str | bytes) -> bool:
         """Returns whether a caller showed one of the tokens."""
-        self._follow()
+        _, digests = self._tokens()
         digest = _digest(shown)
         # Not ``any`` of a generator, which would tell by its time which token matched.
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
-
-    def _follow(self) -> None:
-        now = time.monotonic()
-        if now - self._checked_at < _CHECK_SECONDS:
-            return
-        self._checked_at = now
-        version = file_version(self._path)
-        if version == self._version:
-            return
-        self._version = version
-        try:
-            self._shown, self._digests = _read(self._path, of_worker=self._of_worker)
-        except UnreadableSecret as error:
-            log.error("secret.unreadable", cause=str(error), uses="the previous secret")
-        else:
-            log.info("service_token.reloaded", file=self._path, tokens=len(self._digests))
+        return sum(hmac.compare_digest(digest, known) for known in digests) > 0
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from kvrouter.net.secret_files import SecretLine
+from kvrouter.net.secret_files import FollowedSecret, read_secret_line
 from kvrouter.net.tls.options import TlsOptions
 from kvrouter.net.tls.tls import Tls
 
@@ -36,7 +36,7 @@ class EtcdAccess:
         self.parsed = parse_endpoints(endpoints)
         encrypted = any(scheme == "https" for scheme, _, _ in self.parsed)
         self.tls = (tls or Tls(TlsOptions())) if encrypted else None
-        self.password = SecretLine(password_file) if password_file else None
+        self.password = FollowedSecret(password_file, read_secret_line) if password_file else None
 
     def __str__(self) -> str:
         """Returns the endpoints, for logs."""
