@@ -56,7 +56,6 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "deadline": (),
         "engine_health": (),
         "listening": (),
-        "nats_connection": (),
         "component_field": (),
         "request_ids": (),
         "packed_hashes": (),
@@ -69,7 +68,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "rpc": ("deadline", "listening", "telemetry", "tracing"),
         "discovery": ("config", "contracts", "deadline", "rpc"),
         "overview": ("contracts", "deadline", "discovery", "rpc"),
-        "process": ("config", "discovery", "listening", "nats_connection", "rpc", "telemetry", "tracing"),
+        "process": ("config", "discovery", "listening", "rpc", "telemetry", "tracing"),
     },
     "publisher": {
         "errors": (),

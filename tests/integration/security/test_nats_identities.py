@@ -11,7 +11,8 @@ import pytest
 from kvrouter.devtools.system.certificates import write_file
 from kvrouter.devtools.system.servers import NatsServer
 from kvrouter.net.nats_access import NatsAccess
-from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
+from kvrouter.net.nats_connection import connect_nats
+from kvrouter.runtime.telemetry.nats import NatsMetrics
 from nats.errors import Error as NatsError
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs

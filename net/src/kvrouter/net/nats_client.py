@@ -58,6 +58,15 @@ class TolerantClient(Client):
         """``access`` has the certificates; pass its ``servers`` and ``options()`` to ``connect``."""
         super().__init__()
         self._access = access
+        self._gone = asyncio.Event()
+
+    async def on_closed(self) -> None:
+        """Notes the end of the connection; pass it to ``connect`` as ``closed_cb``."""
+        self._gone.set()
+
+    async def wait_closed(self) -> None:
+        """Returns when the connection is closed, by this process or for good by the library."""
+        await self._gone.wait()
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
@@ -65,13 +74,20 @@ class TolerantClient(Client):
         context = None if self._access is None else self._access.ssl_context()
         return super().ssl_context if context is None else context
 
+    async def connect(self, *args: Any, **kwargs: Any) -> None:
+        """Connects, as ``Client.connect`` does."""
+        await or_cancelled(super().connect(*args, **kwargs))
+
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
         """Sends a request and returns the reply, as ``Client.request`` does."""
-        return await _or_cancelled(super().request(*args, **kwargs))
+        return await or_cancelled(super().request(*args, **kwargs))
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
         """Waits until the server has what was sent, as ``Client.flush`` does."""
-        await _or_cancelled(super().flush(*args, **kwargs))
+        await or_cancelled(super().flush(*args, **kwargs))
+
+    async def _flush_pending(self, *args: Any, **kwargs: Any) -> Any:
+        return await or_cancelled(super()._flush_pending(*args, **kwargs))
 
     def _connect_command(self) -> bytes:
         # The library would send the password in plain text to a server that does not ask for TLS.
@@ -136,15 +152,17 @@ def _escaped(raw: bytes) -> bytes:
     return raw if raw.isascii() else raw.decode(errors="backslashreplace").encode()
 
 
-async def _or_cancelled(awaitable: Awaitable[_T]) -> _T:
+async def or_cancelled(awaitable: Awaitable[_T]) -> _T:
     """Awaits a call of the library, and raises CancelledError if this task was cancelled meanwhile.
 
     The library uses ``asyncio.wait_for``, which before Python 3.12 forgets a cancellation that comes together with the
-    reply. A task that calls NATS in a loop would then run on and be waited for forever.
+    result. A task that calls NATS in a loop would then run on and be waited for forever. ``TolerantClient`` does this
+    for its own calls; those of subscriptions need it from their callers.
     """
     task = asyncio.current_task()
     earlier = task.cancelling() if task else 0
-    result = await awaitable
-    if task and task.cancelling() > earlier:
-        raise asyncio.CancelledError
-    return result
+    try:
+        return await awaitable
+    finally:
+        if task and task.cancelling() > earlier:
+            raise asyncio.CancelledError

@@ -26,7 +26,6 @@ from kvrouter.publisher.publishing.rank_stats import RankStats
 from kvrouter.publisher.publishing.transport import (
     NatsLink,
     TransportAway,
-    check_cancelled,
     open_transport,
     room_for_events,
 )
@@ -317,7 +316,6 @@ class Worker:
     async def _report_load(self) -> None:
         while True:
             await asyncio.sleep(self.config.load_report_seconds)
-            check_cancelled()
             try:
                 await self.report_load()
             except Exception:

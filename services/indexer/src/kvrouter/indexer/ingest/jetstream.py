@@ -207,14 +207,3 @@ def created_unix_ns(info: StreamInfo) -> int:
 def _unix_ns(time: datetime) -> int:
     # Integers, because identities are compared and a float of seconds since 1970 is exact to about 0.2 µs only.
     return (time - _EPOCH) // timedelta(microseconds=1) * 1000
-
-
-def heed_cancellation() -> None:
-    """Raises CancelledError if the current task was cancelled and the cancellation was swallowed.
-
-    The NATS client uses ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that arrives in the same
-    iteration of the event loop as the result.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import structlog
 from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.messages import StreamMessage
-from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer, heed_cancellation
+from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer
 from kvrouter.indexer.ingest.read_position import CatchUp, Position, Recreate, StreamView, is_behind, plan
 from kvrouter.runtime.backoff import Backoff
 
@@ -86,7 +86,6 @@ class Ingest:
     async def _keep_reading(self, thread: ThreadPoolExecutor) -> None:
         backoff = self.backoff
         while True:
-            heed_cancellation()
             try:
                 await self._settle()
                 if await self._read(thread):
@@ -118,7 +117,6 @@ class Ingest:
         position = self.progress.position
         if position is not None and self._later is not None and is_behind(position, stream):
             later = await self._later(stream)
-            heed_cancellation()
             if later is not None and (later.identity != position.identity or later.applied > position.applied):
                 position, self._fingerprint = later, None
         same = None
@@ -149,7 +147,6 @@ class Ingest:
         heard = loop.time()
         while not self._consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
             delivery = await self._consumer.fetch(_WAIT_SECONDS)
-            heed_cancellation()
             if delivery is None:
                 await self._consumer.acknowledge_rest()
                 continue

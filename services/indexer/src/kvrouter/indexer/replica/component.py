@@ -17,7 +17,7 @@ from kvrouter.indexer.index.evidence import SilenceWatch, age, exceeds, silence_
 from kvrouter.indexer.index.membership import Departures, ahead_of, new_incarnations
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.core_nats import CoreNatsEvents
-from kvrouter.indexer.ingest.jetstream import DurableConsumer, heed_cancellation
+from kvrouter.indexer.ingest.jetstream import DurableConsumer
 from kvrouter.indexer.ingest.read_position import Position
 from kvrouter.indexer.ingest.stream_reader import Ingest
 from kvrouter.indexer.replica.stream_repair import StreamRepair
@@ -206,7 +206,6 @@ class ComponentIndex:
         at_start = self._stream_requested.is_set()
         await self._stream_requested.wait()
         position = await self.snapshots.restore(may_reset=at_start) if self.snapshots else None
-        heed_cancellation()
         if position is not None:
             self.ingest.start_from(position)
         await self.ingest.run()

@@ -17,7 +17,6 @@ from dataclasses import replace
 
 import structlog
 from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
-from kvrouter.indexer.ingest.jetstream import heed_cancellation
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome
 from kvrouter.indexer.snapshots.lock import LockLost, acquired
 from kvrouter.net.etcd import AWAY as ETCD_AWAY
@@ -59,7 +58,6 @@ class StreamRepair:
         """Checks the stream every 2 s while ``suspect`` returns True, until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
-            heed_cancellation()
             try:
                 if suspect() or self.error or self._unfinished:
                     await self._check()

@@ -23,7 +23,7 @@ from kvrouter.core import InvalidDump
 from kvrouter.indexer.index.rank_dump import StaleDump
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
-from kvrouter.indexer.ingest.jetstream import created_unix_ns, heed_cancellation
+from kvrouter.indexer.ingest.jetstream import created_unix_ns
 from kvrouter.indexer.ingest.read_position import Position, StreamIdentity, StreamView
 from kvrouter.indexer.snapshots.failpoints import reach
 from kvrouter.indexer.snapshots.files import SnapshotFiles, stream_message
@@ -131,7 +131,6 @@ class Snapshots:
         """
         backoff = Backoff(*_RETRY_SECONDS)
         while True:
-            heed_cancellation()
             try:
                 if self._options.reset and may_reset:
                     await self._reset_first()
@@ -219,7 +218,6 @@ class Snapshots:
         """Takes snapshots when they are due, until cancelled."""
         while True:
             await asyncio.sleep(self._options.check_seconds)
-            heed_cancellation()
             try:
                 if await self._due():
                     await self.take(position, only_if_due=True)

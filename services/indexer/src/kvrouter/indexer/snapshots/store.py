@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.net.event_stream import write_error
+from kvrouter.net.nats_client import or_cancelled
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
@@ -116,7 +117,7 @@ class SnapshotStore:
                 left = min(_PIECE_SECONDS, deadline - time.monotonic())
                 if left <= 0:
                     raise TimeoutError
-                messages = await subscription.fetch(min(_TOGETHER, count - read), timeout=left)
+                messages = await or_cancelled(subscription.fetch(min(_TOGETHER, count - read), timeout=left))
                 read += len(messages)
                 for message in messages:
                     yield message.data

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder, RecordedEvent
 from kvrouter.net.logs import get_logger
-from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway, check_cancelled
+from kvrouter.net.nats_client import or_cancelled
+from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 log = get_logger(__name__)
@@ -138,10 +139,7 @@ class BatchSender:
                 before_sleep=self._note_retry,
             ):
                 with attempt:
-                    try:
-                        await transport.send(self._subject, payload, message_id)
-                    finally:
-                        check_cancelled()
+                    await or_cancelled(transport.send(self._subject, payload, message_id))
         except MessageRefused as error:
             self._end_wait()
             self.refused += events

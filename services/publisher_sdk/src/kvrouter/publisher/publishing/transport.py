@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 import nats.errors
 from kvrouter.net.event_stream import ensure_stream, write_error
-from kvrouter.net.logs import get_logger
 from kvrouter.net.nats_access import NatsAccess
 from kvrouter.net.nats_client import TolerantClient
+from kvrouter.net.nats_connection import NatsObserver, connect_nats
 from kvrouter.v1.common_pb2 import Transport as TransportKind
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
-
-log = get_logger(__name__)
 
 _ACK_SECONDS = 2.0
 _HEADERS_BYTES = 1024
@@ -34,69 +31,30 @@ class MessageRefused(Exception):
     """The server will never accept the message. Do not send it again."""
 
 
-def check_cancelled() -> None:
-    """Raises CancelledError if the running task was cancelled.
-
-    Loops around the NATS library must call it after each call. The library waits with ``asyncio.wait_for``, which
-    before Python 3.12 returns normally if a cancellation coincides with a result, so that the loop would never end.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
-class NatsLink:
+class NatsLink(NatsObserver):
     """A NATS connection that is made when NATS can be reached, and made again when it is lost."""
 
     def __init__(self, target: str | NatsAccess, name: str) -> None:
         """Connects to nothing; ``target`` is a URL, or one with identity and certificates."""
         self._access = NatsAccess.of(target)
-        self._url = str(self._access)
         self._name = name
-        self._client: Client | None = None
-        self._closed = asyncio.Event()
-        self._reported = False
-        self._ending = False
+        self._client: TolerantClient | None = None
         self.may_create_streams = True
         """Whether the server has not refused requests about streams to this worker's account."""
 
     async def run(self) -> None:
-        """Keeps the connection until cancelled.
-
-        The client library reconnects by itself. A connection that it gave up, such as after refused credentials, is
-        replaced by a new one.
+        """Keeps the connection until cancelled. One that the library gives up is replaced.
 
         Raises:
             nats.errors.Error: the URL is malformed.
         """
-        try:
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(TransportAway), wait=wait_random_exponential(multiplier=0.2, max=5)
-            ):
-                with attempt:
-                    self._closed.clear()
-                    self._client = TolerantClient(self._access)
-                    await self._client.connect(
-                        self._access.servers,
-                        name=self._name,
-                        max_reconnect_attempts=-1,
-                        reconnect_time_wait=1,
-                        ping_interval=10,
-                        max_outstanding_pings=2,
-                        error_cb=self._on_error,
-                        disconnected_cb=self._on_disconnected,
-                        reconnected_cb=self._on_connected,
-                        closed_cb=self._on_closed,
-                        **self._access.options(),
-                    )
-                    check_cancelled()
-                    await self._on_connected()
-                    await self._closed.wait()
-                    raise TransportAway("the connection was closed")
-        finally:
-            self._ending = True
-            if self._client is not None:
-                await self._client.close()
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(TransportAway), wait=wait_random_exponential(multiplier=0.2, max=5)
+        ):
+            with attempt:
+                async with connect_nats(self._access, self._name, self) as self._client:
+                    await self._client.wait_closed()
+                raise TransportAway("the connection was closed")
 
     @property
     def connected(self) -> bool:
@@ -119,27 +77,16 @@ class NatsLink:
             raise TransportAway("NATS is away")
         return self._client
 
-    async def _on_connected(self) -> None:
-        self._reported = False
+    def on_connected(self) -> None:
+        """Implements NatsObserver."""
         self.may_create_streams = True
-        log.info("nats.connected", url=self._url)
 
-    async def _on_disconnected(self) -> None:
-        if not self._ending:
-            log.warning("nats.disconnected", url=self._url)
-            self._reported = True
-
-    async def _on_closed(self) -> None:
-        self._closed.set()
-
-    async def _on_error(self, error: Exception) -> None:
-        if _REFUSED_API in str(error).lower():
-            self.may_create_streams = False
-            return
-        # Logged once per outage, because the library reports every attempt.
-        if not self._reported:
-            self._reported = True
-            log.warning("nats.error", url=self._url, error=repr(error))
+    def on_error(self, error: Exception) -> bool:
+        """Implements NatsObserver."""
+        if _REFUSED_API not in str(error).lower():
+            return False
+        self.may_create_streams = False
+        return True
 
 
 class Transport(Protocol):

@@ -9,15 +9,16 @@ from typing import Any
 
 from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
 from kvrouter.net.etcd import LeasedKeys
+from kvrouter.net.nats_connection import connect_nats
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
-from kvrouter.runtime.nats_connection import NatsMetrics, connect_nats
 from kvrouter.runtime.process.etcd_version import warn_if_outdated
 from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
 from kvrouter.runtime.telemetry.callers import CallerMetrics
 from kvrouter.runtime.telemetry.metrics import new_registry
+from kvrouter.runtime.telemetry.nats import NatsMetrics
 from kvrouter.runtime.telemetry.quarantine import metered_quarantine
 from kvrouter.runtime.tracing.configuration import tracing
 from nats.aio.client import Client
@@ -25,9 +26,6 @@ from prometheus_client import CollectorRegistry
 
 _WITHDRAW_SECONDS = 5.0
 """Maximum time to delete registrations at the end; if etcd is away, the lease expires instead."""
-
-
-_CLOSED_CHECK_SECONDS = 1.0
 
 
 class NatsClosed(Exception):
@@ -106,8 +104,7 @@ class Runtime:
         try:
             async with connect_nats(self._nats_access, self.instance_id, self._nats_metrics) as client:
                 connected.set_result(client)
-                while not client.is_closed:  # noqa: ASYNC110 - the closed callback would need more code
-                    await asyncio.sleep(_CLOSED_CHECK_SECONDS)
+                await client.wait_closed()
                 raise NatsClosed(f"NATS refused the connection: {client.last_error}")
         finally:
             connected.cancel()

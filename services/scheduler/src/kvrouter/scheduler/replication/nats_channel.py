@@ -14,7 +14,7 @@ from contextlib import suppress
 import nats.errors
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
-from kvrouter.runtime.nats_connection import MAX_PENDING_BYTES, MAX_PENDING_MESSAGES
+from kvrouter.net.nats_client import or_cancelled
 from kvrouter.scheduler.identifiers import component_message
 from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas
@@ -29,6 +29,10 @@ log = structlog.get_logger(component="scheduler")
 
 MAX_OUTGOING = 65_536
 """Most events waiting to be sent. Only a stall of the event loop for seconds fills it."""
+_MAX_PENDING_MESSAGES = 65_536
+"""Messages that a subscription queues for its reader; further ones are dropped and counted."""
+_MAX_PENDING_BYTES = 64 << 20
+"""Bytes that a subscription queues for its reader."""
 _MAX_ANSWERS = 256
 """Maximum number of waiting requests for this Scheduler's state. Further ones are dropped, and their senders retry."""
 _CHUNK_SECONDS = 5.0
@@ -75,8 +79,8 @@ class SyncChannel:
         events = await self._client.subscribe(
             self._component.sync_subject,
             cb=self._take,
-            pending_msgs_limit=MAX_PENDING_MESSAGES,
-            pending_bytes_limit=MAX_PENDING_BYTES,
+            pending_msgs_limit=_MAX_PENDING_MESSAGES,
+            pending_bytes_limit=_MAX_PENDING_BYTES,
         )
         state_subject = self._component.sync_state_subject(self._here[1])
         requests = await self._client.subscribe(state_subject, cb=self._take_request)
@@ -206,7 +210,7 @@ class SyncChannel:
             subject = self._component.sync_state_subject(event_log.scheduler[1])
             await self._client.publish(subject, SyncStateRequest(scheduler_id=self._here[1]).SerializeToString(), inbox)
             while True:
-                answer = await answers.next_msg(timeout=_CHUNK_SECONDS)
+                answer = await or_cancelled(answers.next_msg(timeout=_CHUNK_SECONDS))
                 if answer.headers and answer.headers.get("Status"):
                     raise StateBroken("nobody answers on its state subject")
                 if fetch.take(decode_message(SyncStateResponse, answer.data)):
