@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from kvrouter.runtime.listening import BindFailed
+from kvrouter.net.rpc.server import BindFailed
 from kvrouter.runtime.process.shared_port import shared_port
 
 

@@ -11,15 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import (
-    RpcServer,
-    add_service,
-    call_stream_client,
-    open_channel,
-    open_server,
-    remote,
-    remote_on_call_stream,
-)
+from kvrouter.runtime.rpc import RpcServer, call_stream_client, open_channel, remote, remote_on_call_stream
 from kvrouter.v1 import indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.worker_pb2 import (
     AbortRequest,
@@ -80,8 +72,8 @@ class Worker:
 async def serving(
     descriptor: Any, implementation: object, **options: Any
 ) -> AsyncIterator[tuple[RpcServer, grpc.aio.Channel]]:
-    server = open_server("127.0.0.1:0", **options)
-    add_service(server, descriptor, implementation)
+    server = RpcServer("127.0.0.1:0", **options)
+    server.add_service(descriptor, implementation)
     await server.start()
     channel = open_channel(server.endpoint())
     try:

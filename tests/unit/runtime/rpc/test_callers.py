@@ -9,14 +9,7 @@ import pytest
 from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
 from kvrouter.net.authorization.service_token import digest_line
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import (
-    add_service,
-    call_stream_client,
-    open_channel,
-    open_server,
-    remote,
-    remote_on_call_stream,
-)
+from kvrouter.runtime.rpc import RpcServer, call_stream_client, open_channel, remote, remote_on_call_stream
 from kvrouter.v1.errors import DependencyAway, ServiceRefused
 from kvrouter.v1.indexer_pb2 import GetStatsRequest, GetStatsResponse
 from kvrouter.v1.worker_pb2 import AbortRequest
@@ -43,8 +36,8 @@ def check(tmp_path: Path) -> CallerCheck:
 @pytest.mark.parametrize("shown", [TOKEN, OTHER, ""], ids=["the token", "another", "none"])
 @pytest.mark.parametrize("role", ["worker", "frontend"])
 async def test_a_call_needs_the_token(check: CallerCheck, tmp_path: Path, shown: str, role: str) -> None:
-    server = open_server("127.0.0.1:0", callers=check)
-    add_service(server, WORKER, Worker())
+    server = RpcServer("127.0.0.1:0", callers=check)
+    server.add_service(WORKER, Worker())
     await server.start()
     with capture_logs() as logs, showing(token_of(tmp_path / "shown", shown) if shown else None):
         async with open_channel(server.endpoint(), role=role) as channel:
@@ -71,8 +64,8 @@ async def test_a_call_needs_the_token(check: CallerCheck, tmp_path: Path, shown:
 
 @pytest.mark.parametrize("shown", [TOKEN, OTHER], ids=["the token", "another"])
 async def test_a_call_stream_needs_the_token(check: CallerCheck, tmp_path: Path, shown: str) -> None:
-    server = open_server("127.0.0.1:0", callers=check)
-    add_service(server, WORKER, Worker())
+    server = RpcServer("127.0.0.1:0", callers=check)
+    server.add_service(WORKER, Worker())
     await server.start()
     with showing(token_of(tmp_path / "shown", shown)):
         client = call_stream_client(server.endpoint(), client_name="tester", role="worker")
@@ -108,8 +101,8 @@ async def test_what_a_worker_is_shown_opens_no_service(tmp_path: Path) -> None:
     assert not service.accepts(shown)
     assert service.accepts(service.shown_to("scheduler"))
     stolen = token_of(tmp_path / "stolen", shown)
-    server = open_server("127.0.0.1:0", callers=CallerCheck(None, service))
-    add_service(server, INDEXER, Indexer())
+    server = RpcServer("127.0.0.1:0", callers=CallerCheck(None, service))
+    server.add_service(INDEXER, Indexer())
     await server.start()
     for token in (stolen, service):
         with showing(token):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from kvrouter.net import call_gate
-from kvrouter.runtime.rpc import Metadata, add_service, open_server
+from kvrouter.runtime.rpc import Metadata, RpcServer
 from kvrouter.v1.errors import RateLimited
 
 from ....hostile_peer import hostile_peer, message_head
@@ -27,8 +27,8 @@ class ExhaustedGuard:
 async def test_refusals_wait_for_their_turn_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_gate, "_REFUSALS_PER_SECOND", 0.001)
     monkeypatch.setattr(call_gate, "_MAX_REFUSAL_SECONDS", 1e6)
-    server = open_server("127.0.0.1:0")
-    add_service(server, WORKER, Worker(), guard=ExhaustedGuard())
+    server = RpcServer("127.0.0.1:0")
+    server.add_service(WORKER, Worker(), guard=ExhaustedGuard())
     await server.start()
     server.gate.refusals.limit = 4
     async with hostile_peer(server.endpoint()) as peer, asyncio.timeout(30):

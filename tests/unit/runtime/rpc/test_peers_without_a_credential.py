@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvrouter.runtime.rpc import Metadata, RpcServer, add_service, open_channel, open_server
+from kvrouter.runtime.rpc import Metadata, RpcServer, open_channel
 from kvrouter.v1.errors import Unauthenticated
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
 
@@ -37,8 +37,8 @@ class KeyGuard:
 
 @pytest.fixture
 async def server() -> AsyncIterator[RpcServer]:
-    server = open_server("127.0.0.1:0", max_calls=8)
-    add_service(server, WORKER, Worker(), guard=KeyGuard())
+    server = RpcServer("127.0.0.1:0", max_calls=8)
+    server.add_service(WORKER, Worker(), guard=KeyGuard())
     await server.start()
     yield server
     await server.drain(0)

@@ -12,7 +12,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from kvrouter.runtime.rpc import BindFailed, add_service, open_channel, open_server, remote
+from kvrouter.net.rpc.server import BindFailed
+from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.v1 import errors, worker_pb2
 from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
@@ -103,15 +104,15 @@ async def test_draining_cuts_off_calls_that_take_too_long() -> None:
 
 async def test_two_servers_do_not_share_a_port() -> None:
     async with serving(WORKER, Worker()) as (server, _):
-        second = open_server(server.endpoint())
+        second = RpcServer(server.endpoint())
         with pytest.raises(BindFailed, match="cannot listen on"):
             await second.start()
 
 
 async def test_health_follows_each_service_and_all_of_them() -> None:
-    server = open_server("127.0.0.1:0")
-    add_service(server, WORKER, Worker())
-    add_service(server, INDEXER, object())
+    server = RpcServer("127.0.0.1:0")
+    server.add_service(WORKER, Worker())
+    server.add_service(INDEXER, object())
     await server.start()
     serving_status = health_pb2.HealthCheckResponse.ServingStatus
     async with open_channel(server.endpoint()) as channel:
@@ -166,7 +167,7 @@ async def test_a_slow_name_server_does_not_hold_up_the_loop(monkeypatch: pytest.
         return "node-7"
 
     monkeypatch.setattr(socket, "getfqdn", name)
-    server = open_server("0.0.0.0:0")
+    server = RpcServer("0.0.0.0:0")
     await server.start()
     assert server.endpoint() == f"node-7:{server.port}"
     assert asked

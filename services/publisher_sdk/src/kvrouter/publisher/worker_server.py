@@ -11,14 +11,10 @@ from google.protobuf.message import DecodeError, Message
 from kvrouter.net import trace_context
 from kvrouter.net.authorization import CallerCheck, ServiceToken
 from kvrouter.net.call_gate import CallGate
-from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamServer, ServerCall
-from kvrouter.net.grpc_options import SERVER_OPTIONS
-from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
-from kvrouter.net.health_service import HealthService
 from kvrouter.net.logs import get_logger
-from kvrouter.net.server_reflection import add_reflection
-from kvrouter.net.tls import Tls, add_port
+from kvrouter.net.rpc.server import BindFailed, GrpcServer, received_trace_context
+from kvrouter.net.tls import Tls
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
 from kvrouter.publisher.model_files import ModelFiles
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -73,24 +69,26 @@ class WorkerServer:
         spans: RequestSpans | None = None,
     ) -> None:
         """``files`` are those of the model's tokenizer. ``spans`` records requests; None records none."""
-        self._tls = tls
         self._files = files or ModelFiles()
         self._spans = spans
         self._requests = RunningRequests(engine, structured_output=structured_output)
         self._ranks = ranks
         self._load = load
         self._draining = False
-        self._health = HealthService()
         self.callers = CallerCheck(tls, token)
         """Decides which processes may call the worker."""
-        check = self.callers if self.callers.applies else None
-        self.gate = CallGate(check)
-        """What admits the calls."""
-        self._server = grpc.aio.server(interceptors=[self.gate], options=SERVER_OPTIONS)
-        self.call_streams = CallStreamServer(check=check)
-        """The call streams."""
-        self.call_streams.on_opening = self.gate.conduct.opened
+        self._server = GrpcServer(self.callers if self.callers.applies else None, tls=tls)
         self._draining_streams: asyncio.Task[None] | None = None
+
+    @property
+    def gate(self) -> CallGate:
+        """Admits the calls."""
+        return self._server.gate
+
+    @property
+    def call_streams(self) -> CallStreamServer:
+        """The call streams."""
+        return self._server.call_streams
 
     @property
     def requests(self) -> int:
@@ -115,20 +113,16 @@ class WorkerServer:
             "GetLoad": grpc.unary_unary_rpc_method_handler(self._guarded(self._get_load), response_serializer=_encode),
             "GetModelFile": grpc.unary_stream_rpc_method_handler(self._guarded(self._get_model_file)),
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self._server.add(SERVICE, handlers)
         self.call_streams.add_streaming(f"{SERVICE}/Generate", self._generate_on_stream)
         self.call_streams.add_unary(f"{SERVICE}/Abort", self._abort_on_stream)
-        self.call_streams.register(self._server)
-        self._health.register(self._server)
-        add_reflection(self._server, [SERVICE, CALL_STREAM_SERVICE, HEALTH_SERVICE])
-        try:
-            port = add_port(self._server, bind, self._tls)
-        except RuntimeError as error:
-            raise InvalidConfig(f"bind: cannot listen on {bind}: {error}") from None
         self._requests.attach()
-        await self._server.start()
+        try:
+            port = await self._server.start(bind)
+        except BindFailed as error:
+            raise InvalidConfig(f"bind: {error}") from None
         for name in ("", SERVICE):
-            self._health.set(name, True)
+            self._server.health.set(name, True)
         return port
 
     async def refuse_requests(self) -> None:
@@ -136,7 +130,7 @@ class WorkerServer:
         self._draining = True
         self._draining_streams = asyncio.create_task(self.call_streams.drain())
         for name in ("", SERVICE):
-            self._health.set(name, False)
+            self._server.health.set(name, False)
 
     async def stop(self, grace_seconds: float) -> None:
         """Waits for running calls, cancels them after ``grace_seconds``, and stops listening."""
@@ -148,7 +142,7 @@ class WorkerServer:
 
     async def _generate(self, data: bytes, context: _Context) -> None:
         call = GenerateCall()
-        with trace_context.entered(_trace_context_of(context)):
+        with trace_context.entered(received_trace_context(context)):
             self._start(data, call)
         del data
         try:
@@ -276,13 +270,6 @@ class WorkerServer:
             return None
 
         return guarded
-
-
-def _trace_context_of(context: _Context) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == trace_context.HEADER and isinstance(value, str):
-            return trace_context.checked(value)
-    return ""
 
 
 def _encode(message: Message) -> bytes:

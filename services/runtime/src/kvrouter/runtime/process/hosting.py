@@ -11,7 +11,7 @@ from functools import partial
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.runtime.process.context import Runtime
-from kvrouter.runtime.rpc import Guard, RpcServer, add_service, open_server
+from kvrouter.runtime.rpc import Guard, RpcServer
 from kvrouter.runtime.telemetry.grpc_servers import expose_servers
 from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import serving_ops
@@ -64,14 +64,14 @@ async def host(
     """
     settings = runtime.settings
     counts = runtime.call_streams.server()
-    server = open_server(
+    server = RpcServer(
         settings.bind, call_stream_counts=counts, reuse_port=reuse_port, tls=runtime.tls, callers=runtime.callers
     )
     expose_servers(runtime.registry, lambda: [server])
     readiness = readiness_gauge(runtime.registry)
     for service in services:
         readiness.labels(service.kind).set_function(partial(server.health.is_ready, service.descriptor.full_name))
-        add_service(server, service.descriptor, service.implementation, limits=service.limits, guard=service.guard)
+        server.add_service(service.descriptor, service.implementation, limits=service.limits, guard=service.guard)
     async with serving_ops(
         settings.http_bind,
         runtime.registry,

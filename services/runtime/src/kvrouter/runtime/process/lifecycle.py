@@ -15,11 +15,11 @@ import uvloop
 from kvrouter import core
 from kvrouter.net.etcd import InvalidEndpoint, KeyTaken
 from kvrouter.net.nats_access import InvalidNats
+from kvrouter.net.rpc.server import BindFailed
 from kvrouter.net.secret_files import UnreadableSecret
 from kvrouter.net.tls import InvalidCertificate
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.config.sources import refuse
-from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.telemetry import logs
 from kvrouter.runtime.tracing.configuration import TracingNotInstalled
 

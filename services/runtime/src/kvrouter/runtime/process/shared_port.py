@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from kvrouter.runtime.listening import BindFailed
+from kvrouter.net.rpc.server import BindFailed
 
 _Address = tuple[socket.AddressFamily, tuple[str, int]]
 

@@ -1,27 +1,23 @@
 """gRPC servers and stubs for the protocols in ``kvrouter.runtime.contracts``."""
 
 from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
-from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc.call_stub import remote_on_call_stream
 from kvrouter.runtime.rpc.client import call_stream_client, open_channel, remote
 from kvrouter.runtime.rpc.guard import Guard, Metadata
-from kvrouter.runtime.rpc.server import RpcServer, add_service, not_awaited_by_drain, open_server
+from kvrouter.runtime.rpc.server import RpcServer, not_awaited_by_drain
 from kvrouter.runtime.telemetry.health import HealthBoard
 
 __all__ = [
     "CHANNEL_OPTIONS",
     "MAX_MESSAGE_BYTES",
     "SERVER_OPTIONS",
-    "BindFailed",
     "Guard",
     "HealthBoard",
     "Metadata",
     "RpcServer",
-    "add_service",
     "call_stream_client",
     "not_awaited_by_drain",
     "open_channel",
-    "open_server",
     "remote",
     "remote_on_call_stream",
 ]

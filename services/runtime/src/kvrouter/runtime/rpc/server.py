@@ -23,14 +23,11 @@ from google.protobuf.message import Message
 from kvrouter.net import trace_context
 from kvrouter.net.authorization import CallerCheck
 from kvrouter.net.call_gate import CallGate
-from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
-from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
-from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
-from kvrouter.net.server_reflection import add_reflection
-from kvrouter.net.tls import Tls, add_port
+from kvrouter.net.grpc_options import MAX_CALLS
+from kvrouter.net.rpc.server import GrpcServer, received_trace_context
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.rpc.call_handlers import call_handler
 from kvrouter.runtime.rpc.guard import UNGUARDED, Guard, GuardedPeers
 from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
@@ -75,24 +72,18 @@ class RpcServer:
         tls: Tls | None = None,
         callers: CallerCheck | None = None,
     ) -> None:
-        self._tls = tls
         self._peers = GuardedPeers(callers)
-        self._gate = CallGate(self._peers, max_calls=max_calls)
-        self.health = HealthBoard()
+        self._server = GrpcServer(
+            self._peers, tls=tls, max_calls=max_calls, call_stream_counts=call_stream_counts, reuse_port=reuse_port
+        )
+        self._encrypted = tls is not None
+        self.health = HealthBoard(self._server.health)
         """Readiness of the services; each starts as not ready."""
         self._bind = bind
-        options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
-        self._server = grpc.aio.server(
-            interceptors=[self._gate],
-            options=list(options.items()),
-        )
-        self._names: list[str] = []
         self._draining = False
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._call_streams = CallStreamServer(counts=call_stream_counts, check=self._peers)
-        self._call_streams.on_opening = self._gate.conduct.opened
         self._port = 0
         self._host = bind.rpartition(":")[0]
         """Host under which others reach the server by default."""
@@ -100,17 +91,17 @@ class RpcServer:
     @property
     def calls(self) -> int:
         """Number of running calls, without health and reflection."""
-        return self._calls + self._call_streams.running
+        return self._calls + self.call_streams.running
 
     @property
     def gate(self) -> CallGate:
         """What admits the calls."""
-        return self._gate
+        return self._server.gate
 
     @property
     def call_streams(self) -> CallStreamServer:
         """The call streams."""
-        return self._call_streams
+        return self._server.call_streams
 
     @property
     def port(self) -> int:
@@ -134,19 +125,13 @@ class RpcServer:
             BindFailed: the port is in use or the address is not one of this machine's.
             InvalidTls: TLS is enabled without a certificate.
         """
-        self.health.service.register(self._server)
-        self._call_streams.register(self._server)
-        add_reflection(self._server, [*self._names, CALL_STREAM_SERVICE, HEALTH_SERVICE])
-        self.health.announce(self._names)
-        try:
-            self._port = add_port(self._server, self._bind, self._tls)
-        except RuntimeError:
-            raise BindFailed(self._bind) from None
-        await self._server.start()
+        self.health.announce(self._server.services)
+        self._port = await self._server.start(self._bind)
         if _is_any(self._host):
             # In a thread, because a name server may be slow or away.
             self._host = await asyncio.to_thread(socket.getfqdn)
-        log.info("grpc.listening", address=self.endpoint(), services=self._names, encrypted=self._tls is not None)
+        services = self._server.services
+        log.info("grpc.listening", address=self.endpoint(), services=services, encrypted=self._encrypted)
 
     async def drain(self, seconds: float) -> None:
         """Stops: refuses new calls, lets running calls finish, then closes connections.
@@ -158,7 +143,7 @@ class RpcServer:
         self.health.drain()
         try:
             async with asyncio.timeout(seconds):
-                await self._call_streams.drain()
+                await self.call_streams.drain()
                 await self._idle.wait()
         except TimeoutError:
             log.warning("calls.cut_off", calls=self.calls, after_seconds=seconds)
@@ -193,16 +178,14 @@ class RpcServer:
                 continue
             handlers[method.name] = self._handler(method, bound, limits, guard)
             self._add_to_call_streams(method, bound, limits, guard)
-        generic = grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
-        self._server.add_generic_rpc_handlers((generic,))
-        self._names.append(descriptor.full_name)
+        self._server.add(descriptor.full_name, handlers)
 
     def _add_to_call_streams(
         self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits, guard: Guard | None
     ) -> None:
         if not method.client_streaming and not method.server_streaming:
             path = full_path(method)
-            self._call_streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits), guard))
+            self.call_streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits), guard))
 
     def _handler(
         self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits, guard: Guard | None
@@ -227,7 +210,7 @@ class RpcServer:
                     self._counted(awaited=awaited),
                     _admitted(guard, path, context, 0 if method.client_streaming else len(incoming)),
                     trace_context.accompanied(_companions_of(context) if starts_traces else _ALONE),
-                    trace_context.entered(_trace_context_of(context)),
+                    trace_context.entered(received_trace_context(context)),
                     request_span(path[1:]) if starts_traces else span(path[1:], Kind.SERVER),
                 ):
                     request = _read_all(incoming, parse) if method.client_streaming else parse(incoming)
@@ -285,42 +268,6 @@ async def _answer_in_pieces(bound: Callable[..., Any], request: Any, context: _C
             await context.write(response)
 
 
-def open_server(
-    bind: str,
-    *,
-    max_calls: int = MAX_CALLS,
-    call_stream_counts: CallStreamCounts | None = None,
-    reuse_port: bool = False,
-    tls: Tls | None = None,
-    callers: CallerCheck | None = None,
-) -> RpcServer:
-    """Returns a server for ``host:port`` (port 0 chooses a free one), not yet started.
-
-    With ``reuse_port``, processes share the port, which their parent holds (``shared_port``). With ``tls``, connections
-    are encrypted; ``callers`` decides which processes may call which methods.
-    """
-    return RpcServer(
-        bind,
-        max_calls=max_calls,
-        call_stream_counts=call_stream_counts,
-        reuse_port=reuse_port,
-        tls=tls,
-        callers=callers,
-    )
-
-
-def add_service(
-    server: RpcServer,
-    descriptor: ServiceDescriptor,
-    implementation: object,
-    *,
-    limits: MessageLimits = DEFAULT_LIMITS,
-    guard: Guard | None = None,
-) -> None:
-    """Serves an object of a contract; see ``RpcServer.add_service``."""
-    server.add_service(descriptor, implementation, limits=limits, guard=guard)
-
-
 def _bound_method(implementation: object, name: str) -> Callable[..., Any] | None:
     return getattr(implementation, f"{name}_encoded", None) or getattr(implementation, name, None)
 
@@ -328,13 +275,6 @@ def _bound_method(implementation: object, name: str) -> Callable[..., Any] | Non
 def _deadline_of(context: _Context) -> Deadline:
     remaining = context.time_remaining()
     return Deadline.never() if remaining is None else Deadline.after(remaining)
-
-
-def _trace_context_of(context: _Context) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == trace_context.HEADER:
-            return trace_context.checked(value) if isinstance(value, str) else ""
-    return ""
 
 
 def _companions_of(context: _Context) -> trace_context.Companions:
@@ -346,7 +286,7 @@ def _companions_of(context: _Context) -> trace_context.Companions:
     tracestate, baggage = received.values()
     if not (tracestate or baggage):
         return _ALONE
-    return trace_context.checked_companions(_trace_context_of(context), tracestate, baggage)
+    return trace_context.checked_companions(received_trace_context(context), tracestate, baggage)
 
 
 async def _read_all(incoming: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> AsyncGenerator[Message, None]:

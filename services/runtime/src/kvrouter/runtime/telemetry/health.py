@@ -18,9 +18,9 @@ def readiness_gauge(registry: CollectorRegistry) -> Gauge:
 class HealthBoard:
     """Readiness by full gRPC service name. The empty name stands for all services together."""
 
-    def __init__(self) -> None:
-        self.service = HealthService()
-        """Answers grpc.health."""
+    def __init__(self, service: HealthService | None = None) -> None:
+        """``service`` answers grpc.health."""
+        self.service = HealthService() if service is None else service
         self._ready: dict[str, bool] = {}
         self._draining = False
 

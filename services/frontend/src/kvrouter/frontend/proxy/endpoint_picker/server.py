@@ -24,10 +24,10 @@ from kvrouter.net.grpc_options import SERVER_OPTIONS
 from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
 from kvrouter.net.health_service import HealthService
 from kvrouter.net.peer_conduct import PeerConduct
+from kvrouter.net.rpc.server import BindFailed
 from kvrouter.net.server_reflection import add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.listening import BindFailed
 from kvrouter.runtime.telemetry.grpc_servers import expose_conduct
 from kvrouter.v1.errors import KvRouterError
 from prometheus_client import CollectorRegistry

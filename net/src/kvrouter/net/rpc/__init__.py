@@ -1,0 +1,1 @@
+"""gRPC servers of services and workers."""
