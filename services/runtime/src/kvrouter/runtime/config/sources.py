@@ -1,6 +1,6 @@
 """Reads settings from flags, environment and file. No other module reads the environment.
 
-pydantic-settings is not used, because its environment source drops the ``KVROUTER_`` prefix of fields with aliases.
+docs/decisions/0016-settings-loader.md has the reasons against pydantic-settings.
 """
 
 from __future__ import annotations
