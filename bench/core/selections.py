@@ -93,7 +93,6 @@ def scheduler(mode: str, ranks: int, indexer: StaticIndexer, rng: random.Random)
     affinity = Affinity(1000)
     router = Router(
         pools,
-        table,
         leases,
         Decisions(1000),
         lambda _: indexer,

@@ -209,7 +209,6 @@ class Parts:
         affinity = Affinity(conversations)
         self.router = Router(
             self.pools,
-            self.booking_table,
             self.booking_leases,
             self.decisions,
             lambda _: self.indexer,
@@ -234,7 +233,6 @@ class Parts:
         """The object behind the Scheduler's API."""
         status = Status(
             self.pools,
-            self.booking_table,
             self.booking_leases,
             self.decisions,
             self.board,

@@ -17,7 +17,6 @@ from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, wo
 def ask(parts: Parts, **fields: object) -> GetStatusResponse:
     status = Status(
         parts.pools,
-        parts.booking_table,
         parts.booking_leases,
         parts.decisions,
         parts.board,

@@ -104,7 +104,6 @@ async def running(
         )
     router = Router(
         pools,
-        booking_table,
         booking_leases,
         decisions,
         indexers or remote_indexers,
@@ -153,7 +152,6 @@ async def running(
         bounds.add("queued_requests", lambda: queued.longest, settings.max_queued_requests)
     status = Status(
         pools,
-        booking_table,
         booking_leases,
         decisions,
         thresholds,

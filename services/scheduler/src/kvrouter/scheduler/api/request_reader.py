@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
 
 import structlog
@@ -30,18 +30,19 @@ MAX_LEASE_SECONDS = 24 * 3600.0
 _NOT_BOOKED = BookingOptions()
 
 
+@dataclass(eq=False)
 class RequestReader:
-    """Checks requests against the registered components."""
+    """Checks requests against the registered components.
 
-    def __init__(
-        self, pools: Pools, thresholds: ThresholdBoard, options: RoutingOptions, *, max_prompt_tokens: int = 1 << 32
-    ) -> None:
-        """``options`` apply unless ``thresholds`` of a model, or a request, override them."""
-        self._pools = pools
-        self._thresholds = thresholds
-        self._options = options
-        self._max_prompt_tokens = max_prompt_tokens
-        self._warned: set[tuple[str, str]] = set()
+    ``options`` apply unless ``thresholds`` of a model, or a request, override them.
+    """
+
+    pools: Pools
+    thresholds: ThresholdBoard
+    options: RoutingOptions
+    _: KW_ONLY
+    max_prompt_tokens: int = 1 << 32
+    _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
     def read_selection(self, request: SelectWorkerRequest) -> RequestContext:
         """Reads a selection with its booking and tenant.
@@ -77,18 +78,18 @@ class RequestReader:
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
         """
-        pool = self._pools.find(request, stage or Stage.STAGE_WHOLE)
+        pool = self.pools.find(request, stage or Stage.STAGE_WHOLE)
         if stage is None:
             stage = _stage_at(pool.role, may_prefill_locally=request.may_prefill_locally)
-        in_force = self._options
-        if (thresholds := self._thresholds.of(pool.model)) != in_force.thresholds:
+        in_force = self.options
+        if (thresholds := self.thresholds.of(pool.model)) != in_force.thresholds:
             in_force = replace(in_force, thresholds=thresholds)
         options = overridden(in_force, request.overrides)
         prompt = read_prompt(
             request,
             block_size=pool.booked_load.block_size,
             max_model_len=pool.max_model_len,
-            max_prompt_tokens=self._max_prompt_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
             largest_cache=pool.worker_set.largest_cache,
         )
         constraints = WorkerConstraints.of(request, stage)
@@ -114,7 +115,7 @@ class RequestReader:
             request.priority,
             ignored_overrides(request.overrides, options.mode),
             may_prefill_locally,
-            self._pools.prefill_pools_of(pool) if may_prefill_locally else (),
+            self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
         )
 
     def _warn_of_ignored(self, context: RequestContext) -> None:

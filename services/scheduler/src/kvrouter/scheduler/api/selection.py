@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 
 import numpy as np
 from kvrouter.core import Rank
@@ -34,18 +35,16 @@ MAX_CANDIDATES = 8
 """Candidates with their costs in a span, the cheapest ones. Explain has all of them."""
 
 
+@dataclass(eq=False)
 class Selector:
     """Answers selections."""
 
-    def __init__(
-        self, reader: RequestReader, router: Router, queued: QueuedRequests, metrics: SchedulerMetrics
-    ) -> None:
-        self._reader = reader
-        self._router = router
-        self._queued = queued
-        self._metrics = metrics
-        self._under_way: dict[Key, asyncio.Event] = {}
-        """Running selections, each with the event of its end."""
+    reader: RequestReader
+    router: Router
+    queued: QueuedRequests
+    metrics: SchedulerMetrics
+    _under_way: dict[Key, asyncio.Event] = field(default_factory=dict, init=False)
+    """Running selections, each with the event of its end."""
 
     async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
         """Chooses a rank, and books it if the request names a booking.
@@ -60,19 +59,19 @@ class Selector:
         started = time.perf_counter()
         code, mode, queued_seconds = "OK", "", 0.0
         try:
-            context = self._reader.read_selection(request)
+            context = self.reader.read_selection(request)
             mode = context.options.mode
             response = await self._select_once(context, request, deadline)
             queued_seconds = response.queued_us / 1e6
-            if (span := current_span()).recording and (decision := self._router.decisions.by_id(response.decision_id)):
+            if (span := current_span()).recording and (decision := self.router.decisions.by_id(response.decision_id)):
                 span.set(span_attributes(decision))
             return response
         except KvRouterError as error:
             code = error.code.name
             raise
         finally:
-            self._metrics.selected(mode, code).inc()
-            self._metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
+            self.metrics.selected(mode, code).inc()
+            self.metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
     async def _select_once(
         self, context: RequestContext, request: SelectWorkerRequest, deadline: Deadline
@@ -82,7 +81,7 @@ class Selector:
         if key is None:
             return await self._dispatch(context, request, deadline)
         while True:
-            if (earlier := self._router.earlier_outcome(context, key)) is not None:
+            if (earlier := self.router.earlier_outcome(context, key)) is not None:
                 return earlier
             if (under_way := self._under_way.get(key)) is None:
                 break
@@ -97,15 +96,13 @@ class Selector:
     async def _dispatch(
         self, context: RequestContext, request: SelectWorkerRequest, deadline: Deadline
     ) -> SelectWorkerResponse:
-        self._router.check(context)
-        overlaps = await self._router.overlaps(context, deadline)
+        self.router.check(context)
+        overlaps = await self.router.overlaps(context, deadline)
         if overlaps.failure:
-            self._metrics.load_only.labels(reason=overlaps.failure).inc()
+            self.metrics.load_only.labels(reason=overlaps.failure).inc()
         if request.time_left_ms:
             deadline = deadline.within(request.time_left_ms / 1e3)
-        return await self._queued.dispatch(
-            context, overlaps, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline
-        )
+        return await self.queued.dispatch(context, overlaps, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline)
 
     async def compare(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
         """Returns the choice in one component with its cost, for callers with a choice of components.
@@ -117,17 +114,17 @@ class Selector:
             raise BadRequest(
                 "compares: a comparison books nothing", field="booking", advice="Leave booking or compares out."
             )
-        context = self._reader.read_request(request.request)
-        self._router.check(context)
-        overlaps = await self._router.overlaps(context, deadline)
-        decision = self._router.decide(context, overlaps, is_recorded=False)
+        context = self.reader.read_request(request.request)
+        self.router.check(context)
+        overlaps = await self.router.overlaps(context, deadline)
+        decision = self.router.decide(context, overlaps, is_recorded=False)
         response = selection_response(decision, overlaps)
         costs = decision.explanation.costs
         if len(costs) and decision.verdict is not None and decision.context is not None:
             tokens = decision.context.block_size if decision.explanation.counts_blocks else 1
             response.cost = float(costs[decision.verdict.index]) * tokens
         response.would_queue = isinstance(decision.verdict, Wait)
-        response.keeps_conversation = decision.rank == self._router.conversation_rank(context)
+        response.keeps_conversation = decision.rank == self.router.conversation_rank(context)
         return response
 
     async def potential_loads(
@@ -138,10 +135,10 @@ class Selector:
         Raises:
             KvRouterError: the request is refused.
         """
-        context = self._reader.read_request(request.request, needs_worker=False)
+        context = self.reader.read_request(request.request, needs_worker=False)
         check_pinned(context.pool.candidates, context.constraints, context.pool.name)
-        overlaps = await self._router.overlaps(context, deadline, needed=context.options.overlap_score_weight > 0)
-        candidates = self._router.snapshot(context, overlaps)
+        overlaps = await self.router.overlaps(context, deadline, needed=context.options.overlap_score_weight > 0)
+        candidates = self.router.snapshot(context, overlaps)
         loads = candidates.loads
         return GetPotentialLoadsResponse(
             loads=[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from kvrouter.runtime.contracts import Connection
 from kvrouter.runtime.deadline import Deadline
@@ -19,37 +20,28 @@ from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.errors import BadRequest, NotFound, UnknownModel
 
 
+@dataclass(eq=False)
 class SchedulerService:
-    """The object behind the Scheduler's gRPC API; see ``kvrouter.runtime.contracts.Scheduler``."""
+    """The object behind the Scheduler's gRPC API; see ``kvrouter.runtime.contracts.Scheduler``.
 
-    def __init__(
-        self,
-        pools: Pools,
-        selector: Selector,
-        bookings: BookingUpdates,
-        sessions: Sessions,
-        decisions: Decisions,
-        thresholds: ThresholdBoard,
-        status: Status,
-        drains: Drains,
-        *,
-        is_ready: Callable[[], bool],
-    ) -> None:
-        """``is_ready`` returns whether registrations and thresholds have been read."""
-        self._pools = pools
-        self._selector = selector
-        self._bookings = bookings
-        self._sessions = sessions
-        self._decisions = decisions
-        self._thresholds = thresholds
-        self._status = status
-        self._drains = drains
-        self._is_ready = is_ready
+    ``is_ready`` returns whether registrations and thresholds have been read.
+    """
+
+    pools: Pools
+    selector: Selector
+    bookings: BookingUpdates
+    sessions: Sessions
+    decisions: Decisions
+    thresholds: ThresholdBoard
+    status: Status
+    drains: Drains
+    _: KW_ONLY
+    is_ready: Callable[[], bool]
 
     @property
     def ready(self) -> bool:
         """Returns whether requests can be routed."""
-        return self._is_ready()
+        return self.is_ready()
 
     async def select_worker(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Chooses a rank and books the request there, for the named session or under a lease.
@@ -59,8 +51,8 @@ class SchedulerService:
             AllBusy, RequestIdReused, SessionLost, TooLarge, DeadlineExceeded.
         """
         if request.compares:
-            return await self._selector.compare(request, deadline=deadline)
-        return await self._selector.select(request, deadline=deadline)
+            return await self.selector.compare(request, deadline=deadline)
+        return await self.selector.select(request, deadline=deadline)
 
     async def mark_prefill_complete(
         self,
@@ -73,7 +65,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return self._bookings.mark_prefill_complete(request)
+        return self.bookings.mark_prefill_complete(request)
 
     async def report_output(self, request: pb.ReportOutputRequest, *, deadline: Deadline) -> pb.ReportOutputResponse:
         """Records how many tokens a booking has generated.
@@ -81,7 +73,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return self._bookings.report_output(request)
+        return self.bookings.report_output(request)
 
     async def free(self, request: pb.FreeRequest, *, deadline: Deadline) -> pb.FreeResponse:
         """Ends a booking.
@@ -89,7 +81,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return self._bookings.free(request)
+        return self.bookings.free(request)
 
     def open_session(
         self,
@@ -103,7 +95,7 @@ class SchedulerService:
         Raises:
             BadRequest, SessionLost.
         """
-        return self._sessions.open(request, connection)
+        return self.sessions.open(request, connection)
 
     def update_bookings(self, request: pb.UpdateBookingsRequest, *, deadline: Deadline) -> pb.UpdateBookingsResponse:
         """Applies numbered updates of a session's bookings.
@@ -111,11 +103,11 @@ class SchedulerService:
         Raises:
             BadRequest, SessionLost.
         """
-        return self._sessions.update(request)
+        return self.sessions.update(request)
 
     def close_session(self, request: pb.CloseSessionRequest, *, deadline: Deadline) -> pb.CloseSessionResponse:
         """Closes a session. Its bookings are dropped after the grace, unless it is opened again."""
-        return self._sessions.close(request)
+        return self.sessions.close(request)
 
     async def get_potential_loads(
         self, request: pb.GetPotentialLoadsRequest, *, deadline: Deadline
@@ -125,7 +117,7 @@ class SchedulerService:
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker.
         """
-        return await self._selector.potential_loads(request, deadline=deadline)
+        return await self.selector.potential_loads(request, deadline=deadline)
 
     async def drain_worker(
         self,
@@ -138,7 +130,7 @@ class SchedulerService:
         Raises:
             BadRequest, UnknownComponent, UnknownWorker, DependencyAway.
         """
-        return await self._drains.drain(request)
+        return await self.drains.drain(request)
 
     async def undrain_worker(
         self,
@@ -151,7 +143,7 @@ class SchedulerService:
         Raises:
             BadRequest, UnknownComponent, UnknownWorker, DependencyAway.
         """
-        return await self._drains.undrain(request)
+        return await self.drains.undrain(request)
 
     async def set_busy_threshold(
         self,
@@ -164,12 +156,12 @@ class SchedulerService:
         Raises:
             BadRequest, UnknownModel, DependencyAway.
         """
-        if request.model not in self._pools.models():
-            raise UnknownModel(request.model, self._pools.models())
+        if request.model not in self.pools.models():
+            raise UnknownModel(request.model, self.pools.models())
         update = ThresholdUpdate.of(request)
-        in_force = self._thresholds.of(request.model)
+        in_force = self.thresholds.of(request.model)
         if update:
-            in_force = await self._thresholds.update(request.model, update)
+            in_force = await self.thresholds.update(request.model, update)
         return pb.SetBusyThresholdResponse(thresholds=in_force.to_message())
 
     async def list_busy_thresholds(
@@ -179,7 +171,7 @@ class SchedulerService:
         deadline: Deadline,
     ) -> pb.ListBusyThresholdsResponse:
         """Returns the thresholds of every model with one in force."""
-        in_force = self._thresholds.in_force(self._pools.models())
+        in_force = self.thresholds.in_force(self.pools.models())
         return pb.ListBusyThresholdsResponse(
             thresholds={model: thresholds.to_message() for model, thresholds in in_force.items()}
         )
@@ -192,15 +184,15 @@ class SchedulerService:
         """
         match request.WhichOneof("which"):
             case "decision_id":
-                decided = self._decisions.by_id(request.decision_id)
+                decided = self.decisions.by_id(request.decision_id)
             case "request_id":
-                decided = self._decisions.by_request(request.request_id)
+                decided = self.decisions.by_request(request.request_id)
             case _:
                 raise BadRequest("no decision is named", field="which", advice="Send its id, or a request's id.")
         if decided is None:
             raise NotFound(
                 f"decision {_decision_of(request)} not found: this Scheduler keeps its last"
-                f" {self._decisions.capacity:,} decisions",
+                f" {self.decisions.capacity:,} decisions",
                 field="which",
                 advice="Ask the Scheduler that made it, or raise --decisions-kept.",
             )
@@ -212,7 +204,7 @@ class SchedulerService:
         Raises:
             UnknownComponent.
         """
-        return self._status.answer(request, ready=self.ready)
+        return self.status.answer(request, ready=self.ready)
 
 
 def _decision_of(request: pb.ExplainRequest) -> str:

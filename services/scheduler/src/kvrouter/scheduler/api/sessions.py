@@ -7,6 +7,7 @@ ahead of an earlier one is not applied, and the client sends it again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 import structlog
 from kvrouter.runtime.contracts import Connection
@@ -27,28 +28,23 @@ _MAX_NUMBER = 1 << 63
 """Upper bound of update numbers, exclusive."""
 
 
+@dataclass(eq=False)
 class Sessions:
-    """Every session of this Scheduler. No call waits."""
+    """Every session of this Scheduler. No call waits.
 
-    def __init__(
-        self,
-        booking_leases: BookingLeases,
-        bookings: BookingUpdates,
-        *,
-        scheduler_id: str,
-        grace_seconds: float,
-        clock: Callable[[], float],
-    ) -> None:
-        """``clock`` returns the seconds of a monotonic clock."""
-        self._booking_leases = booking_leases
-        self._bookings = bookings
-        self._scheduler_id = scheduler_id
-        self._grace_seconds = grace_seconds
-        self._clock = clock
-        self._connections: dict[str, Connection] = {}
-        """Connections on which sessions were opened last."""
-        self._opened_on: dict[Connection, set[str]] = {}
-        """The same by connection."""
+    ``clock`` returns the seconds of a monotonic clock.
+    """
+
+    booking_leases: BookingLeases
+    bookings: BookingUpdates
+    _: KW_ONLY
+    scheduler_id: str
+    grace_seconds: float
+    clock: Callable[[], float]
+    _connections: dict[str, Connection] = field(default_factory=dict, init=False)
+    """Connections on which sessions were opened last."""
+    _opened_on: dict[Connection, set[str]] = field(default_factory=dict, init=False)
+    """The same by connection."""
 
     def open(self, request: pb.OpenSessionRequest, connection: Connection | None = None) -> pb.OpenSessionResponse:
         """Opens a session. In the same step it frees the session's bookings missing in the client's list.
@@ -64,9 +60,9 @@ class Sessions:
         session_id = _checked_id(request.session_id)
         _check_number("first_update", request.first_update)
         live = {checked_key(booking) for booking in request.live.bookings} if request.HasField("live") else None
-        session = self._booking_leases.open_session(session_id, request.client_name, request.opening_number)
+        session = self.booking_leases.open_session(session_id, request.client_name, request.opening_number)
         session.acknowledged = max(session.acknowledged, request.first_update - 1)
-        freed = 0 if live is None else self._booking_leases.free_all_but(session_id, live)
+        freed = 0 if live is None else self.booking_leases.free_all_but(session_id, live)
         self._connect(session_id, connection)
         log.info(
             "session.opened",
@@ -76,8 +72,8 @@ class Sessions:
             freed_bookings=freed,
         )
         return pb.OpenSessionResponse(
-            grace_ms=round(self._grace_seconds * 1000),
-            scheduler_id=self._scheduler_id,
+            grace_ms=round(self.grace_seconds * 1000),
+            scheduler_id=self.scheduler_id,
             acknowledged=session.acknowledged,
         )
 
@@ -89,7 +85,7 @@ class Sessions:
             SessionLost: the session is not open, or was opened again since.
         """
         session_id = request.session_id
-        session = self._booking_leases.check_open(session_id, request.opening_number)
+        session = self.booking_leases.check_open(session_id, request.opening_number)
         response = pb.UpdateBookingsResponse()
         updates = request.updates
         if updates:
@@ -111,14 +107,14 @@ class Sessions:
 
     def close_silent(self) -> None:
         """Closes sessions after some time without a call. A client still alive opens its session again."""
-        for session_id in self._booking_leases.tick():
+        for session_id in self.booking_leases.tick():
             log.warning("session.silent", session=session_id, seconds=SILENT_TICKS * TICK_SECONDS)
             self._close(session_id, "silent")
 
     def _apply(
         self, number: int, update: pb.BookingUpdate, session_id: str, response: pb.UpdateBookingsResponse
     ) -> None:
-        bookings = self._bookings
+        bookings = self.bookings
         try:
             match update.WhichOneof("update"):
                 case "prefill_complete":
@@ -160,7 +156,7 @@ class Sessions:
         del self._opened_on[connection]
 
     def _close(self, session_id: str, cause: str, opening_number: int = 0) -> bool:
-        was_open = self._booking_leases.close_session(session_id, self._clock(), opening_number)
+        was_open = self.booking_leases.close_session(session_id, self.clock(), opening_number)
         if was_open:
             self._disconnect(session_id)
             log.info("session.closed", session=session_id, cause=cause)

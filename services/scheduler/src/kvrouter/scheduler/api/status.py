@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 
 from kvrouter.scheduler.bookings.leases import BookingLeases
-from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.load.booked_load import RankLoad
 from kvrouter.scheduler.load.pools import Pool, Pools
@@ -22,43 +22,29 @@ MAX_LISTED = 100
 _KEY_CHARACTERS = 200
 
 
+@dataclass(eq=False)
 class Status:
-    """Reads the state of the Scheduler's parts. Changes nothing."""
+    """Reads the state of the Scheduler's parts. Changes nothing.
 
-    def __init__(
-        self,
-        pools: Pools,
-        booking_table: BookingTable,
-        booking_leases: BookingLeases,
-        decisions: Decisions,
-        thresholds: ThresholdBoard,
-        queued: QueuedRequests,
-        *,
-        scheduler_id: str,
-        mode: str,
-        clock: Callable[[], float],
-        sync: ReplicaSync | None = None,
-        directory_age: Callable[[], float | None] = lambda: None,
-        ignored: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        """``mode`` is the default policy; ``clock`` returns the seconds by which load reports are stamped.
+    ``mode`` is the default policy; ``clock`` returns the seconds by which load reports are stamped.
 
-        ``directory_age`` returns the seconds since etcd last confirmed the registrations, ``ignored``
-        the reasons by key why entries in etcd are not followed.
-        """
-        self._pools = pools
-        self._booking_table = booking_table
-        self._booking_leases = booking_leases
-        self._decisions = decisions
-        self._thresholds = thresholds
-        self._scheduler_id = scheduler_id
-        self._mode = mode
-        self._clock = clock
-        self._queued = queued
-        self._sync = sync
-        self._directory_age = directory_age
-        self._ignored = ignored
-        self._started_unix_ns = time.time_ns()
+    ``directory_age`` returns the seconds since etcd last confirmed the registrations, ``ignored``
+    the reasons by key why entries in etcd are not followed.
+    """
+
+    pools: Pools
+    booking_leases: BookingLeases
+    decisions: Decisions
+    thresholds: ThresholdBoard
+    queued: QueuedRequests
+    _: KW_ONLY
+    scheduler_id: str
+    mode: str
+    clock: Callable[[], float]
+    sync: ReplicaSync | None = None
+    directory_age: Callable[[], float | None] = lambda: None
+    ignored: Callable[[], Mapping[str, str]] = dict
+    _started_unix_ns: int = field(default_factory=time.time_ns, init=False)
 
     def answer(self, request: pb.GetStatusRequest, *, ready: bool) -> pb.GetStatusResponse:
         """Returns the state of the component in the request, or of all components.
@@ -66,31 +52,31 @@ class Status:
         Raises:
             UnknownComponent: no component has the name.
         """
-        pools = sorted(self._pools, key=lambda pool: str(pool.name))
+        pools = sorted(self.pools, key=lambda pool: str(pool.name))
         only: ComponentName | None = None
         if request.HasField("component"):
-            pool = self._pools.named(request.component.namespace, request.component.name)
+            pool = self.pools.named(request.component.namespace, request.component.name)
             pools, only = [pool], pool.name
-        newest = self._decisions.newest(min(request.decisions, MAX_LISTED), only)
+        newest = self.decisions.newest(min(request.decisions, MAX_LISTED), only)
         return pb.GetStatusResponse(
-            scheduler_id=self._scheduler_id,
+            scheduler_id=self.scheduler_id,
             ready=ready,
             started_unix_ns=self._started_unix_ns,
-            sessions=self._booking_leases.sessions,
-            bookings=len(self._booking_table),
+            sessions=self.booking_leases.sessions,
+            bookings=len(self.booking_leases.booking_table),
             components=[self._component(pool, min(request.queued_requests, MAX_LISTED)) for pool in pools],
             decisions=[decided.to_short_message() for decided in newest],
-            directory_age_seconds=self._directory_age(),
+            directory_age_seconds=self.directory_age(),
             ignored_entries=[
                 pb.IgnoredEntry(key=key[:_KEY_CHARACTERS], reason=reason)
-                for key, reason in sorted(self._ignored().items())[:MAX_LISTED]
+                for key, reason in sorted(self.ignored().items())[:MAX_LISTED]
             ],
         )
 
     def _component(self, pool: Pool, listed: int) -> pb.ComponentStatus:
-        loads, now = pool.booked_load.load_by_rank(), self._clock()
-        queued = self._queued.waiting_for(pool.name)
-        thresholds, judged = self._thresholds.of(pool.model), pool.judged_load(now)
+        loads, now = pool.booked_load.load_by_rank(), self.clock()
+        queued = self.queued.waiting_for(pool.name)
+        thresholds, judged = self.thresholds.of(pool.model), pool.judged_load(now)
         ranks = []
         for rank in sorted(loads.keys() | pool.worker_set.ranks):
             load = loads.get(rank, RankLoad())
@@ -118,9 +104,9 @@ class Status:
             model=pool.model,
             role=pool.role,
             block_size=pool.booked_load.block_size,
-            mode=self._mode,
+            mode=self.mode,
             thresholds=thresholds.to_message(),
             ranks=ranks,
-            queued=self._queued.status(pool.name, listed=listed),
-            replicas=() if self._sync is None else self._sync.of(pool.name).status(),
+            queued=self.queued.status(pool.name, listed=listed),
+            replicas=() if self.sync is None else self.sync.of(pool.name).status(),
         )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -49,17 +49,20 @@ class Session:
     """Ticks since the last call about it."""
 
 
+@dataclass(eq=False)
 class BookingLeases:
-    """Sessions and leases over a booking table."""
+    """Sessions and leases over a booking table.
 
-    def __init__(self, booking_table: BookingTable, *, session_grace_seconds: float) -> None:
-        """Bookings outlive their session by ``session_grace_seconds``."""
-        self._booking_table = booking_table
-        self._grace = session_grace_seconds
-        self._sessions: dict[str, Session] = {}
-        # An entry has the end of the lease when it was pushed. A renewal is noticed when the entry is due.
-        self._leases: list[tuple[float, int, Key]] = []
-        self._order = itertools.count()
+    Bookings outlive their session by ``session_grace_seconds``.
+    """
+
+    booking_table: BookingTable
+    _: KW_ONLY
+    session_grace_seconds: float
+    _sessions: dict[str, Session] = field(default_factory=dict, init=False)
+    _leases: list[tuple[float, int, Key]] = field(default_factory=list, init=False)
+    """A heap. An entry has the end of the lease when it was pushed; a renewal is noticed when the entry is due."""
+    _order: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     @property
     def sessions(self) -> int:
@@ -78,7 +81,7 @@ class BookingLeases:
         """
         if session_id:
             self.check_open(session_id, opening_number)
-        if self._booking_table.was_freed(key) or (not session_id and self._booking_table.is_gone(key)):
+        if self.booking_table.was_freed(key) or (not session_id and self.booking_table.is_gone(key)):
             raise BookingFreed(key[0])
 
     def book(self, booking: Booking, now: float) -> bool:
@@ -90,7 +93,7 @@ class BookingLeases:
             TooLarge: the component has as many bookings as it may have.
         """
         booking.lease_until = now + booking.lease_seconds
-        is_booked = self._booking_table.book(booking, self._booking_table.here)
+        is_booked = self.booking_table.book(booking, self.booking_table.here)
         if is_booked:
             self._watch(booking)
         return is_booked
@@ -102,20 +105,20 @@ class BookingLeases:
             BookingFreed: it was freed.
             SessionLost: the session is not open, or its last opening has another number.
         """
-        if self._booking_table.is_here(booking):
+        if self.booking_table.is_here(booking):
             return
         self.check_bookable(booking.key, session_id, opening_number)
         placement = Placement(rank_of(booking.outcome), booking.outcome.prefill_tokens)
-        self._booking_table.own(
+        self.booking_table.own(
             booking, placement, session_id=session_id, lease_seconds=lease_seconds, lease_until=now + lease_seconds
         )
         self._watch(booking)
 
     def adopt(self, booking: Booking, session_id: str, placement: Placement) -> None:
         """Makes an open session own a booking, at the placement stated by its client."""
-        here = self._booking_table.here
+        here = self.booking_table.here
         if booking.session_id != session_id or booking.owners.get(here) != placement:
-            self._booking_table.own(booking, placement, session_id=session_id)
+            self.booking_table.own(booking, placement, session_id=session_id)
 
     def open_session(self, session_id: str, client_name: str, opening_number: int = 0) -> Session:
         """Opens a session, or opens it again with its bookings.
@@ -142,9 +145,9 @@ class BookingLeases:
 
         Their frees went to another Scheduler while the session was there.
         """
-        ended = self._booking_table.of_session(session_id) - set(live)
+        ended = self.booking_table.of_session(session_id) - set(live)
         for key in ended:
-            self._booking_table.free(key)
+            self.booking_table.free(key)
         return len(ended)
 
     def check_open(self, session_id: str, opening_number: int = 0) -> Session:
@@ -168,8 +171,8 @@ class BookingLeases:
         session = self._sessions.get(session_id)
         if session is None or not session.open or opening_number not in (0, session.opening_number):
             return False
-        session.open, session.ends = False, now + self._grace
-        if not self._booking_table.of_session(session_id):
+        session.open, session.ends = False, now + self.session_grace_seconds
+        if not self.booking_table.of_session(session_id):
             del self._sessions[session_id]
         return True
 
@@ -188,7 +191,7 @@ class BookingLeases:
         self._expire_leases(now)
         due = [name for name, session in self._sessions.items() if not session.open and session.ends <= now]
         for session_id in due:
-            self._booking_table.end_session(session_id, self._sessions.pop(session_id).client_name)
+            self.booking_table.end_session(session_id, self._sessions.pop(session_id).client_name)
 
     def _expire_leases(self, now: float) -> None:
         while self._leases and self._leases[0][0] <= now:
@@ -198,18 +201,18 @@ class BookingLeases:
             if booking.lease_until > now:
                 heapq.heappush(self._leases, (booking.lease_until, next(self._order), booking.key))
             else:
-                self._booking_table.free(booking.key, is_expired=True)
+                self.booking_table.free(booking.key, is_expired=True)
 
     def _watch(self, booking: Booking) -> None:
         if booking.session_id:
             return
         heapq.heappush(self._leases, (booking.lease_until, next(self._order), booking.key))
         # Most bookings are freed long before their lease ends. A sweep removes the entries that they leave behind.
-        if len(self._leases) > 2 * len(self._booking_table) + _LEAST_SWEEP:
+        if len(self._leases) > 2 * len(self.booking_table) + _LEAST_SWEEP:
             self._leases = [entry for entry in self._leases if self._leased(entry[2]) is not None]
             heapq.heapify(self._leases)
 
     def _leased(self, key: Key) -> Booking | None:
-        booking = self._booking_table.get(key)
-        is_leased = booking is not None and not booking.session_id and self._booking_table.is_here(booking)
+        booking = self.booking_table.get(key)
+        is_leased = booking is not None and not booking.session_id and self.booking_table.is_here(booking)
         return booking if is_leased else None

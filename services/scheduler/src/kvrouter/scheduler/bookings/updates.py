@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvrouter.scheduler.bookings.booking import Booking
 from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
@@ -15,23 +16,18 @@ from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey
 
 
+@dataclass(eq=False)
 class BookingUpdates:
-    """Changes live bookings. No call waits, so calls take effect in the order of their arrival."""
+    """Changes live bookings. No call waits, so calls take effect in the order of their arrival.
 
-    def __init__(
-        self,
-        booking_table: BookingTable,
-        booking_leases: BookingLeases,
-        pools: Pools,
-        metrics: SchedulerMetrics,
-        clock: Callable[[], float],
-    ) -> None:
-        """``clock`` returns the seconds of a monotonic clock."""
-        self._booking_table = booking_table
-        self._booking_leases = booking_leases
-        self._pools = pools
-        self._metrics = metrics
-        self._clock = clock
+    ``clock`` returns the seconds of a monotonic clock.
+    """
+
+    booking_table: BookingTable
+    booking_leases: BookingLeases
+    pools: Pools
+    metrics: SchedulerMetrics
+    clock: Callable[[], float]
 
     def mark_prefill_complete(self, request: pb.MarkPrefillCompleteRequest) -> pb.MarkPrefillCompleteResponse:
         """Records the end of a booking's prefill."""
@@ -39,24 +35,24 @@ class BookingUpdates:
         if booking is not None:
             if request.handover_us and not booking.prefilled:
                 _note_handover(booking, request.handover_us)
-            self._booking_table.prefill_complete(booking)
+            self.booking_table.prefill_complete(booking)
         return pb.MarkPrefillCompleteResponse(known=booking is not None)
 
     def report_output(self, request: pb.ReportOutputRequest) -> pb.ReportOutputResponse:
         """Records how many tokens a booking has generated."""
         booking = self._find(request.booking)
         if booking is not None:
-            self._booking_table.generated(booking, request.output_tokens)
+            self.booking_table.generated(booking, request.output_tokens)
         return pb.ReportOutputResponse(known=booking is not None)
 
     def free(self, request: pb.FreeRequest) -> pb.FreeResponse:
         """Releases a booking."""
         cached_tokens = request.cached_tokens if request.HasField("cached_tokens") else None
-        booking = self._booking_table.free(
+        booking = self.booking_table.free(
             checked_key(request.booking), cached_tokens=cached_tokens, prefilled=request.prefill_complete
         )
         if booking is None:
-            self._metrics.unknown_frees.inc()
+            self.metrics.unknown_frees.inc()
         return pb.FreeResponse(known=booking is not None)
 
     def reassert(self, request: pb.ReassertBooking, session_id: str) -> None:
@@ -68,31 +64,31 @@ class BookingUpdates:
             TooLarge: the component has as many bookings as it may have.
         """
         key = checked_key(request.booking)
-        booking = self._booking_table.get(key)
+        booking = self.booking_table.get(key)
         if booking is not None:
-            self._booking_leases.adopt(booking, session_id, placement_of(request))
-        elif not self._booking_table.was_freed(key):
+            self.booking_leases.adopt(booking, session_id, placement_of(request))
+        elif not self.booking_table.was_freed(key):
             booking = self._book_again(key, request, session_id)
         if booking is not None:
             if request.prefill_complete:
-                self._booking_table.prefill_complete(booking)
+                self.booking_table.prefill_complete(booking)
             if request.output_tokens:
-                self._booking_table.generated(booking, request.output_tokens)
+                self.booking_table.generated(booking, request.output_tokens)
 
     def expire(self) -> None:
         """Ends expired leases and sessions after their grace."""
-        self._booking_leases.expire(self._clock())
+        self.booking_leases.expire(self.clock())
 
     def _find(self, key: BookingKey) -> Booking | None:
-        return self._booking_table.find(checked_key(key), self._clock())
+        return self.booking_table.find(checked_key(key), self.clock())
 
     def _book_again(self, key: Key, request: pb.ReassertBooking, session_id: str) -> Booking | None:
-        pool = self._pools.named(request.component.namespace, request.component.name)
+        pool = self.pools.named(request.component.namespace, request.component.name)
         booking = replicated_booking(pool, key, request)
         booking.session_id = session_id
-        if not self._booking_leases.book(booking, self._clock()):
+        if not self.booking_leases.book(booking, self.clock()):
             return None
-        self._metrics.reasserted.inc()
+        self.metrics.reasserted.inc()
         return booking
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -147,31 +148,25 @@ class LoadReports:
         return is_earlier and now - arrived_at <= _REORDER_SECONDS
 
 
+@dataclass(eq=False)
 class LoadListener:
-    """Subscribes to the load reports of every component. ``run`` must be running."""
+    """Subscribes to the load reports of every component. ``run`` must be running.
 
-    def __init__(
-        self,
-        connect: Callable[[], Awaitable[Client]],
-        directory: Directory,
-        reports_of: Callable[[ComponentName], LoadReports | None],
-        metrics: SchedulerMetrics,
-        clock: Callable[[], float],
-        quarantine: Quarantine | None = None,
-    ) -> None:
-        """``connect`` returns the connection once NATS is reachable; ``reports_of`` the reports of a component."""
-        self._quarantine = Quarantine() if quarantine is None else quarantine
-        self._connect = connect
-        self._directory = directory
-        self._reports_of = reports_of
-        self._metrics = metrics
-        self._clock = clock
-        self._subscriptions: dict[ComponentName, Subscription] = {}
+    ``connect`` returns the connection once NATS is reachable; ``reports_of`` the reports of a component.
+    """
+
+    connect: Callable[[], Awaitable[Client]]
+    directory: Directory
+    reports_of: Callable[[ComponentName], LoadReports | None]
+    metrics: SchedulerMetrics
+    clock: Callable[[], float]
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    _subscriptions: dict[ComponentName, Subscription] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
         """Follows the components until cancelled."""
-        client = await self._connect()
-        async for directory in self._directory.changes():
+        client = await self.connect()
+        async for directory in self.directory.changes():
             for gone in self._subscriptions.keys() - directory.components.keys():
                 await self._subscriptions.pop(gone).unsubscribe()
             for name in directory.components.keys() - self._subscriptions.keys():
@@ -180,13 +175,13 @@ class LoadListener:
 
     def take(self, name: ComponentName, encoded: bytes, subject: str = "") -> None:
         """Applies an encoded report of a component's rank; ``subject`` is the subject it arrived on."""
-        reports = self._reports_of(name)
-        refused = "unknown_component" if reports is None else reports.take(encoded, self._clock())
+        reports = self.reports_of(name)
+        refused = "unknown_component" if reports is None else reports.take(encoded, self.clock())
         if refused:
-            self._metrics.reports_quarantined.labels(reason=refused).inc()
+            self.metrics.reports_quarantined.labels(reason=refused).inc()
             log.debug("load_report.quarantined", reason=refused, component_name=str(name))
             if refused == "unparsable":
-                self._quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
+                self.quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
 
     def _taker(self, name: ComponentName) -> Callable[[Msg], Awaitable[None]]:
         async def take(message: Msg) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -32,26 +32,27 @@ class _Connection:
     """Keeps the call stream open until it is cancelled."""
 
 
+@dataclass(eq=False)
 class RemoteIndexers:
     """Finds Indexers in the Directory, and queries them on call streams. Callable, as an ``IndexerSource``.
 
     ``run`` must be running.
+
+    ``client_name`` is the name of this Scheduler for the Indexers' logs.
     """
 
-    def __init__(self, directory: Directory, client_name: str, counts: CallStreamCounts) -> None:
-        """``client_name`` is the name of this Scheduler for the Indexers' logs."""
-        self._directory = directory
-        self._client_name = client_name
-        self._counts = counts
-        self._connections: dict[str, _Connection] = {}
-        self._avoided: set[str] = set()
-        self._group: asyncio.TaskGroup | None = None
+    directory: Directory
+    client_name: str
+    counts: CallStreamCounts
+    _connections: dict[str, _Connection] = field(default_factory=dict, init=False)
+    _avoided: set[str] = field(default_factory=set, init=False)
+    _group: asyncio.TaskGroup | None = field(default=None, init=False)
 
     def __call__(self, component: ComponentName) -> OverlapIndex | None:
         """Returns the ready Indexers of a component as one; None if there are none."""
         endpoints = [
             registration.endpoint
-            for _, registration in sorted(self._directory.services("indexer").items())
+            for _, registration in sorted(self.directory.services("indexer").items())
             if registration.ready and _covers(registration, component)
         ]
         return _Failover(self, endpoints) if endpoints else None
@@ -68,9 +69,9 @@ class RemoteIndexers:
                 raise DependencyAway("the Scheduler is starting or stopping")
             client = call_stream_client(
                 endpoint,
-                client_name=self._client_name,
-                counts=self._counts,
-                tls=self._directory.tls,
+                client_name=self.client_name,
+                counts=self.counts,
+                tls=self.directory.tls,
                 role="indexer",
             )
             running = self._group.create_task(
@@ -94,7 +95,7 @@ class RemoteIndexers:
         """Stays connected to the registered Indexers until cancelled."""
         async with asyncio.TaskGroup() as self._group:
             try:
-                async for directory in self._directory.changes():
+                async for directory in self.directory.changes():
                     live = {registration.endpoint for registration in directory.services("indexer").values()}
                     self._avoided &= live
                     for endpoint in self._connections.keys() - live:

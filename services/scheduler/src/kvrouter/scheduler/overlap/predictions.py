@@ -38,13 +38,13 @@ class _Prediction:
     """Incarnation of each rank's blocks."""
 
 
+@dataclass(eq=False)
 class Predictions:
     """Predicts overlaps for every component. ``clock`` returns seconds."""
 
-    def __init__(self, limits: PredictionLimits, clock: Callable[[], float]) -> None:
-        self._limits = limits
-        self._clock = clock
-        self._predicted: dict[ComponentName, _Prediction] = {}
+    limits: PredictionLimits
+    clock: Callable[[], float]
+    _predicted: dict[ComponentName, _Prediction] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         """Returns the number of predicted blocks over all ranks."""
@@ -58,7 +58,7 @@ class Predictions:
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the predicted leading blocks of a prompt on each rank."""
         predicted = self._of(pool)
-        held = predicted.index.overlaps(prompt.reusable_hashes(predicted.block_size), self._clock())
+        held = predicted.index.overlaps(prompt.reusable_hashes(predicted.block_size), self.clock())
         return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in held.items()})
 
     def follow(self, booking_table: BookingTable) -> None:
@@ -78,11 +78,11 @@ class Predictions:
         if predicted.incarnations.get(rank, incarnation) != incarnation:
             predicted.index.remove_rank(rank)
         predicted.incarnations[rank] = incarnation
-        predicted.index.record(rank, prompt.local_hashes, self._clock())
+        predicted.index.record(rank, prompt.local_hashes, self.clock())
 
     def expire(self) -> None:
         """Drops blocks older than ``ttl_seconds``."""
-        now = self._clock()
+        now = self.clock()
         for predicted in self._predicted.values():
             predicted.index.expire(now)
 
@@ -90,7 +90,7 @@ class Predictions:
         predicted = self._predicted.get(pool.name)
         # Predictions do not apply to blocks of another size.
         if predicted is None or predicted.block_size != pool.booked_load.block_size:
-            limits = self._limits
+            limits = self.limits
             index = PredictedIndex(limits.ttl_seconds, limits.max_blocks, limits.prune_ratio)
             predicted = self._predicted[pool.name] = _Prediction(pool.booked_load.block_size, index)
         self._forget_gone(pool, predicted)

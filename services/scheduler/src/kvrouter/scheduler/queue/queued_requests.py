@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import structlog
@@ -78,27 +78,21 @@ class _Component:
     outcomes: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(eq=False)
 class QueuedRequests:
-    """Dispatches requests: at once, or when a rank has room. ``run`` must be running."""
+    """Dispatches requests: at once, or when a rank has room. ``run`` must be running.
 
-    def __init__(
-        self, router: Router, metrics: SchedulerMetrics, *, max_queued_requests: int, clock: Callable[[], float]
-    ) -> None:
-        """Starts empty.
+    ``max_queued_requests`` is the limit for one component; a further request is refused. With 0 requests never wait.
+    """
 
-        Args:
-            router: Decides and books.
-            metrics: Metrics to update.
-            max_queued_requests: Limit for one component; a further request is refused. With 0 requests never wait.
-            clock: Returns seconds of a monotonic clock.
-        """
-        self._router = router
-        self._metrics = metrics
-        self._max_queued_requests = max_queued_requests
-        self._clock = clock
-        self._components: dict[ComponentName, _Component] = {}
-        self._waiting: dict[Key, _Waiter] = {}
-        self._wake = asyncio.Event()
+    router: Router
+    metrics: SchedulerMetrics
+    _: KW_ONLY
+    max_queued_requests: int
+    clock: Callable[[], float]
+    _components: dict[ComponentName, _Component] = field(default_factory=dict, init=False)
+    _waiting: dict[Key, _Waiter] = field(default_factory=dict, init=False)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __len__(self) -> int:
         """Returns the number of queued requests over all components."""
@@ -121,24 +115,24 @@ class QueuedRequests:
             KvRouterError: no rank can take it.
         """
         is_behind = self._catch_up(request.pool.name)
-        decision = self._router.decide(request, overlaps)
+        decision = self.router.decide(request, overlaps)
         if is_behind and request.options.queues and isinstance(decision.verdict, Choice):
             decision = decision.behind_the_queue()
         key, verdict = request.booking.key, decision.verdict
-        if key is None or not isinstance(verdict, Wait) or not self._max_queued_requests:
-            response = self._router.settle(request, overlaps, decision)
-            if key is not None and verdict is not None and self._max_queued_requests:
+        if key is None or not isinstance(verdict, Wait) or not self.max_queued_requests:
+            response = self.router.settle(request, overlaps, decision)
+            if key is not None and verdict is not None and self.max_queued_requests:
                 component = self._component(request.pool)
                 component.queue.dispatched(key, request.tenant, verdict.use_tokens)
                 self._began(component, request, key, verdict)
             return response
-        self._router.decisions.add(decision.queued())
+        self.router.decisions.add(decision.queued())
         try:
             return await self._enqueue(request, key, overlaps, decision, verdict, arrived_unix_ns, deadline)
         except (AllBusy, DeadlineExceeded) as error:
-            decision_id = self._router.decisions.next_id()
+            decision_id = self.router.decisions.next_id()
             late = decision._replace(decision_id=decision_id, decided_unix_ns=time.time_ns())
-            self._router.decisions.add(late.refused(error))
+            self.router.decisions.add(late.refused(error))
             raise
 
     async def _enqueue(
@@ -153,7 +147,7 @@ class QueuedRequests:
     ) -> SelectWorkerResponse:
         """Waits until the request can be dispatched, books it and returns the response."""
         component = self._component(request.pool)
-        now = self._clock()
+        now = self.clock()
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
         remaining = deadline.remaining()
         if not component.queue.add(
@@ -166,7 +160,7 @@ class QueuedRequests:
             tenant=request.tenant,
         ):
             self._count(component, "full")
-            most = self._max_queued_requests
+            most = self.max_queued_requests
             full = f"the queue has its maximum of {most}"
             if not component.queue.full:
                 full = f"the tenant has its share of the queue, which has {len(component.queue)} of at most {most}"
@@ -193,7 +187,7 @@ class QueuedRequests:
                 await asyncio.wait({waiting.outcome}, timeout=max(FRESH_S, len(self._waiting) / QUERIES_PER_S))
                 if waiting.outcome.done():
                     return _answered(waiting.outcome.result())
-                overlaps = await self._router.overlaps(waiting.request, Deadline.never())
+                overlaps = await self.router.overlaps(waiting.request, Deadline.never())
                 if not overlaps.failure:  # else the last answer stays
                     waiting.overlaps = overlaps
         except asyncio.CancelledError:
@@ -215,7 +209,7 @@ class QueuedRequests:
     def look(self) -> None:
         """Releases the requests with room, and refuses late ones."""
         for component in self._components.values():
-            for key in component.queue.late(self._clock()):
+            for key in component.queue.late(self.clock()):
                 self._refuse_late(component, key)
             self._release(component)
 
@@ -233,12 +227,12 @@ class QueuedRequests:
     def _began(self, component: _Component, request: RequestContext, key: Key, verdict: Choice | Wait) -> None:
         """Counts a booked request for its tenant, until its booking ends."""
         prompt_tokens = request.prompt.tokens
-        component.pool.headroom.began(key, request.tenant, verdict.use_tokens, prompt_tokens, self._clock())
+        component.pool.headroom.began(key, request.tenant, verdict.use_tokens, prompt_tokens, self.clock())
 
     def _component(self, pool: Pool) -> _Component:
         component = self._components.get(pool.name)
         if component is None:
-            component = self._components[pool.name] = _Component(RequestQueue(self._max_queued_requests), pool)
+            component = self._components[pool.name] = _Component(RequestQueue(self.max_queued_requests), pool)
         component.pool = pool
         return component
 
@@ -256,7 +250,7 @@ class QueuedRequests:
     def _ended(self, key: Key) -> None:
         for component in self._components.values():
             component.queue.ended(key)
-            component.pool.headroom.ended(key, self._clock())
+            component.pool.headroom.ended(key, self.clock())
         if self._waiting:
             self._wake.set()
 
@@ -283,13 +277,13 @@ class QueuedRequests:
         """Returns the state of a component's queue, with its ``listed`` longest-waiting requests."""
         component = self._components.get(name)
         if component is None:
-            return QueueStatus(capacity=self._max_queued_requests)
-        now = self._clock()
+            return QueueStatus(capacity=self.max_queued_requests)
+        now = self.clock()
         depth = self._depth(component)
         longest = sorted(self._of(name), key=lambda entry: entry[1].arrived)[:listed]
         return QueueStatus(
             requests=depth.requests,
-            capacity=self._max_queued_requests,
+            capacity=self.max_queued_requests,
             oldest_age_ms=int(depth.oldest_seconds * 1e3),
             refused_full=component.outcomes["full"],
             refused_late=component.outcomes["late"],
@@ -310,14 +304,14 @@ class QueuedRequests:
 
     def _depth(self, component: _Component) -> Depth:
         oldest = component.queue.oldest
-        age = 0.0 if oldest is None else max(0.0, self._clock() - self._waiting[oldest].arrived)
+        age = 0.0 if oldest is None else max(0.0, self.clock() - self._waiting[oldest].arrived)
         return Depth(len(component.queue), age)
 
     def _pause(self) -> float | None:
         if not self._waiting:
             return None
         due = min(component.queue.next_due() for component in self._components.values())
-        return min(max(0.0, due - self._clock()), LOOK_S)
+        return min(max(0.0, due - self.clock()), LOOK_S)
 
     def _refuse_late(self, component: _Component, key: Key) -> None:
         component.queue.remove(key)
@@ -330,7 +324,7 @@ class QueuedRequests:
             nonlocal decision
             waiting = self._waiting[key]
             try:
-                decision = self._router.decide(waiting.request, waiting.overlaps)
+                decision = self.router.decide(waiting.request, waiting.overlaps)
             except Exception as error:
                 component.queue.remove(key)
                 self._end(component, key, "refused", error)
@@ -340,19 +334,19 @@ class QueuedRequests:
             waiting.rank, waiting.reason = decision.rank, verdict.explanation.reason
             return verdict
 
-        now = self._clock()
+        now = self.clock()
         for key, verdict in component.queue.release(now, decide, lambda: component.pool.open_ranks(now)):
             waiting = self._waiting[key]
             try:
                 queued = decision._replace(queued_seconds=now - waiting.queued_from)
-                response = self._router.settle(waiting.request, waiting.overlaps, queued)
+                response = self.router.settle(waiting.request, waiting.overlaps, queued)
                 self._began(component, waiting.request, key, verdict)
             except Exception as error:
                 component.queue.ended(key)
                 self._end(component, key, "refused", error)
             else:
                 self._end(component, key, "patience" if isinstance(verdict, Wait) else "room", response)
-            self._metrics.queued_seconds.observe(now - waiting.queued_from)
+            self.metrics.queued_seconds.observe(now - waiting.queued_from)
 
     def _end(self, component: _Component, key: Key, outcome: str, answer: SelectWorkerResponse | Exception) -> None:
         self._count(component, outcome)
@@ -365,7 +359,7 @@ class QueuedRequests:
 
     def _count(self, component: _Component, outcome: str) -> None:
         component.outcomes[outcome] += 1
-        self._metrics.queued.labels(outcome=outcome).inc()
+        self.metrics.queued.labels(outcome=outcome).inc()
 
 
 def _answered(outcome: SelectWorkerResponse | KvRouterError) -> SelectWorkerResponse:

@@ -7,6 +7,7 @@ The bookings of a Scheduler thus follow from its own events alone, and digests c
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvrouter.scheduler.bookings.booking import (
     Booking,
@@ -31,31 +32,26 @@ MAX_ANNOUNCED_BYTES = 768 << 10
 of NATS (1 MiB). It allows a prompt of 98,000 blocks, 49,000 with predicted blocks."""
 
 
+@dataclass(eq=False)
 class Announcer:
-    """Converts changes of the booking table to the events of this Scheduler for one component."""
+    """Converts changes of the booking table to the events of this Scheduler for one component.
 
-    def __init__(
-        self,
-        component: ComponentName,
-        booking_table: BookingTable,
-        metrics: SyncMetrics,
-        send: Callable[[pb.ReplicaSyncEvent], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """Announces nothing yet. ``send`` takes the events in order; ``clock`` returns seconds."""
-        self._component = component
-        self._booking_table = booking_table
-        self._metrics = metrics
-        self._send = send
-        self._clock = clock
-        self.announced = AnnouncedBookings()
-        """This Scheduler's announced bookings."""
-        self.next_sequence = 0
-        """Sequence number of the next event."""
+    ``send`` takes the events in order; ``clock`` returns seconds.
+    """
+
+    component: ComponentName
+    booking_table: BookingTable
+    metrics: SyncMetrics
+    send: Callable[[pb.ReplicaSyncEvent], None]
+    clock: Callable[[], float]
+    announced: AnnouncedBookings = field(default_factory=AnnouncedBookings, init=False)
+    """This Scheduler's announced bookings."""
+    next_sequence: int = field(default=0, init=False)
+    """Sequence number of the next event."""
 
     def announcement(self, booking: Booking) -> pb.AddRequest:
         """Returns the announcement of a booking of this Scheduler."""
-        return add_request(booking, booking.owners[self._booking_table.here], self._clock())
+        return add_request(booking, booking.owners[self.booking_table.here], self.clock())
 
     def announce(self, change: BookingChange) -> None:
         """Announces a change of this component's bookings, if this Scheduler must announce it.
@@ -64,9 +60,9 @@ class Announcer:
         owner's booking announces each of them, because the announcements renew the lease there.
         """
         match change:
-            case OwnerAdded(booking, owner) if owner == self._booking_table.here:
+            case OwnerAdded(booking, owner) if owner == self.booking_table.here:
                 self._announce_booking(booking)
-            case OwnerRemoved(booking, owner) if owner == self._booking_table.here:
+            case OwnerRemoved(booking, owner) if owner == self.booking_table.here:
                 self.announced.drop(booking.key)
             case PrefillCompleted(booking, is_remote):
                 if self.announced.prefilled(booking.key) or (not is_remote and booking.key not in self.announced):
@@ -85,7 +81,7 @@ class Announcer:
     def _announce_booking(self, booking: Booking) -> None:
         announcement = self.announcement(booking)
         if announcement.ByteSize() > MAX_ANNOUNCED_BYTES:
-            self._metrics.quarantined.labels(reason="too_large").inc()
+            self.metrics.quarantined.labels(reason="too_large").inc()
             return
         self.announced.put(booking.key, booking.session_id)
         self._send_event(add_request=announcement)
@@ -107,15 +103,15 @@ class Announcer:
         return self._event(heartbeat=digest)
 
     def _send_event(self, **event: object) -> None:
-        self._send(self._event(**event))
+        self.send(self._event(**event))
         self.next_sequence += 1
 
     def _event(self, **event: object) -> pb.ReplicaSyncEvent:
-        incarnation, scheduler_id = self._booking_table.here
+        incarnation, scheduler_id = self.booking_table.here
         return pb.ReplicaSyncEvent(
             scheduler_id=scheduler_id,
             incarnation=incarnation,
             sequence=self.next_sequence,
-            component=component_message(self._component),
+            component=component_message(self.component),
             **event,  # type: ignore[arg-type]  # one of the events
         )

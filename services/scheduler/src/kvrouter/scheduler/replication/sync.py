@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 
 from kvrouter.scheduler.bookings.booking import (
     Freed,
@@ -22,27 +23,26 @@ from kvrouter.v1.sync_pb2 import ReplicaSyncEvent
 Outgoing = Callable[[ComponentName, ReplicaSyncEvent], None]
 
 
-class ReplicaSync:
-    """The replicas of every component, and a listener of the booking table."""
+def _drop(component: ComponentName, event: ReplicaSyncEvent) -> None:
+    """Drops an event; the others find it missing once something is sent."""
 
-    def __init__(
-        self,
-        booking_table: BookingTable,
-        pools: Pools,
-        metrics: SyncMetrics,
-        *,
-        grace_seconds: float,
-        clock: Callable[[], float],
-    ) -> None:
-        """Starts without replicas. Bookings outlive their Scheduler by ``grace_seconds``."""
-        self.booking_table = booking_table
-        self.metrics = metrics
-        self._clock = clock
-        self.send: Outgoing = _drop
-        """Takes this Scheduler's events, in order for each component."""
-        self._pools = pools
-        self._grace = grace_seconds
-        self._components: dict[ComponentName, Replicas] = {}
+
+@dataclass(eq=False)
+class ReplicaSync:
+    """The replicas of every component, and a listener of the booking table.
+
+    Starts without replicas. Bookings outlive their Scheduler by ``grace_seconds``.
+    """
+
+    booking_table: BookingTable
+    pools: Pools
+    metrics: SyncMetrics
+    _: KW_ONLY
+    grace_seconds: float
+    clock: Callable[[], float]
+    send: Outgoing = field(default=_drop, init=False)
+    """Takes this Scheduler's events, in order for each component."""
+    _components: dict[ComponentName, Replicas] = field(default_factory=dict, init=False)
 
     def __iter__(self) -> Iterator[Replicas]:
         """Iterates over the replicas of every used component."""
@@ -55,11 +55,11 @@ class ReplicaSync:
             replicas = self._components[component] = Replicas(
                 component,
                 self.booking_table,
-                self._pools,
+                self.pools,
                 self.metrics,
                 lambda event: self.send(component, event),
-                grace_seconds=self._grace,
-                clock=self._clock,
+                grace_seconds=self.grace_seconds,
+                clock=self.clock,
             )
         return replicas
 
@@ -102,7 +102,3 @@ class ReplicaSync:
     def incomplete(self) -> int:
         """Returns how many of them have their state being fetched."""
         return sum(bool(log.state_requested) for replicas in self for log in replicas.logs)
-
-
-def _drop(component: ComponentName, event: ReplicaSyncEvent) -> None:
-    """Drops an event; the others find it missing once something is sent."""

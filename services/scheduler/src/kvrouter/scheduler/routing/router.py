@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from random import Random
 
@@ -15,7 +16,6 @@ from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
-from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, component_message, rank_message
 from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
@@ -37,42 +37,28 @@ _TEMPLATES = 4096
 """Responses to keep encoded: one for each rank and mode in use."""
 
 
+@dataclass(eq=False)
 class Router:
-    """Decides where requests go, and books them there."""
+    """Decides where requests go, and books them there.
 
-    def __init__(
-        self,
-        pools: Pools,
-        booking_table: BookingTable,
-        booking_leases: BookingLeases,
-        decisions: Decisions,
-        indexers: IndexerSource,
-        metrics: SchedulerMetrics,
-        *,
-        indexer_timeout_seconds: float,
-        rng: Random,
-        clock: Callable[[], float],
-        predictions: Predictions | None = None,
-        affinity: Affinity | None = None,
-        is_behind: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """``predictions`` replace Indexers in approximate mode.
+    ``predictions`` replace Indexers in approximate mode.
 
-        ``is_behind`` returns whether this Scheduler is overloaded, which advises callers to shard their requests.
-        """
-        self.decisions = decisions
-        """Recent decisions, for Explain."""
-        self._pools = pools
-        self._booking_table = booking_table
-        self._booking_leases = booking_leases
-        self._indexers = indexers
-        self._metrics = metrics
-        self._indexer_timeout = indexer_timeout_seconds
-        self._rng = rng
-        self._clock = clock
-        self._predictions = predictions
-        self._affinity = Affinity(0) if affinity is None else affinity
-        self._is_behind = is_behind
+    ``is_behind`` returns whether this Scheduler is overloaded, which advises callers to shard their requests.
+    """
+
+    pools: Pools
+    booking_leases: BookingLeases
+    decisions: Decisions
+    """Recent decisions, for Explain."""
+    indexers: IndexerSource
+    metrics: SchedulerMetrics
+    _: KW_ONLY
+    indexer_timeout_seconds: float
+    rng: Random
+    clock: Callable[[], float]
+    predictions: Predictions | None = None
+    affinity: Affinity = field(default_factory=lambda: Affinity(0))
+    is_behind: Callable[[], bool] = lambda: False
 
     def check(self, context: RequestContext) -> None:
         """Checks a request: its session is open, its booking not freed, its worker registered.
@@ -82,7 +68,7 @@ class Router:
         """
         pool, booking = context.pool, context.booking
         if booking.key is not None:
-            self._booking_leases.check_bookable(booking.key, booking.session_id, booking.opening_number)
+            self.booking_leases.check_bookable(booking.key, booking.session_id, booking.opening_number)
         if not pool.candidates:
             raise NoWorkers(f"{pool.name} has no live worker")
         check_pinned(pool.candidates, context.constraints, pool.name)
@@ -103,24 +89,24 @@ class Router:
         return own._replace(prefill={pool.name: each for pool, each in zip(elsewhere, others, strict=True)})
 
     async def _overlaps_in(self, pool: Pool, prompt: Prompt, deadline: Deadline) -> Overlaps:
-        if self._predictions is not None:
-            return self._predictions.overlaps(pool, prompt)
+        if self.predictions is not None:
+            return self.predictions.overlaps(pool, prompt)
         return await ask(
-            self._indexers,
+            self.indexers,
             pool.name,
             prompt,
             block_size=pool.booked_load.block_size,
-            timeout_seconds=self._indexer_timeout,
+            timeout_seconds=self.indexer_timeout_seconds,
             deadline=deadline,
         )
 
     def conversation_rank(self, context: RequestContext) -> Rank | None:
         """Returns the rank of the conversation's previous request; None without one."""
-        return self._affinity.rank(context.pool.name, context.conversation)
+        return self.affinity.rank(context.pool.name, context.conversation)
 
     def snapshot(self, context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
         """Returns a snapshot of every candidate at this moment."""
-        return snapshot(context, overlaps, now=self._clock())
+        return snapshot(context, overlaps, now=self.clock())
 
     def decide(self, context: RequestContext, overlaps: Overlaps, *, is_recorded: bool = True) -> Decision:
         """Decides from the current state. ``is_recorded``: whether Explain may show a refusal.
@@ -129,14 +115,14 @@ class Router:
             KvRouterError: the request can no longer be booked, or no rank can take it.
         """
         pool = context.pool
-        if self._pools.get(pool.name) is not pool:
+        if self.pools.get(pool.name) is not pool:
             raise NoWorkers(f"{pool.name} has gone, or has another block size")
         self.check(context)
         decision = decide(
             context,
             overlaps,
-            rng=self._rng,
-            now=self._clock(),
+            rng=self.rng,
+            now=self.clock(),
             decision_id=self.decisions.next_id(),
             conversation_rank=self.conversation_rank(context),
         )
@@ -155,7 +141,7 @@ class Router:
         """
         key = context.booking.key
         response = selection_response(decision, overlaps)
-        response.sharding_advised = self._is_behind()
+        response.sharding_advised = self.is_behind()
         response.ignored_overrides.extend(context.ignored_overrides)
         if key is not None:
             placement = Placement(decision.rank, decision.prefill_tokens)
@@ -182,7 +168,7 @@ class Router:
         booking = Booking(
             key,
             context.pool,
-            context.prompt if self._predictions is not None else context.prompt.without_local_hashes(),
+            context.prompt if self.predictions is not None else context.prompt.without_local_hashes(),
             placement,
             response,
             audited=queried_indexer and not decision.is_prefilled_remotely,
@@ -192,7 +178,7 @@ class Router:
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,
         )
-        if not self._booking_leases.book(booking, self._clock()):
+        if not self.booking_leases.book(booking, self.clock()):
             return False
         context.pool.booked_load.measure_prefill(key, placement.rank, placement.prefill_tokens)
         return True
@@ -206,8 +192,8 @@ class Router:
             RequestIdReused: the key is booked for another prompt or component, or was freed.
             SessionLost: the session of the call is closed.
         """
-        now = self._clock()
-        booking = self._booking_table.find(key, now)
+        now = self.clock()
+        booking = self.booking_leases.booking_table.find(key, now)
         if booking is None:
             return None
         if (
@@ -218,8 +204,8 @@ class Router:
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
         options = context.booking
-        self._booking_leases.own(booking, options.session_id, options.lease_seconds, now, options.opening_number)
-        self._metrics.repeated.inc()
+        self.booking_leases.own(booking, options.session_id, options.lease_seconds, now, options.opening_number)
+        self.metrics.repeated.inc()
         outcome = SelectWorkerResponse()
         outcome.CopyFrom(booking.outcome)
         outcome.repeated = True
