@@ -1,4 +1,4 @@
-"""Reads the version from the file that all distributions share. All other metadata is in pyproject.toml."""
+"""Reads the version from the shared file of all distributions. All other metadata is in pyproject.toml."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """The interface of the core, which the Rust core and the Python reference both implement.
 
 Hashes are passed packed: ``bytes`` of little-endian u64, or any contiguous buffer of bytes or of unsigned 64-bit
-integers. Functions that take them raise TypeError for anything else. Ranks are pairs ``(worker_id, dp_rank)``.
+integers. Their functions raise TypeError for anything else. Ranks are pairs ``(worker_id, dp_rank)``.
 """
 
 from kvrouter.core.interface.event_recorder import (

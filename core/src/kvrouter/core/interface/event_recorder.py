@@ -36,7 +36,7 @@ class InvalidEvent(PublisherError, ValueError):
 
 
 class UnknownParent(InvalidEvent):
-    """Blocks were stored below a parent that the rank does not have. Nothing was recorded or published."""
+    """Blocks were stored below a parent unknown to the rank. Nothing was recorded or published."""
 
     def __init__(self, parent: int) -> None:
         super().__init__(f"the parent {parent:#018x} is not resident: report it as stored before its children")
@@ -59,19 +59,19 @@ class RecorderCounts(NamedTuple):
     device_copies: int
     """Physical copies of blocks in device memory."""
     unknown_removals: int
-    """Removed blocks that were not resident in their tier; such removals cause no event."""
+    """Removed blocks not resident in their tier; such removals cause no event."""
     unplaced_blocks: int
-    """Blocks given to ``stored_known`` that could not be placed; they cause no event."""
+    """Blocks of ``stored_known`` without a place; they cause no event."""
     unsent_events: int
-    """Events in the log that were never taken."""
+    """Untaken events in the log."""
     unsent_bytes: int
     """Encoded size of these events."""
     dropped_events: int
-    """Events that the bounds of the log discarded before they were taken."""
+    """Events discarded by the bounds of the log before they were taken."""
 
 
 class EventRecorder(Protocol):
-    """Blocks of one rank in one incarnation, and the log of the events that changed them.
+    """Blocks of one rank in one incarnation, and the log of their events.
 
     Constructor: ``EventRecorder(head, max_events, max_bytes)``. Beyond ``max_events`` or ``max_bytes`` (encoded) the
     log discards its oldest events: taken ones first, then the others, which consumers notice as a gap in the ids.
@@ -84,7 +84,7 @@ class EventRecorder(Protocol):
         """Returns the current numbers."""
 
     def resident(self, engine_hashes: Sequence[int], tier: Tier) -> list[int]:
-        """Returns those of the blocks that are resident in a tier.
+        """Returns the resident ones of these blocks in a tier.
 
         Raises:
             InvalidEvent: the tier is unknown.
@@ -94,9 +94,9 @@ class EventRecorder(Protocol):
         """Returns the scope of a resident block; None if it is not resident."""
 
     def chunk(self, engine_hash: int, blocks: int) -> list[int]:
-        """Returns the engine hashes of a chunk of at most ``blocks`` blocks that ends with this one, in order.
+        """Returns the engine hashes of a chunk of at most ``blocks`` blocks up to this one, in order.
 
-        The chunk begins after the last block that is not resident. A block that consists of parts is a chunk by itself.
+        The chunk begins after the last missing block. A block of several parts is a chunk by itself.
         """
 
     def stored(
@@ -113,7 +113,7 @@ class EventRecorder(Protocol):
         """Records a chain of blocks below ``parent``, or at the start of a sequence if it is None.
 
         ``local_hashes`` has ``parts`` hashes for each engine hash: an engine's block may consist of several blocks.
-        Without ``new_copies``, blocks that are resident in the tier stay as they are. Returns the numbers after it.
+        Without ``new_copies``, blocks resident in the tier stay as they are. Returns the numbers after it.
 
         Raises:
             InvalidEvent: the lengths differ, a hash occurs twice or is the parent's, or the tier is unknown.
@@ -123,7 +123,7 @@ class EventRecorder(Protocol):
     def stored_known(self, engine_hashes: Sequence[int], tier: Tier) -> RecorderCounts:
         """Records resident blocks in ``tier`` too. Returns the numbers after it.
 
-        Blocks that are not resident, or whose parents are not, are counted in ``unplaced_blocks``: the index could not
+        Blocks not resident, or whose parents are not, are counted in ``unplaced_blocks``: the index could not
         place them.
 
         Raises:
@@ -150,7 +150,7 @@ class EventRecorder(Protocol):
         """Begins a group of reports. Its events wait for ``commit``."""
 
     def group(self) -> tuple[list[RecordedEvent], list[BlockNote]]:
-        """Returns the events of the group, and the notes on the blocks that it changed."""
+        """Returns the events of the group, and the notes on its changed blocks."""
 
     def commit(self) -> None:
         """Ends the group: appends its events to the log."""

@@ -1,4 +1,4 @@
-"""Batches of cache events, and what applying one did."""
+"""Batches of cache events, and the result of applying one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RefusedBatch(ValueError):
     """Raised when a message is not an event batch, or is of another rank or block size than expected."""
 
     def __init__(self, reason: Literal["unparsable", "rank", "block_size"], detail: str) -> None:
-        """Creates the error: ``reason`` is a label for metrics; ``detail`` says what was expected and received."""
+        """Creates the error: ``reason`` is a label for metrics; ``detail`` has the expected and received values."""
         super().__init__(detail)
         self.reason = reason
 
@@ -74,7 +74,7 @@ class ApplySummary:
     stored_blocks: int = 0
     """Blocks in the applied ``stored`` events, resident before or not; without those of an evicted rank."""
     removed_blocks: int = 0
-    """Blocks in the applied ``removed`` events that were resident."""
+    """Resident blocks in the applied ``removed`` events."""
     duplicates: int = 0
     """Events below the cursor. They are dropped."""
     fenced: int = 0
@@ -85,9 +85,9 @@ class ApplySummary:
     batch are applied."""
     unknown_parents: int = 0
     """``stored`` events whose parent is not resident. They are skipped, the cursor moves on, and the rank is partial.
-    Copies of the blocks that they name are released, because these blocks are now at an unknown place."""
+    Copies of their blocks are released, because these blocks are now at an unknown place."""
     unknown_removals: int = 0
-    """Removed blocks that were not resident."""
+    """Removed blocks without a copy."""
     rejected: tuple[str, ...] = ()
     """Reasons of rejected events, at most 16. The events are skipped, the cursor moves on, and the rank is partial."""
     unparsable: str = ""
@@ -97,11 +97,11 @@ class ApplySummary:
     incarnation: int = 0
     """The rank's incarnation after the batch."""
     new_incarnation: bool = False
-    """Whether the batch started a new incarnation of a known rank, so that the rank's older blocks were dropped."""
+    """Whether the batch started a new incarnation of a known rank, whose older blocks were dropped."""
     digest_differs: bool = False
     """Whether the batch has a digest, ends at the rank's cursor, and its digest differs from the index's. Not checked
     (False) after a gap, for partial ranks, and for batches with events unless the index has ``check_digests`` set."""
     evicted_blocks: int | None = None
     """Entries dropped because the rank was evicted; None if it was not."""
     evicted_others: tuple[tuple[int, int, int], ...] = ()
-    """Other ranks that were evicted to make room: worker_id, dp_rank and the number of their dropped entries."""
+    """Other ranks, evicted to make room: worker_id, dp_rank and the number of their dropped entries."""

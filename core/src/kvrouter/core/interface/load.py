@@ -26,7 +26,7 @@ class LoadColumns(NamedTuple):
 
     @property
     def prefill_tokens(self) -> memoryview:
-        """Prompt tokens that are booked and not yet computed, without those of the given request."""
+        """Prompt tokens booked and not yet computed, without those of the given request."""
         return self._column(1)
 
     @property
@@ -36,7 +36,7 @@ class LoadColumns(NamedTuple):
 
     @property
     def leading_active_blocks(self) -> memoryview:
-        """Leading blocks of the given request that are active on the rank; 0 without a request."""
+        """Leading blocks of the given request active on the rank; 0 without a request."""
         return self._column(3)
 
     def rows(self) -> Iterator[tuple[Rank, int, int, int, int]]:
@@ -49,7 +49,7 @@ class LoadColumns(NamedTuple):
 
 
 class BookingRequest(NamedTuple):
-    """What ``ActiveSequences.book`` counts on a rank. It is read and not kept."""
+    """A request as ``ActiveSequences.book`` counts it on a rank. It is read and not kept."""
 
     key: tuple[str, int, int]
     """(request_id, attempt, stage)"""
@@ -58,11 +58,11 @@ class BookingRequest(NamedTuple):
     """Packed sequence hashes of the prompt's full blocks."""
     prompt_tokens: int
     prefill_tokens: int
-    """Prompt tokens that the rank must compute: those that were not resident when the request was booked."""
+    """Prompt tokens to compute on the rank: those missing in its cache at the booking."""
     track_blocks: bool = True
     """Whether its blocks count as active."""
     unique_blocks: bool = False
-    """Whether to assume that it shares no block with another request."""
+    """Whether to assume no block in common with another request."""
 
 
 class ActiveSequences(Protocol):
@@ -99,7 +99,7 @@ class ActiveSequences(Protocol):
         """Returns the rank of a live booking; None if the key is not booked."""
 
     def prefill_complete(self, key: tuple[str, int, int]) -> bool:
-        """Records that the prompt is computed, which ends its prefill tokens. Returns whether the booking is live."""
+        """Records the end of the prompt's computation. Returns whether the booking is live."""
 
     def output_tokens(self, key: tuple[str, int, int], tokens: int) -> bool:
         """Sets the total number of generated tokens; a lower number than before changes nothing.

@@ -15,12 +15,12 @@ TokenBuffer = bytes | bytearray | memoryview | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What besides its tokens decides whether a block may be shared."""
+    """Adapter, salt and tenant: blocks are shared only within one scope."""
 
     lora_name: str = ""
     """Name of the LoRA adapter; empty for the base model."""
     cache_salt: str = ""
-    """Salt that separates a client's cache from others; empty for none."""
+    """Salt to separate a client's cache from others; empty for none."""
     tenant: str = ""
     """Tenant whose cache is separate from others; empty for none."""
 
@@ -44,7 +44,7 @@ class RankInfo(NamedTuple):
     blocks: int
     """Number of entries: (engine hash, tier) pairs."""
     memory_bytes: int
-    """Estimated memory that the removal of this rank would free."""
+    """Estimated memory freed by the removal of this rank."""
     partial: bool
     """Whether blocks may be missing."""
     evicted: bool = False

@@ -8,12 +8,12 @@ Rules for every implementation:
   engine hash at another place, the engine hash moves: all its copies at the old place are released first, and its
   children keep their places. At the same place, its copies in the tier increase by one (COUNTED) or stay one (SET).
 - ``removed`` decreases the copies in the tier by one (COUNTED) or to zero (SET). An entry without copies in any tier is
-  dropped. The removal of a block that is not resident is counted, and changes nothing. Blocks may be removed in any
+  dropped. The removal of a missing block is counted, and changes nothing. Blocks may be removed in any
   order, also parents before children.
 - ``cleared`` drops every entry in the tier, or in all tiers for TIER_UNSPECIFIED. After the latter no block can be
   missing, so the rank is no longer partial.
 - The overlap of a rank to a tier is the number of leading blocks of the prompt that are resident on the rank in that
-  tier or a faster one. The first block that is missing ends it.
+  tier or a faster one. The first missing block ends it.
 - In ``stored`` and ``removed``, TIER_UNSPECIFIED means TIER_DEVICE. A copy counting other than SET means COUNTED.
 - These events are rejected: an event without a change, with an unknown tier, or with more than ``MAX_EVENT_BLOCKS``
   blocks; a ``stored`` without blocks, with different numbers of engine and local hashes, with the same engine hash
@@ -46,7 +46,7 @@ class IndexStats(NamedTuple):
 
 
 class MemoryBudget(Protocol):
-    """A memory bound that several indexes share.
+    """A shared memory bound of several indexes.
 
     Constructor: ``MemoryBudget(max_bytes=0)``; 0 is no bound.
     """
@@ -57,7 +57,7 @@ class MemoryBudget(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Returns the memory of all indexes that share the budget, as of their last changes, in bytes."""
+        """Returns the memory of all indexes of the budget, as of their last changes, in bytes."""
 
 
 class PrefixIndex(Protocol):
@@ -91,7 +91,7 @@ class PrefixIndex(Protocol):
         """
 
     def try_find_matches(self, local_hashes: bytes) -> bytes | None:
-        """Returns what ``find_matches`` returns, or None at once if the index is being changed."""
+        """Returns the result of ``find_matches``, or None at once if the index is being changed."""
 
     def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
         """Returns the overlap to ``tier`` (a value of the enum Tier) of each slot, as packed little-endian u32.
@@ -175,7 +175,7 @@ class PredictedIndex(Protocol):
     """
 
     def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
-        """Records that a request with these blocks was sent to the rank."""
+        """Records a request with these blocks, sent to the rank."""
 
     def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
         """Returns the overlaps above 0 by rank, in blocks."""

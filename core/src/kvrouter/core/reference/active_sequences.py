@@ -18,7 +18,7 @@ _LARGEST = (1 << 63) - 1
 class _Live:
     booking: BookingRequest
     shared: frozenset[int]
-    """Sequence hashes of full blocks that count once for all bookings of the rank."""
+    """Sequence hashes of full blocks, which count once for all bookings of the rank."""
     prefilled: bool = False
     output_tokens: int = 0
 
@@ -86,7 +86,7 @@ class ActiveSequences:
         return self._rank_of.get(key)
 
     def prefill_complete(self, key: _Key) -> bool:
-        """Records that the prompt is computed."""
+        """Records the end of the prompt's computation."""
         live = self._live(key)
         if live is not None:
             live.prefilled = True

@@ -1,4 +1,4 @@
-"""The blocks of a rank with their copies and digest, and changes of them that can be undone."""
+"""The blocks of a rank with their copies and digest, and changes of them with an undo."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def part_hashes(engine_hash: int, parts: int) -> list[int]:
 
 
 class _Undo(NamedTuple):
-    """What ``roll_back`` restores."""
+    """State for ``roll_back`` to restore."""
 
     digest: int
     copies: list[int]
     blocks: dict[int, Block | None]
-    """The blocks before their first change; None for those that were not resident."""
+    """The blocks before their first change; None for missing ones."""
 
 
 class BlockTable:
@@ -96,7 +96,7 @@ class BlockTable:
         return list(self._blocks.items())
 
     def store(self, engine_hash: int, block: Block, index: int) -> None:
-        """Adds a copy of a block to a tier. A block that is at another place moves there with this copy alone."""
+        """Adds a copy of a block to a tier. A block at another place moves there with this copy alone."""
         held = self._blocks.get(engine_hash)
         if held is not None and held.sequence_hash == block.sequence_hash:
             copies = held.copies[index] + 1 if self._counted else 1
@@ -108,7 +108,7 @@ class BlockTable:
         self.add(engine_hash, block)
 
     def add(self, engine_hash: int, block: Block) -> None:
-        """Adds a block that is not resident, with all its copies."""
+        """Adds a missing block, with all its copies."""
         self._put(engine_hash, block)
         for index, copies in enumerate(block.copies):
             if copies:
@@ -138,15 +138,15 @@ class BlockTable:
         self.digest = 0
 
     def replace(self, engine_hash: int, block: Block) -> None:
-        """Replaces what is recorded of a resident block, except for its copies and its place."""
+        """Replaces a resident block's record, except for its copies and its place."""
         self._put(engine_hash, block)
 
     def begin(self) -> None:
-        """Begins changes that ``roll_back`` can undo."""
+        """Begins changes for ``commit`` or ``roll_back``."""
         self._undo = _Undo(self.digest, list(self.copies), {})
 
     def changed(self) -> list[int]:
-        """Returns the engine hashes of the blocks that changed since ``begin``."""
+        """Returns the engine hashes of the blocks changed since ``begin``."""
         return [] if self._undo is None else list(self._undo.blocks)
 
     def commit(self) -> None:

@@ -1,4 +1,4 @@
-"""Parses an event batch once, for its readers and for the index that applies it."""
+"""Parses an event batch once, for its readers and for its index."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class EventLog:
 
     @property
     def dropped(self) -> int:
-        """Number of unsent events that were discarded."""
+        """Number of discarded unsent events."""
         return self._dropped
 
     def events(self, from_event_id: int) -> list[NumberedEvent]:

@@ -46,7 +46,7 @@ class EventRecorder:
         )
 
     def resident(self, engine_hashes: Sequence[int], tier: Tier) -> list[int]:
-        """Returns those of the blocks that are resident in a tier."""
+        """Returns the resident ones of these blocks in a tier."""
         return [engine_hash for engine_hash in engine_hashes if self._state.is_resident(engine_hash, tier)]
 
     def scope_of(self, engine_hash: int) -> Scope | None:
@@ -54,7 +54,7 @@ class EventRecorder:
         return self._state.scope_of(engine_hash)
 
     def chunk(self, engine_hash: int, blocks: int) -> list[int]:
-        """Returns the engine hashes of a chunk of blocks that ends with this one, in order."""
+        """Returns the engine hashes of a chunk of blocks up to this one, in order."""
         return self._state.chunk(engine_hash, blocks)
 
     def stored(
@@ -93,7 +93,7 @@ class EventRecorder:
         self._pending = []
 
     def group(self) -> tuple[list[RecordedEvent], list[BlockNote]]:
-        """Returns the events of the group, and the notes on the blocks that it changed."""
+        """Returns the events of the group, and the notes on its changed blocks."""
         return [*(self._pending or ())], self._state.notes(self._state.changed())
 
     def commit(self) -> None:

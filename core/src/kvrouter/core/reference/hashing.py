@@ -113,7 +113,7 @@ def unpack(packed: bytes) -> tuple[int, ...]:
 
 
 def le32(token_ids: TokenBuffer) -> bytes:
-    """Token ids as little-endian u32. Raises what ``local_hashes`` raises for them."""
+    """Token ids as little-endian u32. Raises the errors of ``local_hashes``."""
     try:
         view = memoryview(token_ids)  # type: ignore[arg-type]
     except TypeError:

@@ -1,4 +1,4 @@
-"""A memory bound that several indexes share."""
+"""A shared memory bound of several indexes."""
 
 from __future__ import annotations
 

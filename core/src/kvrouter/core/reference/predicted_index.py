@@ -34,7 +34,7 @@ class PredictedIndex:
         self._residents: dict[int, set[Rank]] = {}
 
     def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
-        """Records that a request with these blocks was sent to the rank."""
+        """Records a request with these blocks, sent to the rank."""
         places = unpack(sequence_hashes(local_hashes))
         self.expire(now)
         for depth, place in reversed(list(enumerate(places))):
@@ -81,7 +81,7 @@ class PredictedIndex:
         return dropped
 
     def __len__(self) -> int:
-        """Returns the number of entries, including expired ones that were not dropped yet."""
+        """Returns the number of entries, including expired ones not dropped yet."""
         return len(self._uses)
 
     def _drop(self, key: tuple[Rank, int]) -> None:

@@ -173,7 +173,7 @@ class PrefixIndex:
         return answer.SerializeToString()
 
     def try_find_matches(self, local_hashes: bytes) -> bytes | None:
-        """Returns what ``find_matches`` returns, or None if another thread uses the index."""
+        """Returns the result of ``find_matches``, or None if another thread uses the index."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -357,7 +357,7 @@ class PrefixIndex:
             counts.rejected.append(f"event {event.event_id}: {reason}")
 
     def _make_room(self, grown: _Rank, counts: _Counts) -> None:
-        """Evicts the largest rank of the worker with the most blocks, and if that is not enough the one that grew."""
+        """Evicts the largest rank of the worker with the most blocks, and if necessary the grown one."""
         if not self._exceeds_bounds():
             return
         largest = self._largest_rank(grown)

@@ -104,7 +104,7 @@ class RankBlocks:
         self._digest = None
 
     def overlaps(self, places: Iterable[int]) -> list[int]:
-        """Returns for each of ``TIERS`` the number of leading places that are resident in it or a faster tier."""
+        """Returns for each of ``TIERS`` the number of leading places resident in it or a faster tier."""
         overlaps = [0] * len(TIERS)
         slowest = 1
         for fastest in self._fastest_tiers(places):
@@ -120,7 +120,7 @@ class RankBlocks:
         return self._digest
 
     def _fastest_tiers(self, places: Iterable[int]) -> Iterator[int]:
-        """Yields the fastest tier of each place, up to the first place that is not resident."""
+        """Yields the fastest tier of each place, up to the first missing place."""
         for place in places:
             engine_hashes = self._at.get(place)
             if not engine_hashes:

@@ -66,7 +66,7 @@ def decode(chunks: Iterable[bytes]) -> RankDump:
     """Parses and validates a dump.
 
     Raises:
-        InvalidDump: the dump is invalid in one of the ways that ``PrefixIndex.load_rank`` lists.
+        InvalidDump: the dump is invalid in one of the ways listed at ``PrefixIndex.load_rank``.
     """
     state: RankState | None = None
     blocks: dict[int, Block] = {}

@@ -1,4 +1,4 @@
-"""The blocks of one rank, and the numbered events that led to them."""
+"""The blocks of one rank, and their numbered events."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class RankState:
         self.next_event_id = 0
         """Id of the next event."""
         self.unknown_removals = 0
-        """Blocks reported as removed that were not resident in that tier; such removals are not published."""
+        """Blocks reported as removed but not resident in the tier; such removals are not published."""
         self.unplaced_blocks = 0
-        """Blocks reported as copied to a tier that could not be placed; they are not published."""
+        """Blocks reported as copied to a tier but without a place; they are not published."""
         self._blocks = BlockTable(counted=copy_counting != CopyCounting.COPY_COUNTING_SET)
         self._before = (0, 0, 0)
 
@@ -69,7 +69,7 @@ class RankState:
         return None if block is None else block.scope
 
     def chunk(self, engine_hash: int, blocks: int) -> list[int]:
-        """Returns the engine hashes of a chunk of blocks that ends with this one, in order."""
+        """Returns the engine hashes of a chunk of blocks up to this one, in order."""
         chunk: list[int] = []
         while (block := self._blocks.get(engine_hash)) is not None and len(chunk) < blocks:
             chunk.append(engine_hash)
@@ -188,7 +188,7 @@ class RankState:
             self._blocks.add(record.engine_hash, block)
 
     def changed(self) -> list[int]:
-        """Returns the engine hashes of the blocks that changed since ``begin``."""
+        """Returns the engine hashes of the blocks changed since ``begin``."""
         return self._blocks.changed()
 
     def notes(self, engine_hashes: Iterable[int] | None = None) -> list[BlockNote]:
@@ -209,7 +209,7 @@ class RankState:
                     self._blocks.replace(engine_hash, block._replace(scope=scope, parts=parts))
 
     def begin(self) -> None:
-        """Begins changes that ``roll_back`` can undo."""
+        """Begins changes for ``commit`` or ``roll_back``."""
         self._before = (self.next_event_id, self.unknown_removals, self.unplaced_blocks)
         self._blocks.begin()
 
@@ -230,7 +230,7 @@ class RankState:
     def _store_chains(
         self, blocks: Sequence[tuple[int, Block]], index: int, tier: Tier, *, new_copies: bool
     ) -> list[NumberedEvent]:
-        """Stores blocks, and returns an event for each run of blocks that follow each other."""
+        """Stores blocks, and returns an event for each run of consecutive blocks."""
         events = []
         run: list[tuple[int, Block]] = []
         for engine_hash, block in blocks:
@@ -255,7 +255,7 @@ class RankState:
         return self._numbered(KvEvent(tier=tier, stored=stored))
 
     def _parts_of(self, engine_hash: int) -> Sequence[int]:
-        """Returns the engine hashes of the blocks that an engine's block consists of."""
+        """Returns the engine hashes of the parts of an engine's block."""
         block = self._blocks.get(engine_hash)
         return (engine_hash,) if block is None or block.parts == 1 else part_hashes(engine_hash, block.parts)
 

@@ -1,4 +1,4 @@
-"""Finds token ids that a model does not have."""
+"""Finds token ids unknown to a model."""
 
 from __future__ import annotations
 

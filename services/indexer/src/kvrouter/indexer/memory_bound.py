@@ -14,7 +14,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def default_max_index_bytes() -> int:
-    """Returns half of the memory available to the process, in bytes; 0 (no bound) if that is unknown."""
+    """Returns half of the memory available to the process, in bytes; 0 (no bound) if it is unknown."""
     available = [*cgroup_limits(), *_physical_bytes()]
     return int(min(available) * INDEX_SHARE) if available else 0
 
@@ -23,7 +23,7 @@ def cgroup_limits(own: Path = _OWN_CGROUPS, mount: Path = _CGROUPS) -> Iterator[
     """Yields the memory limits of the process's control group and its ancestors, in bytes.
 
     Args:
-        own: File that lists the control groups of the process.
+        own: File with the control groups of the process.
         mount: Mount point of control groups, version 1 or 2.
     """
     try:

@@ -43,7 +43,7 @@ class WorkerConfig:
     """Pool of interchangeable workers to join."""
 
     model: str
-    """Name of the model that clients send in their requests."""
+    """Name of the model in the clients' requests."""
 
     block_size: int
     """Tokens per block of the engine's KV cache, at least 1; equal for all workers of the component."""
@@ -87,10 +87,10 @@ class WorkerConfig:
     """Prefill, decode, or both."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels that routing constraints can require."""
+    """Labels for routing constraints."""
 
     lora_names: tuple[str, ...] = ()
-    """Names of the LoRA adapters that the worker serves."""
+    """Names of the served LoRA adapters."""
 
     openai_endpoint: str = ""
     """URL of the engine's own OpenAI API, such as "http://10.0.0.7:8000"; empty if it has none."""
@@ -116,13 +116,13 @@ class WorkerConfig:
     """Maximum number of prompt tokens computed in one step; 0 if unknown."""
 
     max_sequences: int = 0
-    """Maximum number of requests that run at once; 0 if unknown."""
+    """Maximum number of running requests; 0 if unknown."""
 
     max_model_len: int = 0
     """Maximum number of prompt and output tokens together; 0 for no limit. Equal for all workers of the component."""
 
     vocabulary_size: int = 0
-    """Number of token ids that the model has, those included that the tokenizer does not use; 0 if unknown: then as
+    """Number of token ids of the model, including those unused by the tokenizer; 0 if unknown: then as
     many as the tokenizer has. Requests with others are refused."""
 
     heartbeat_seconds: float = 5.0
@@ -132,7 +132,7 @@ class WorkerConfig:
     """Interval of load reports, seconds; 0 sends none."""
 
     lease_ttl_seconds: int = 10
-    """Time after which a worker that died is no longer a candidate, seconds, at least 2."""
+    """Time until a dead worker is no longer a candidate, seconds, at least 2."""
 
     buffer_events: int = 200_000
     """Events stored per rank, both unsent ones and sent ones for resyncs, at least 1. The default lasts five minutes on
@@ -148,11 +148,11 @@ class WorkerConfig:
     """Time for unsent events to be sent when the worker stops, seconds, 0 or more."""
 
     tracer: Tracer | None = field(default=None, compare=False, repr=False)
-    """Tracer of OpenTelemetry that records requests whose caller records them; None records none. The worker needs
+    """Tracer of OpenTelemetry for requests whose caller records them; None records none. The worker needs
     the package ``opentelemetry-api`` then."""
 
     journal_path: Path | None = None
-    """Directory of the journals, one file per rank. For a relay: a process beside the engine that can die and restart
+    """Directory of the journals, one file per rank. For a relay: a process beside the engine, which can die and restart
     while the engine continues. Without it, each start begins a new incarnation."""
 
     engine_incarnation: str = ""
@@ -237,14 +237,14 @@ class WorkerConfig:
                 raise InvalidConfig(f"{name}: expected {example}, received {value!r:.100}")
 
     def endpoint(self, port: int) -> str:
-        """Returns the address under which others reach the WorkerService that listens on ``port``."""
+        """Returns the address under which others reach the WorkerService listening on ``port``."""
         host = self.advertise or self.bind.rpartition(":")[0]
         if self.advertise.rpartition(":")[2].isdigit() and not self.advertise.endswith("]"):
             return self.advertise
         return f"{host}:{port}"
 
     def descriptor(self) -> ComponentDescriptor:
-        """Returns the descriptor that this worker writes if it is the first of its component."""
+        """Returns the descriptor to write by the first worker of a component."""
         return ComponentDescriptor(
             component=Component(namespace=self.component.namespace, name=self.component.name),
             model=self.model,

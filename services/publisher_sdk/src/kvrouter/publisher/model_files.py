@@ -1,4 +1,4 @@
-"""The files of a worker's tokenizer and chat template, which it serves, so that Frontends need no shared disk."""
+"""The files of a worker's tokenizer and chat template, which it serves to Frontends without a shared disk."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ log = get_logger(__name__)
 
 
 class ModelFiles:
-    """Files of one model. They are read again for each Frontend, so that the worker keeps none in memory."""
+    """Files of one model. They are read again for each Frontend, and never kept in memory."""
 
     def __init__(self, directory: Path = Path(), described: Sequence[ModelFile] = ()) -> None:
         """Serves the described files of a directory; by default none."""
         self.described = described
-        """What the worker registers."""
+        """The files as registered."""
         self._paths = {file.sha256: directory / file.name for file in described}
 
     @classmethod
     async def of(cls, config: WorkerConfig) -> ModelFiles:
-        """Returns the files of ``config.tokenizer``; none if that is no directory with usable files."""
+        """Returns the files of ``config.tokenizer``; none without a directory of usable files."""
         directory = Path(config.tokenizer)
         if not config.tokenizer or not await asyncio.to_thread(directory.is_dir):
             return cls()

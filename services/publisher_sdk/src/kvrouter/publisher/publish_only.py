@@ -1,4 +1,4 @@
-"""The engine of a worker that only publishes: its requests reach the real engine by another way."""
+"""The engine of a publish-only worker: requests reach the real engine by another way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker negotiates in etcd before it serves: the component's descriptor and its own incarnation."""
+"""Negotiates in etcd before a worker serves: the component's descriptor and the worker's incarnation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def join_component(
     Where the worker's user may not write it, a Scheduler does so as soon as the worker is registered.
 
     Raises:
-        DescriptorMismatch: a property that all workers must share differs.
+        DescriptorMismatch: a shared property of all workers differs.
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.descriptor_key.encode()
@@ -114,7 +114,7 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
     """Restores the incarnation record if etcd lost it, or has an earlier or undecodable one.
 
     Raises:
-        KeyTaken: a later one has begun, though its worker may be gone: it fences all that this one reports.
+        KeyTaken: a later one has begun, though its worker may be gone: it fences all reports of this one.
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.incarnation_key(worker_id).encode()
@@ -128,7 +128,7 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
 
 
 def companions(component: ComponentName, worker_id: int, incarnation: int) -> dict[str, Callable[[bytes], bool]]:
-    """Returns the keys without a lease that a worker needs in etcd, each with a function that checks a value."""
+    """Returns a worker's keys without a lease in etcd, each with a function to check a value."""
 
     def is_descriptor(value: bytes) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""The interface for engine authors: an ``async with`` that registers a worker, serves it and publishes its events."""
+"""The interface for engine authors: an ``async with`` to register a worker, serve it and publish its events."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Worker:
         """Passes the outputs of one engine step to their callers.
 
         Callable from any thread; never blocks. The outputs of a step for one gateway travel in one message. Outputs of
-        requests that have ended are dropped. The iterable is read later, so it must not be changed.
+        ended requests are dropped. The iterable is read later, so it must not be changed.
         """
         self._server.emit(outputs)
 
@@ -190,7 +190,7 @@ class Worker:
             self._register()
 
     def set_lora_names(self, names: Sequence[str]) -> None:
-        """Announces the LoRA adapters that the engine has now."""
+        """Announces the engine's current LoRA adapters."""
         if tuple(names) == self.config.lora_names:
             return
         self.config = replace(self.config, lora_names=tuple(names))
@@ -204,7 +204,7 @@ class Worker:
 
     @property
     def server(self) -> WorkerServer:
-        """The gRPC server, with what it counts: callers that it refuses, and how full its bounds are."""
+        """The gRPC server, with its counts: refused callers, and the use of its bounds."""
         return self._server
 
     def load_reports(self) -> list[LoadReport]:
@@ -363,7 +363,7 @@ def _spans(config: WorkerConfig) -> RequestSpans | None:
 
 
 def load_response(config: WorkerConfig, reports: Sequence[LoadReport]) -> GetLoadResponse:
-    """Returns the response of GetLoad, which also says what the worker serves."""
+    """Returns the response of GetLoad, with model and block size of the worker."""
     return GetLoadResponse(
         reports=reports,
         model=config.model,
@@ -405,7 +405,7 @@ async def running(config: WorkerConfig, engine: StepEngine | Engine | None = Non
 
 
 async def _settle(config: WorkerConfig, former: int | None) -> tuple[int, Transport]:
-    """Returns the incarnation, which is ``former`` if that can be resumed, and the transport."""
+    """Returns the incarnation, ``former`` if it can be resumed, and the transport."""
 
     def tell(state: RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:

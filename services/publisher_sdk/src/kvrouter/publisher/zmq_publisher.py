@@ -1,4 +1,4 @@
-"""Publishes KV events in vLLM's ZMQ format, for engines whose consumers read that. Needs the extra ``zmq``.
+"""Publishes KV events in vLLM's ZMQ format, for engines with such consumers. Needs the extra ``zmq``.
 
 A relay (``kvrouter relay``) and other routers subscribe to the PUB socket and request missed messages from the replay
 socket, as they do with vLLM.
@@ -32,7 +32,7 @@ _BASE_SCOPE = Scope()
 class ZmqPublisher:
     """Publishes the events of one rank while the context lasts.
 
-    The reports may come from any thread and never wait for a consumer: what a slow one misses, it replays. Each report
+    The reports may come from any thread and never wait for a consumer: a slow one replays missed messages. Each report
     is a message of its own, except in ``batch``.
     """
 
@@ -55,8 +55,8 @@ class ZmqPublisher:
         connects: Whether the consumer listens on ``endpoint`` and the publisher connects to it.
         topic: Topic of the messages.
         dp_rank: Data-parallel rank, which the messages name.
-        buffer_steps: Number of messages that can be replayed.
-        high_water_mark: Messages that wait for a consumer; further ones are dropped.
+        buffer_steps: Number of messages kept for replay.
+        high_water_mark: Messages queued for a consumer; further ones are dropped.
 
         Raises:
             InvalidConfig: ``block_size`` is below 1.
@@ -138,7 +138,7 @@ class ZmqPublisher:
         )
 
     def removed(self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.TIER_DEVICE) -> None:
-        """Publishes that blocks, or one physical copy of each, left a tier.
+        """Publishes the removal of blocks, or of one physical copy of each, from a tier.
 
         Raises:
             InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
@@ -147,7 +147,7 @@ class ZmqPublisher:
         self._report({"type": "BlockRemoved", "block_hashes": hashes, "medium": _medium(tier), "group_idx": 0})
 
     def cleared(self) -> None:
-        """Publishes that all blocks are gone."""
+        """Publishes the removal of all blocks."""
         self._report({"type": "AllBlocksCleared"})
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Sockets on which vLLM and SGLang publish KV events, for any content. Needs the extra ``zmq``.
 
-Messages go out on a PUB socket. What a subscriber missed it requests from the replay socket.
+Messages go out on a PUB socket. A subscriber requests missed messages from the replay socket.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class EventSockets:
         replay_endpoint: Address to answer replay requests on; empty for none.
         connects: Whether the consumer listens on ``endpoint`` and the publisher connects to it.
         topic: Topic of the messages.
-        buffer_steps: Number of messages that can be replayed.
-        high_water_mark: Messages that wait for a consumer; further ones are dropped.
+        buffer_steps: Number of messages kept for replay.
+        high_water_mark: Messages queued for a consumer; further ones are dropped.
         """  # noqa: D205
         self.endpoint = endpoint
         """Address of the events; once it listens, with the port taken."""
@@ -99,7 +99,7 @@ class EventSockets:
     def _open(
         self, kind: int, endpoint: str, high_water_mark: int, connects: bool = False
     ) -> tuple[zmq.Socket[bytes], str]:
-        """Returns a socket and the address that it listens on or connects to."""
+        """Returns a socket, and the address of its listener or peer."""
         socket = self._context.socket(kind)
         socket.set_hwm(high_water_mark)
         try:

@@ -1,1 +1,1 @@
-"""The relay: publishes the KV events of an engine that speaks vLLM's ZMQ format, without a change to the engine."""
+"""The relay: publishes the KV events of an engine with vLLM's ZMQ format, without a change to the engine."""

@@ -112,7 +112,7 @@ async def running(settings: RelaySettings, registry: CollectorRegistry) -> Async
 
 
 class _Availability:
-    """Announces that the worker takes no requests while its engine is disconnected."""
+    """Announces whether the worker takes requests: only while its engine is connected."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 log = structlog.get_logger(component="relay")
 
 MAX_FRAME_BYTES = 64 << 20
-"""Maximum size of a frame. The events of a step that stores a million tokens have about 10 MiB."""
+"""Maximum size of a frame. The events of a step with a million stored tokens have about 10 MiB."""
 
 HEARTBEAT_MS = 10_000
 """Interval of the pings by which a connection is found to be dead; three without an answer end it."""
@@ -73,7 +73,7 @@ def _shifted(endpoint: str, offset: int) -> str:
 
 
 def _bound(socket: zmq.asyncio.Socket) -> None:
-    """Disconnects from a peer that sends a frame of more than ``MAX_FRAME_BYTES``, or vanishes without closing."""
+    """Disconnects from a peer with a frame of more than ``MAX_FRAME_BYTES``, or after it vanished."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
@@ -85,7 +85,7 @@ class Reconnected:
 
 
 class Settled:
-    """A publisher connected a while ago, so that the subscription has reached it."""
+    """A publisher connected a while ago: the subscription has reached it."""
 
 
 class Disconnected:
@@ -101,7 +101,7 @@ class EngineSockets:
     def __init__(self, endpoints: Endpoints, *, high_water_mark: int, replay_seconds: float) -> None:
         """Args:
         endpoints: Where the rank publishes.
-        high_water_mark: Messages that wait in the socket; further ones are lost, which shows as a gap.
+        high_water_mark: Messages queued in the socket; further ones are lost, which shows as a gap.
         replay_seconds: Longest time between two messages of a replay.
         """  # noqa: D205
         self._endpoints = endpoints
@@ -152,9 +152,9 @@ class EngineSockets:
         return await self._queue.get()
 
     async def replay(self, first: int, *, wait_for_engine: bool = False) -> AsyncGenerator[EventMessage]:
-        """Yields the messages that the engine can repeat from ``first`` on, up to its newest.
+        """Yields the engine's kept messages from ``first`` on, up to its newest.
 
-        With ``wait_for_engine`` the first message may take any time, for an engine that is loading.
+        With ``wait_for_engine`` the first message may take any time, for a loading engine.
 
         Raises:
             ReplayFailed: the engine does not answer, or with something else.
@@ -209,7 +209,7 @@ class EngineSockets:
                 asyncio.get_running_loop().call_later(_SETTLE_SECONDS, self._settle)
 
     def _connect_again(self) -> None:
-        """Replaces a connection that ended: after a frame beyond the limit the library does not try again by itself."""
+        """Replaces an ended connection: after a frame beyond the limit the library does not try again by itself."""
         if self._is_listening:
             return
         with suppress(zmq.ZMQError):  # the library has given the endpoint up itself

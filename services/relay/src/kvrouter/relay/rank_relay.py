@@ -20,9 +20,9 @@ log = structlog.get_logger(component="relay")
 _MESSAGE_US = 100
 """CPU time of a small message, microseconds, measured with one event of one block."""
 _BYTES_PER_US = 10
-"""Bytes of events that are decoded and applied in a microsecond."""
+"""Bytes of events decoded and applied in a microsecond."""
 _LOOP_BYTES = 64 << 10
-"""Maximum size of a message that is applied on the event loop; a thread applies longer ones."""
+"""Maximum size of a message applied on the event loop; a thread applies longer ones."""
 
 
 @dataclass(slots=True)
@@ -30,28 +30,28 @@ class RelayCounts:
     """Statistics of one rank since the relay started."""
 
     messages: int = 0
-    """Messages that were applied."""
+    """Applied messages."""
     replayed: int = 0
-    """Messages that were applied from a replay."""
+    """Messages applied from a replay."""
     duplicates: int = 0
-    """Messages that were received again."""
+    """Messages received again."""
     gaps: int = 0
-    """Times that messages were missing."""
+    """Number of gaps in the messages."""
     losses: int = 0
-    """Times that missing messages could not be replayed."""
+    """Number of gaps without a replay."""
     restarts: int = 0
     """Restarts of the engine."""
     malformed: int = 0
-    """Messages that are none, or of another rank."""
+    """Malformed messages, and those of another rank."""
     is_connected: bool = False
     """Whether the engine's publisher is connected."""
 
 
 class Start:
-    """What the engine can repeat at the start: a replay of which the first message was read."""
+    """The engine's kept messages at the start: a replay whose first message was read."""
 
     def __init__(self, first: EventMessage | None, rest: AsyncGenerator[EventMessage] | None, position: int) -> None:
-        """``position`` is that of the journal to resume from, below 0 for none."""
+        """``position`` is the journal's to resume from, below 0 for none."""
         self.first = first
         self.rest = rest
         self.position = position
@@ -100,7 +100,7 @@ class RankRelay:
         self._log = log.bind(dp_rank=dp_rank)
 
     async def run(self, start: Start) -> None:
-        """Relays until cancelled, after what the engine can repeat."""
+        """Relays until cancelled, after the engine's kept messages."""
         await self._catch_up(start)
         connected_before = self._sockets.has_replay
         while True:
@@ -122,7 +122,7 @@ class RankRelay:
                     self._set_connected(False)
 
     async def _catch_up(self, start: Start) -> None:
-        """Applies what the engine can repeat, or goes on from the first live message."""
+        """Applies the engine's kept messages, or goes on from the first live message."""
         if start.rest is None:
             return
         first = start.first
@@ -165,7 +165,7 @@ class RankRelay:
             self._lose(self._tracker.next_sequence, "reconnected")
 
     async def _repeat(self) -> bool:
-        """Requests the last message again and all after it, and applies what is new.
+        """Requests the last message again and all after it, and applies new ones.
 
         Notices by the last message if the engine restarted meanwhile. Returns whether the engine answered.
         """
@@ -181,7 +181,7 @@ class RankRelay:
         return True
 
     async def _replay_after_last(self) -> bool:
-        """Applies what the engine published after the last message; returns False if it is not the same engine."""
+        """Applies the engine's messages after the last one; returns False if it is not the same engine."""
         last = self._tracker.next_sequence - 1
         async with aclosing(self._sockets.replay(max(last, 0))) as messages:
             first = await anext(messages, None)

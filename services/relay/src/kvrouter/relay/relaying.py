@@ -20,7 +20,7 @@ from kvrouter.relay.rank_relay import RankRelay, Start, read_start
 _NO_POSITION = -1
 
 RelayedRank: TypeAlias = tuple[RankRelay, EventTranslator, RankPublisher]
-"""The parts of a rank that is relayed."""
+"""The parts of a relayed rank."""
 RelayedRanks: TypeAlias = dict[int, RelayedRank]
 """Those of each rank of a worker."""
 
@@ -34,7 +34,7 @@ class EventSource:
     dialect: Dialect
     """Whose event format the engine has."""
     queued_messages: int
-    """Messages that wait in each subscription; further ones are replayed."""
+    """Messages queued in each subscription; further ones are replayed."""
     replay_seconds: float
     """Longest time between two messages of a replay."""
 
@@ -55,11 +55,11 @@ async def relaying(
     Args:
         config: The worker.
         source: Where its engine publishes.
-        options: What the events do not say.
+        options: Facts about the engine, missing in its events.
         parts: Filled with the parts of each rank.
         on_connection: Called when a rank's publisher connected or disconnected.
         engine: Serves the worker's requests; none refuses them.
-        wait_for_engine: Whether the first answer of a replay socket may take any time, for an engine that is loading.
+        wait_for_engine: Whether the first answer of a replay socket may take any time, for a loading engine.
 
     Raises:
         DescriptorMismatch: the worker does not match its component.
@@ -102,7 +102,7 @@ async def _read_starts(
 ) -> dict[int, Start]:
     """Returns the start of each rank, from its journal's position if it is known.
 
-    Starts in ``former`` that begin with the engine's oldest message are kept.
+    Starts in ``former`` from the engine's oldest message on are kept.
     """
     starts = {}
     for dp_rank, each in sockets.items():

@@ -1,4 +1,4 @@
-"""Decides what a message of an engine is by its sequence number and content, without I/O.
+"""Classifies a message of an engine by its sequence number and content, without I/O.
 
 An engine numbers its messages from 0 in each of its lifetimes. PUB sockets drop messages silently, a replay overlaps
 with live messages, and a restarted engine counts from 0 again without saying so. Content tells these apart: each
@@ -34,7 +34,7 @@ def from_position(position: int) -> tuple[int, int]:
 
 
 class Verdict(Enum):
-    """What to do with a message."""
+    """Treatment of a message."""
 
     APPLY = auto()
     """It is the next one."""
@@ -61,7 +61,7 @@ class SequenceTracker:
         return self._checks.get(self.next_sequence - 1)
 
     def judge(self, sequence: int, check: int) -> Verdict:
-        """Returns what a live message is."""
+        """Returns the class of a live message."""
         if sequence >= self.next_sequence:
             return Verdict.APPLY if sequence == self.next_sequence else Verdict.GAP
         known = self._checks.get(sequence)

@@ -9,5 +9,5 @@ _STATE_TAG = DumpResponse.STATE_FIELD_NUMBER << 3 | 2
 
 
 def encoded_dump_response(state: bytes) -> bytes:
-    """Returns an encoded DumpResponse that contains an encoded RankState."""
+    """Returns an encoded DumpResponse with an encoded RankState."""
     return b"".join((bytes([_STATE_TAG]), encode_varint(len(state)), state))

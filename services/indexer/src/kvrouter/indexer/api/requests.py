@@ -1,4 +1,4 @@
-"""Validation and conversion of requests, with typed errors that say what to correct."""
+"""Validation and conversion of requests, with typed errors and their correction."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class IndexerService:
         )
 
     async def load(self, requests: AsyncIterator[LoadRequest], *, deadline: Deadline) -> LoadResponse:
-        """Loads a dump. Each rank replaces that of the index once all its chunks have arrived.
+        """Loads a dump. Each rank replaces its state in the index once all its chunks have arrived.
 
         Raises:
             UnknownComponent, NotReady, DeadlineExceeded.
@@ -186,7 +186,7 @@ class IndexerService:
         return response
 
     async def resync(self, request: ResyncRequest, *, deadline: Deadline) -> ResyncResponse:
-        """Replaces the state of ranks by that of their workers; without ranks in the request, of all.
+        """Replaces the state of ranks by their workers' own; without ranks in the request, of all.
 
         Raises:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.

@@ -31,7 +31,7 @@ _QUARANTINED_BYTES = 4096  # per message: enough to recognise it
 
 
 class EventApplier:
-    """Applies events to a shared index, counts them, and keeps those that cannot be applied yet."""
+    """Applies events to a shared index, counts them, and keeps early ones."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class EventApplier:
             block_size: Tokens per block of the component.
             shared: The index.
             known: Status of the ranks.
-            policy: Decides on repairs that need a rank's worker.
-            quarantine: Counts and logs input that cannot be decoded.
+            policy: Requests and defers repairs.
+            quarantine: Counts and logs undecodable input.
         """
         self.tally = Tally()
         self.quarantined: deque[QuarantinedMessage] = deque(maxlen=_QUARANTINED_MESSAGES)
@@ -175,7 +175,7 @@ class EventApplier:
         self.note_evictions(rank, summary)
 
     def note_evictions(self, rank: Rank, summary: ApplySummary) -> None:
-        """Counts and logs the ranks that a batch evicted."""
+        """Counts and logs the ranks evicted by a batch."""
         for worker_id, dp_rank, dropped in summary.evicted_others:
             self.note_eviction((worker_id, dp_rank), dropped)
         if summary.evicted_blocks is not None:
@@ -193,7 +193,7 @@ class EventApplier:
     def _is_admitted(self, index: PrefixIndex, received: ReceivedBatch, *, kept: bool) -> bool:
         """Returns whether a batch may be applied, by its incarnation. A batch alone never ends an incarnation.
 
-        A batch that is ``kept`` in a pending buffer is judged again when its worker has answered.
+        A batch ``kept`` in a pending buffer is judged again when its worker has answered.
         """
         batch = received.batch
         rank = batch.rank

@@ -34,14 +34,14 @@ class Tally:
     misdirected: int = 0
     """Messages whose envelope does not match their subject or the component."""
     unconfirmed: int = 0
-    """Events with an incarnation or id that the worker does not confirm. A batch without events counts as 1."""
+    """Events with an incarnation or id unconfirmed by the worker. A batch without events counts as 1."""
     repairs: int = 0
     drifts: int = 0
     stored_blocks: int = 0
     removed_blocks: int = 0
 
     def add(self, summary: ApplySummary, *, again: bool = False) -> None:
-        """Counts a batch that could be parsed.
+        """Counts a parsed batch.
 
         Args:
             summary: Result of applying it.
@@ -60,7 +60,7 @@ class Tally:
         self.removed_blocks += summary.removed_blocks
 
     def refuse(self, refusal: Refusal) -> None:
-        """Counts a message that was quarantined."""
+        """Counts a quarantined message."""
         if refusal.reason == "unparsable":
             self.unparsable += 1
         else:

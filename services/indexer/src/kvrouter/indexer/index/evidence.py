@@ -32,7 +32,7 @@ class Evidence:
     compared_at: float | None = None
     """Time of the last comparison with its worker."""
     news_at: float | None = None
-    """Time of the last comparison that found something missing in the index."""
+    """Time of the last comparison with a difference."""
 
     @property
     def at(self) -> float | None:
@@ -81,7 +81,7 @@ class SilenceWatch:
 
     @property
     def silent(self) -> Collection[Rank]:
-        """Returns the ranks that were silent at the last call of ``due``."""
+        """Returns the silent ranks as of the last call of ``due``."""
         return self._schedules.keys()
 
     def due(self, limits: Mapping[Rank, float], evidence: Callable[[Rank], Evidence], now: float) -> list[Rank]:

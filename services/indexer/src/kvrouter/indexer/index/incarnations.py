@@ -2,8 +2,8 @@
 
 A batch names its incarnation, and every publisher can name any number, so a batch alone never ends an incarnation. Two
 sources can: the worker's registration in etcd, and the worker's own answer at its registered address. The answer takes
-precedence over the registration that was current when the worker was called, whether it is higher or lower: after a
-wrong clock or a lost record, a worker may start an incarnation that is lower than its last one.
+precedence over the registration as of the call, whether it is higher or lower: after a
+wrong clock or a lost record, a worker may start an incarnation lower than its last one.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _MAX_CLAIMS = 16
 
 
 class Verdict(Enum):
-    """What to do with a batch because of its incarnation."""
+    """Treatment of a batch because of its incarnation."""
 
     APPLY = auto()
     """The incarnation is the current one, or nothing contradicts it."""
     FENCED = auto()
     """The incarnation is an earlier one."""
     UNCONFIRMED = auto()
-    """The incarnation is a later one that neither registration nor worker has confirmed."""
+    """The incarnation is a later one, unconfirmed by registration and worker."""
     REFUTED = auto()
-    """The incarnation is one that the worker has denied."""
+    """The worker has denied the incarnation."""
 
 
 class Incarnations:
@@ -41,7 +41,7 @@ class Incarnations:
         self._refuted: dict[Rank, tuple[int, ...]] = {}
 
     def register(self, registered: Mapping[Rank, int]) -> None:
-        """Replaces the registered incarnations. 0 is unknown: a worker that publishes no events registers none."""
+        """Replaces the registered incarnations. 0 is unknown: a worker without events registers none."""
         self._registered = {rank: incarnation for rank, incarnation in registered.items() if incarnation}
         # A worker's answer stays valid when its lease lapses, but not when it registers another incarnation.
         for rank, (under, _) in list(self._answered.items()):
@@ -61,11 +61,11 @@ class Incarnations:
         return {rank: self.current(rank) or registered for rank, registered in list(self._registered.items())}
 
     def judge(self, rank: Rank, incarnation: int, indexed: int | None) -> Verdict:
-        """Returns what to do with a batch.
+        """Returns the treatment of a batch.
 
         Args:
             rank: The rank of the batch.
-            incarnation: The incarnation that the batch names.
+            incarnation: The incarnation of the batch.
             indexed: The rank's incarnation in the index; None if the rank is not in the index.
         """
         current = self.current(rank)
@@ -90,7 +90,7 @@ class Incarnations:
         return self._claims.get(rank, ())
 
     def confirm(self, rank: Rank, incarnation: int, claimed: Iterable[int]) -> list[int]:
-        """Records the worker's own answer. Returns the claims that it refutes, in ascending order.
+        """Records the worker's own answer. Returns the refuted claims, in ascending order.
 
         Args:
             rank: The rank.
@@ -106,6 +106,6 @@ class Incarnations:
         return refuted
 
     def forget(self, rank: Rank) -> None:
-        """Drops the answers and claims of a rank that is gone, but not its registration."""
+        """Drops the answers and claims of a departed rank, but not its registration."""
         for known in (self._answered, self._claims, self._refuted):
             known.pop(rank, None)

@@ -1,4 +1,4 @@
-"""Status of each rank that the prefix index itself does not hold."""
+"""Status of each rank, beside the prefix index."""
 
 from __future__ import annotations
 

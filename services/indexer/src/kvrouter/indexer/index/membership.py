@@ -10,14 +10,14 @@ from kvrouter.core import Rank
 
 @dataclass(frozen=True, slots=True)
 class NewIncarnation:
-    """A rank that is registered with a later incarnation than the index has. It starts empty, at event 0."""
+    """A rank registered with a later incarnation than the index has. It starts empty, at event 0."""
 
     rank: Rank
     incarnation: int
 
 
 def new_incarnations(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> list[NewIncarnation]:
-    """Returns the ranks that are missing in the index, or there with an earlier incarnation; sorted.
+    """Returns the ranks missing in the index, or there with an earlier incarnation; sorted.
 
     Args:
         registered: Incarnation of each registered rank.
@@ -39,7 +39,7 @@ def ahead_of(registered: Mapping[Rank, int], indexed: Mapping[Rank, int]) -> lis
 
 
 class Departures:
-    """Gives ranks without a registration a grace period, so that a lapsed lease does not cost their blocks."""
+    """Gives ranks without a registration a grace period, to keep their blocks through a lapsed lease."""
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace = grace_seconds
@@ -50,7 +50,7 @@ class Departures:
 
         Args:
             indexed: Ranks of the index.
-            registered: Ranks that are registered.
+            registered: Registered ranks.
             now: Time by a monotonic clock, in seconds.
         """
         missing = set(indexed) - set(registered)

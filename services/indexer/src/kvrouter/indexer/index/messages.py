@@ -20,7 +20,7 @@ class StreamMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBatch:
-    """A message that passed validation, with its batch."""
+    """A valid message, with its batch."""
 
     message: StreamMessage
     batch: EventBatch
@@ -33,7 +33,7 @@ class ReceivedBatch:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedMessage:
-    """A message that was refused, with the reason."""
+    """A refused message, with the reason."""
 
     subject: str
     sequence: int

@@ -1,4 +1,4 @@
-"""Pending buffers: keep the batches of ranks that are being resynced, up to a memory bound.
+"""Pending buffers: keep the batches of ranks during their resync, up to a memory bound.
 
 The batches of a *retained* buffer are not applied yet, because events before them are missing. Those of another buffer
 are applied as they arrive, and again after the worker's state was loaded.
@@ -33,7 +33,7 @@ class PendingBuffer(Generic[_M]):
         """Creates an empty buffer of at most ``max_bytes``; ``retained`` is explained in the module docstring."""
         self.retained = retained
         self.dropped = 0
-        """Batches that were dropped because of the bound."""
+        """Batches dropped because of the bound."""
         self.requested = 0
         """Number of leading batches from before the call to the worker. If its state lacks them, they are untrue."""
         self._batches: deque[_M] = deque()

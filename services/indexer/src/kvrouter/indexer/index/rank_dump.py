@@ -20,7 +20,7 @@ class RankDump:
 
 
 class StaleDump(Exception):
-    """Raised when the index is ahead of a dump: loading the dump would lose events that are not sent again."""
+    """Raised when the index is ahead of a dump: loading the dump would lose events, which are not sent again."""
 
     def __init__(self, rank: Rank, cursor: tuple[int, int], known: tuple[int, int]) -> None:
         super().__init__(f"rank {rank}: the dump is at (incarnation, event) {cursor}, the index at {known}")

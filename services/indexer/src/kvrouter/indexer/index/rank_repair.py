@@ -26,7 +26,7 @@ class RepairStart:
     info: RankInfo | None
     """None if the rank is not in the index."""
     claims: tuple[int, ...]
-    """Incarnations that events named and that are not confirmed."""
+    """Unconfirmed incarnations of events."""
 
 
 class RankRepair:
@@ -40,9 +40,9 @@ class RankRepair:
         Args:
             component: Name of the component, for logs.
             shared: The index.
-            events: Applies the events that waited for a repair.
+            events: Applies the events after a repair.
             known: Status of the ranks.
-            policy: Decides on repairs that need a rank's worker.
+            policy: Requests and defers repairs.
         """
         self._shared = shared
         self._events = events
@@ -146,17 +146,17 @@ class RankRepair:
     async def confirm_rank(
         self, rank: Rank, incarnation: int, reason: str, claims: Sequence[int], *, news: bool = True
     ) -> int:
-        """Ends the repair of a rank that its worker confirmed: applies the pending events.
+        """Ends the repair of a confirmed rank: applies the pending events.
 
         Args:
             rank: The rank. Its missing events are applied already.
             incarnation: Its incarnation by the worker's answer.
             reason: Reason of the resync.
             claims: Unconfirmed incarnations from before the call to the worker.
-            news: Whether the worker had events that the index lacked.
+            news: Whether the worker had events missing in the index.
 
         Returns:
-            Number of claims that the worker refutes: incarnations, and batches with ids that it has not reached.
+            Number of claims refuted by the worker: incarnations, and batches with ids above its cursor.
         """
 
         def confirm(index: PrefixIndex) -> int:
@@ -188,7 +188,7 @@ class RankRepair:
             await self._shared.change(mark)
 
     async def begin_incarnations(self, incarnations: Sequence[NewIncarnation]) -> None:
-        """Empties ranks that registered a later incarnation than the index has, and starts them at event 0."""
+        """Empties ranks registered with a later incarnation than the index has, and starts them at event 0."""
 
         def begin(index: PrefixIndex) -> None:
             for new in incarnations:
@@ -242,7 +242,7 @@ class RankRepair:
         return len(refuted)
 
     def _finish(self, index: PrefixIndex, rank: Rank, reason: str, *, news: bool = True) -> int:
-        """Applies the pending events. Returns the number of batches with ids that the worker had not reached."""
+        """Applies the pending events. Returns the number of batches with ids above the worker's cursor."""
         tally = self._known.tally(rank)
         tally.verified = not self._known.is_partial(rank)
         tally.evidence.compared_at = time.monotonic()

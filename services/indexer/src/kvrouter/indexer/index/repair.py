@@ -1,8 +1,8 @@
 """Decides which repair a rank needs after a batch, without I/O. Missing blocks are acceptable, wrong ones are not.
 
-After a gap, a rank may list blocks that its engine has removed, so all its blocks are dropped. Later events are true
+After a gap, a rank may list blocks without a copy at its engine, so all its blocks are dropped. Later events are true
 again but incomplete: the rank is partial until its state is fetched from its worker, its cache is cleared, or it starts
-a new incarnation. A stored block whose parent was dropped is skipped. On a partial rank that is expected and causes no
+a new incarnation. A stored block whose parent was dropped is skipped. On a partial rank this is expected and causes no
 further repair; otherwise one gap would keep the rank empty forever. A refused event may have been a removal, so it
 empties a partial rank too.
 """
@@ -19,7 +19,7 @@ PERSISTENT_DRIFT = "persistent_drift"
 
 
 class RepairPolicy(Protocol):
-    """Decides on repairs that need a rank's worker. Called from any thread, under the index's lock."""
+    """Requests and defers repairs by a rank's worker. Called from any thread, under the index's lock."""
 
     def suspect(self, rank: Rank, reason: str) -> None:
         """Requests a comparison of a rank with its worker."""
@@ -48,7 +48,7 @@ class Repair:
 
 
 def repair_after(summary: ApplySummary, *, was_partial: bool) -> Repair | None:
-    """Returns the repair that a rank needs after a batch; None if it needs none.
+    """Returns the repair of a rank after a batch; None if it needs none.
 
     Args:
         summary: Result of applying the batch.

@@ -1,7 +1,7 @@
 """A prefix index shared by threads: the event loop queries it, one thread applies events, others do long work.
 
 Queries and reads take only the core's own lock; dumps, digests and statistics run concurrently with them. Changes also
-take a lock of this class, which protects the data beside the index too. The thread that applies events takes it for one
+take a lock of this class, which protects the data beside the index too. The applying thread takes it for one
 message at a time, and yields to waiting changes. A few small events are applied on the event loop if both locks are
 free, since handing them to a thread costs more than applying them.
 """
@@ -36,7 +36,7 @@ class IndexSize:
 
 
 class SharedIndex:
-    """A prefix index with a lock that serializes its changes."""
+    """A prefix index with a lock for its changes."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -55,7 +55,7 @@ class SharedIndex:
 
     @contextmanager
     def applying_at_once(self) -> Iterator[PrefixIndex | None]:
-        """Yields the index under the lock for changes, or None if that is taken. For the event loop."""
+        """Yields the index under the lock for changes, or None if the lock is taken. For the event loop."""
         if self._waiting_changes or not self._changes.acquire(blocking=False):
             yield None
             return
@@ -65,7 +65,7 @@ class SharedIndex:
             self._changes.release()
 
     async def change(self, task: Callable[[PrefixIndex], _T]) -> _T:
-        """Runs a task that changes the index or the data beside it in a thread. Returns its result."""
+        """Runs a change of the index or the data beside it in a thread. Returns its result."""
 
         def locked() -> _T:
             with self._changes:
@@ -80,7 +80,7 @@ class SharedIndex:
             self._waiting_changes -= 1
 
     async def read(self, task: Callable[[PrefixIndex], _T]) -> _T:
-        """Runs a task that only reads the index in a thread, concurrently with other reads. Returns its result."""
+        """Runs a read of the index in a thread, concurrently with other reads. Returns its result."""
         return await asyncio.to_thread(task, self._index)
 
     async def find_matches(self, local_hashes: bytes, deadline: Deadline = _NEVER) -> bytes:

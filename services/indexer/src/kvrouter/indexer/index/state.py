@@ -1,4 +1,4 @@
-"""The index of one component: its blocks, the events that change them, and the repair of its ranks."""
+"""The index of one component: its blocks, their events, and the repair of its ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class IndexState:
             component: Name of the component, for logs.
             block_size: Tokens per block of the component.
             index: The prefix index.
-            policy: Decides on repairs that need a rank's worker.
-            quarantine: Counts and logs input that cannot be decoded; None for one of its own.
+            policy: Requests and defers repairs.
+            quarantine: Counts and logs undecodable input; None for one of its own.
         """
         self.known = KnownRanks()
         self.shared = SharedIndex(index)

@@ -22,7 +22,7 @@ class Refusal:
     reason: str
     """One of ``unparsable``, ``subject``, ``rank``, ``block_size``, ``unfit_worker``."""
     detail: str
-    """What was expected and what was received, as text."""
+    """Expected and received values, as text."""
 
 
 def rank_of_subject(subject: str) -> Rank | None:

@@ -32,11 +32,11 @@ class CoreNatsEvents:
         self._bytes = 0
         self.subscribed = asyncio.Event()
         self.dropped = 0
-        """Messages that were dropped because the queue was full."""
+        """Messages dropped because the queue was full."""
 
     @property
     def queued(self) -> int:
-        """Returns the number of messages that wait to be applied."""
+        """Returns the number of messages to apply."""
         return self._queue.qsize()
 
     async def run(self) -> None:

@@ -31,7 +31,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class DeliveryLost(Exception):
-    """Raised when a message that the consumer delivered did not arrive."""
+    """Raised when a delivered message did not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class DurableConsumer:
         return hash(message.data or b"") == fingerprint
 
     async def recreate(self, start_sequence: int) -> ConsumerView:
-        """Replaces the consumer by one that starts at a sequence, which an existing consumer cannot change.
+        """Replaces the consumer by one from another sequence, which an existing consumer cannot change.
 
         Raises:
             AWAY: NATS does not answer.
@@ -171,7 +171,7 @@ class DurableConsumer:
             await self.acknowledge_rest()
 
     async def acknowledge_rest(self) -> None:
-        """Tells the server about all applied messages that it does not know about.
+        """Tells the server about all applied messages new to it.
 
         Raises:
             AWAY: the connection is lost; the next acknowledgement includes this one.

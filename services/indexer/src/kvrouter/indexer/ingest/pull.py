@@ -1,7 +1,7 @@
 """Reads a durable pull consumer: one request to the server for many messages, each taken as soon as it arrives.
 
 The client library's own ``fetch`` waits until all requested messages have arrived, so that a quiet stream must be read
-with a request, a task and a timer for each message. That cost more than applying the message.
+with a request, a task and a timer for each message. This cost more than applying the message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nats.js.api import DEFAULT_PREFIX, Header, StatusCode
 from nats.js.errors import APIError
 
 REQUESTED_MESSAGES = 64
-"""Messages per request. Bounds what arrives while earlier messages are applied."""
+"""Messages per request. Bounds the arrivals during the application of earlier messages."""
 
 # The server ends a request before the client stops waiting for it, so that no request outlives its fetch.
 _MARGIN_SECONDS = 0.05
@@ -35,7 +35,7 @@ class Pull:
         self._arrived: deque[Msg] = deque()
         self._filled = asyncio.Event()
         self._outstanding = 0
-        """Messages that the server may still send for the last request."""
+        """Messages still due for the last request."""
         self._ends_at = 0.0
         """Time of the event loop at which the last request has ended."""
 
@@ -48,7 +48,7 @@ class Pull:
         self._subscription = await self._connection.subscribe(self._inbox, cb=self._receive)
 
     async def close(self) -> None:
-        """Unsubscribes. The server drops what it still has for the last request.
+        """Unsubscribes. The server drops its remaining messages for the last request.
 
         Raises:
             nats.errors.Error: the connection is closed.
@@ -57,7 +57,7 @@ class Pull:
             await self._subscription.unsubscribe()
 
     async def take(self, wait_seconds: float) -> list[Msg]:
-        """Returns all messages that have arrived, after waiting for the first; none after ``wait_seconds``.
+        """Returns all received messages, after waiting for the first; none after ``wait_seconds``.
 
         When it returns none, the server has no request either, and sends nothing until the next call.
 
@@ -94,7 +94,7 @@ class Pull:
         self._filled.set()
 
     def _received(self) -> list[Msg]:
-        """Takes what has arrived, up to a status that is an error: that is raised once nothing stands before it."""
+        """Takes the received messages, up to an error status, which is raised once it is the first."""
         messages: list[Msg] = []
         while self._arrived:
             message = self._arrived.popleft()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StreamIdentity:
-    """Identifies a stream. A stream that was deleted and created again is another one."""
+    """Identifies a stream. A recreated stream is another one."""
 
     name: str
     created_unix_ns: int
@@ -37,7 +37,7 @@ class ConsumerView:
     delivered_stream_sequence: int
     """All messages up to this stream sequence were delivered, or deleted before they could be."""
     pending: int
-    """Number of messages in the stream that it has not delivered."""
+    """Number of undelivered messages in the stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def plan(
         position: Its position; None at its start.
         stream: State of the stream.
         consumer: State of its consumer; None if there is none.
-        same_message: Whether the message at ``position.applied`` is the one that was applied; None if it is gone or
+        same_message: Whether the message at ``position.applied`` is the applied one; None if it is gone or
             no message was applied.
     """
     if position is None:
@@ -122,7 +122,7 @@ class DeliveryOrder:
 
 @dataclass(slots=True)
 class CatchUp:
-    """Tracks whether a replica has read all messages that the stream contained at its start."""
+    """Tracks whether a replica has read all messages in the stream as of its start."""
 
     target: int
     """Last sequence of the stream at the replica's start."""

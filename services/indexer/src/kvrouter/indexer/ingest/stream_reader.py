@@ -32,7 +32,7 @@ class Progress:
     last_sequence: int = 0
     """Last sequence of the stream, as NATS last reported it."""
     caught_up: bool = False
-    """Whether all messages that the stream contained at the replica's start are applied."""
+    """Whether all messages in the stream as of the replica's start are applied."""
     checked_at: float | None = None
     """Time of the last report by NATS, seconds of the monotonic clock; None for never."""
 
@@ -108,11 +108,11 @@ class Ingest:
             self._log.info("ingest.restarted", failures=failures)
 
     async def wait_caught_up(self) -> None:
-        """Waits until all messages that the stream contained at the replica's start are applied."""
+        """Waits until all messages in the stream as of the replica's start are applied."""
         await self._caught_up.wait()
 
     async def _settle(self) -> None:
-        """Ensures that the consumer's next message is the one after the replica's position."""
+        """Moves the consumer to the message after the replica's position, unless it is there."""
         stream = await self._consumer.view_stream()
         position = self.progress.position
         if position is not None and self._later is not None and is_behind(position, stream):

@@ -53,7 +53,7 @@ class Limits:
     grace_seconds: float = 60.0
     """Time for which the blocks of a worker without a registration are kept."""
     compare_seconds: float = 10.0
-    """Maximum time that readiness waits for comparisons with workers after the transport is read."""
+    """Maximum wait of readiness for comparisons with workers after the transport is read."""
 
 
 class ComponentIndex:
@@ -74,12 +74,12 @@ class ComponentIndex:
 
         Args:
             name: Name of the component.
-            descriptor: Properties that all its workers share.
+            descriptor: Shared properties of all its workers.
             consumer: Consumer on its stream.
             limits: Bounds of the index.
             slots: Bounds concurrent fetches from workers, over all components of the replica.
             home: Settings for snapshots; None for no snapshots.
-            quarantine: Counts and logs input that cannot be decoded.
+            quarantine: Counts and logs undecodable input.
             tls: Encrypts connections to workers; None for plain text.
         """
         self.name = name
@@ -97,7 +97,7 @@ class ComponentIndex:
         self.ranks: list[RankInfo] = []
         """Ranks of the index, at most about one second old."""
         self.ready = False
-        """Whether its state is restored and was compared with the workers that answer."""
+        """Whether its state is restored and was compared with the reachable workers."""
         self._compare_seconds = limits.compare_seconds
         self._departures = Departures(limits.grace_seconds)
         self._silence = SilenceWatch()
@@ -160,7 +160,7 @@ class ComponentIndex:
         return dropped
 
     def update_workers(self, workers: Mapping[int, WorkerRegistration], unfit: frozenset[int] = frozenset()) -> None:
-        """Replaces the registered workers by id, and the ids of those that do not match the component's descriptor."""
+        """Replaces the registered workers by id, and the ids of those in conflict with the component's descriptor."""
         self._workers = workers
         self.state.events.register(self._registered(), unfit)
         self.requests.update_workers(workers)
@@ -338,7 +338,7 @@ class ComponentIndex:
         )
 
     def _registered(self) -> dict[Rank, int]:
-        """Returns the incarnation by rank of the workers that publish events."""
+        """Returns the incarnation by rank of the publishing workers."""
         return {
             (worker_id, rank.dp_rank): rank.incarnation
             for worker_id, worker in self._workers.items()

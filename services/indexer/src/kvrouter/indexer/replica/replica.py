@@ -47,7 +47,7 @@ class Replica:
             limits: Bounds of each component's index.
             fetches: Maximum number of concurrent fetches from workers.
             home: Settings for snapshots; None for no snapshots.
-            quarantine: Counts and logs input that cannot be decoded.
+            quarantine: Counts and logs undecodable input.
         """
         self.id = replica_id
         self.components: dict[ComponentName, ComponentIndex] = {}
@@ -107,7 +107,7 @@ class Replica:
         return view is not None and view.descriptor == self.components[name].descriptor
 
     def _unfit(self, name: ComponentName) -> frozenset[int]:
-        """Returns the registered workers that do not match the descriptor of their component."""
+        """Returns the registered workers in conflict with the descriptor of their component."""
         ids = (worker_id_of_key(key) for key in self._directory.ignored if key.startswith(name.workers_prefix))
         return frozenset(worker_id for worker_id in ids if worker_id is not None)
 

@@ -1,8 +1,8 @@
-"""Detects that a component's stream has stopped, and recreates it.
+"""Detects a stopped stream of a component, and recreates it.
 
 nats-server stops a stream at its first failed write, for example on a full disk, and does not resume it when the disk
 has space again (``kvrouter.net.event_stream.write_error``). A restart of the server helps. Recreating the stream with
-the same configuration helps too, and frees its disk space. Messages that a replica has not read yet are lost: they show
+the same configuration helps too, and frees its disk space. A replica's unread messages are lost: they show
 as gaps, and are fetched from the workers.
 """
 
@@ -50,7 +50,7 @@ class StreamRepair:
         self._next_try = 0.0
         self._log = log.bind(component_name=str(name))
         self.error = ""
-        """Why the stream is stopped; empty if it is not, or if that is unknown."""
+        """Why the stream is stopped; empty if it is not, or if its state is unknown."""
         self.recreated = 0
         """How often this replica recreated the stream."""
 

@@ -1,7 +1,7 @@
 """Resync: keeps the ranks of a component consistent with their workers.
 
 A rank needs a resync after a gap, a refused event, an unknown parent or drift, when its worker registers, and when an
-event names an incarnation or an id that is not confirmed. The resync requests the worker's events from the index's
+event names an unconfirmed incarnation or id. The resync requests the worker's events from the index's
 cursor on. There are three results: there are none, so the index is complete; there are some, which are applied; or the
 cursor does not fit (the worker is in another incarnation, behind the index, or no longer has these events), and the
 worker's whole state is fetched. Meanwhile the rank's events wait in its pending buffer
@@ -32,14 +32,14 @@ _STATE_SECONDS = 30.0
 _UNANSWERED = 2
 """Failed attempts after which readiness no longer waits for a worker."""
 _ALARMS = ("gap", "behind", "incarnation")
-"""Reasons that come from an event, and that the worker may not confirm."""
+"""Reasons by an event, which the worker may refute."""
 _LACK_EVENTS = (*_ALARMS, "registered", "start", "silent")
 """Reasons after which the present blocks are still true, so that the missing events alone can complete them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRepair:
-    """A resync that is queued or in progress."""
+    """A resync in the queue or in progress."""
 
     reason: str
     attempts: int
@@ -76,11 +76,11 @@ class Resync:
         self._resync_queue = requests.queue
         self._log = log.bind(component_name=name)
         self.resyncs = 0
-        """Number of resyncs that fetched a whole state."""
+        """Number of resyncs with a whole state."""
         self.refetches = 0
-        """Number of resyncs that fetched missing events only."""
+        """Number of resyncs with missing events only."""
         self.false_alarms = 0
-        """Number of alarms that workers did not confirm."""
+        """Number of alarms refuted by workers."""
 
     @property
     def backing_off(self) -> int:
@@ -112,7 +112,7 @@ class Resync:
     def waits_for_workers(self) -> bool:
         """Returns whether a registered rank is still to be compared with its worker.
 
-        Workers that left two attempts unanswered do not count.
+        Workers with two unanswered attempts do not count.
         """
         return any(
             not self._known.view(rank).verified and self._resync_queue.failures(rank) < _UNANSWERED
@@ -270,5 +270,5 @@ def _outcome(reason: str, *, founded: bool) -> _Outcome:
 
 
 def _defect(error: Exception) -> Exception | None:
-    """Returns an error that is not known to come of what workers do, to log where it was raised."""
+    """Returns an error of unknown cause, to log its traceback; None for errors caused by workers."""
     return None if isinstance(error, KvRouterError | InvalidDump | StateTooLarge) else error

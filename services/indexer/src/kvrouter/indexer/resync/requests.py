@@ -1,4 +1,4 @@
-"""Requests of resyncs: by an operator, at a registration, and by events that need their worker's answer."""
+"""Requests of resyncs: by an operator, at a registration, and by suspicious events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ResyncRequests:
         self._open = True
 
     def update_workers(self, workers: Mapping[int, WorkerRegistration]) -> None:
-        """Replaces the registered workers by id. Requests a resync of those that are new or registered again."""
+        """Replaces the registered workers by id. Requests a resync of new ones and of those registered again."""
         before, self._workers = self._workers, workers
         self._ranks = [
             (worker_id, rank.dp_rank)
@@ -46,7 +46,7 @@ class ResyncRequests:
                 self.request(rank, "registered")
 
     def ranks(self) -> list[Rank]:
-        """Returns the registered ranks that publish events and have an address."""
+        """Returns the registered, publishing ranks with an address."""
         return self._ranks
 
     def worker(self, rank: Rank) -> WorkerRegistration | None:

@@ -1,13 +1,13 @@
 """The resync queue: which ranks need a resync, and when each may be tried. No I/O.
 
-A rank backs off in three cases, exponentially and with jitter, so that ranks do not retry at the same moment:
+A rank backs off in three cases, exponentially and with jitter, to spread the retries:
 
 * its worker did not answer;
 * its worker answered and did not confirm the alarm. Events may be forged or belong to another incarnation, and must not
   cause endless calls. This back-off is per rank and reason, and ends after 60 s without a false alarm;
 * the worker's state differs from the worker's own digest (persistent drift): fetching it again soon cannot help.
 
-The whole state of a rank is fetched at most every two seconds, so that a worker that keeps publishing invalid events
+The whole state of a rank is fetched at most every two seconds, so a worker with endless invalid events
 harms its own rank only.
 """
 
@@ -47,7 +47,7 @@ class _FalseAlarms:
 
 
 class ResyncQueue:
-    """Ranks that wait for a resync. Times are seconds of one monotonic clock."""
+    """Ranks with a due resync. Times are seconds of one monotonic clock."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -60,7 +60,7 @@ class ResyncQueue:
         self._false_alarms: dict[tuple[Rank, str], _FalseAlarms] = {}
 
     def __len__(self) -> int:
-        """Returns the number of ranks that wait or are under repair, without those with persistent drift."""
+        """Returns the number of waiting ranks and of those under repair, without those with persistent drift."""
         pending = {rank for rank, pending_resync in self._resyncs.items() if pending_resync.reason != PERSISTENT_DRIFT}
         return len(pending | self._active.keys())
 
@@ -80,7 +80,7 @@ class ResyncQueue:
             self._queue_up(rank, _Resync(reason, due, fresh=pending_resync.fresh))
 
     def take(self, now: float) -> tuple[Rank, str] | None:
-        """Removes and returns the next rank that is due, with its reason; None if none is due.
+        """Removes and returns the next due rank, with its reason; None if none is due.
 
         The caller must report the result by ``done``, ``unfounded``, ``postponed`` or ``failed``.
         """
@@ -106,7 +106,7 @@ class ResyncQueue:
         return pending_resync.failures if pending_resync is not None else 0
 
     def false_alarms(self, rank: Rank) -> int:
-        """Returns the number of consecutive false alarms of a rank, for the reason that has the most."""
+        """Returns the number of consecutive false alarms of a rank, for the reason with the most."""
         return max((each.count for (of, _), each in self._false_alarms.items() if of == rank), default=0)
 
     def deferred(self, rank: Rank, reason: str, now: float) -> bool:
@@ -145,7 +145,7 @@ class ResyncQueue:
         return True
 
     def done(self, rank: Rank) -> None:
-        """Ends a successful repair. A request that arrived during the repair stays queued."""
+        """Ends a successful repair. A request from during the repair stays queued."""
         self._active.pop(rank, None)
         if rank in self._resyncs:
             self._queue_up(rank, self._resyncs[rank])
@@ -153,7 +153,7 @@ class ResyncQueue:
     def unfounded(self, rank: Rank, reason: str, now: float) -> float:
         """Ends a repair whose reason the worker did not confirm. Returns the back-off for this reason, in seconds.
 
-        A request for the same reason that arrived during the repair backs off too.
+        A request for the same reason from during the repair backs off too.
         """
         pause = self._note_false_alarm(rank, reason, now)
         pending_resync = self._resyncs.get(rank)
@@ -176,12 +176,12 @@ class ResyncQueue:
         self._queue_up(rank, pending_resync)
 
     def forgive(self, now: float) -> list[tuple[Rank, str, int]]:
-        """Drops false alarms that ended at least 60 s ago. Returns (rank, reason, number of false alarms) of each."""
+        """Drops false alarms of at least 60 s ago. Returns (rank, reason, number of false alarms) of each."""
         over = [key for key, each in self._false_alarms.items() if now - each.until >= _QUIET_SECONDS]
         return [(*key, self._false_alarms.pop(key).count) for key in over]
 
     def postponed(self, rank: Rank, now: float) -> None:
-        """Ends a repair that may not fetch the whole state yet. The rank waits until it may."""
+        """Ends a repair too early for the whole state. The rank waits until it may."""
         pending_resync = self._active.pop(rank, None)
         if pending_resync is not None:
             meanwhile = self._resyncs.get(rank)

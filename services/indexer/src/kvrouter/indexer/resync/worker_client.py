@@ -40,7 +40,7 @@ async def worker_at(endpoint: str, tls: Tls | None = None) -> AsyncIterator[Work
 async def fetch_events(worker: Worker, rank: Rank, cursor: tuple[int, int], deadline: Deadline) -> list[bytes] | None:
     """Returns the rank's events from a cursor on as encoded batches; None if its whole state must be fetched instead.
 
-    That is so if the worker does not have these events, sends over 32 MiB, or sends events of another rank.
+    Reasons: the worker does not have these events, sends over 32 MiB, or sends events of another rank.
 
     Raises:
         KvRouterError: the worker does not answer.

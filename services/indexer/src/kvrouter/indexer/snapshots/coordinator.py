@@ -4,10 +4,10 @@
    Ranks are dumped one after the other, so that queries continue. A rank may be ahead of S, because applying an event
    twice does no harm.
 2. A snapshot is taken when ``snapshots.rules.is_due`` says so.
-3. One replica at a time takes it. The pointer is replaced in a transaction that the lock fences.
+3. One replica at a time takes it. The pointer is replaced in a transaction fenced by the lock.
 4. The object is read back before the pointer is replaced. Then other objects are deleted, and then the stream is
-   purged up to what the previous snapshot covers too.
-5. A restore uses the newest snapshot that can be read, otherwise the previous one.
+   purged up to the end of the previous snapshot.
+5. A restore uses the newest readable snapshot, otherwise the previous one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SnapshotOptions:
     """Options of taking snapshots."""
 
     threshold: int = 1_000_000
-    """Number of messages after the newest snapshot that makes the next one due."""
+    """Number of messages after the newest snapshot until the next one is due."""
     check_seconds: float = 5.0
     """Interval between checks of whether one is due."""
     lock_seconds: int = 10
@@ -80,7 +80,7 @@ class SnapshotOptions:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHome:
-    """What the snapshots of all components share: etcd, this replica's id, and options."""
+    """Shared by the snapshots of all components: etcd, this replica's id, and options."""
 
     etcd: str | EtcdAccess
     """Endpoints of etcd as host:port, separated by commas, or with user and certificates."""
@@ -113,15 +113,15 @@ class Snapshots:
         self.current = SnapshotRef()
         """The newest snapshot, as last read from etcd; empty for none."""
         self.unusable = 0
-        """Number of snapshots that could not be read, since the start."""
+        """Number of unreadable snapshots since the start."""
         self.taken = 0
         self._ages = SnapshotAges()
         self._pointer_lost = False
         self._known = ""
-        """Name of the newest snapshot that is loaded or unusable."""
+        """Name of the newest loaded or unusable snapshot."""
 
     async def restore(self, *, may_reset: bool = True) -> Position | None:
-        """Loads the newest usable snapshot. Returns the position that it covers; None if there is none.
+        """Loads the newest usable snapshot. Returns its position; None if there is none.
 
         Retries while etcd or NATS is unreachable. If the options request a reset and ``may_reset`` is set, it resets
         instead.
@@ -147,9 +147,9 @@ class Snapshots:
                 await asyncio.sleep(backoff.failed())
 
     async def load_later(self, stream: StreamView | None = None) -> Position | None:
-        """Loads the newest snapshot if it is not loaded yet. Ranks that are ahead of it stay as they are.
+        """Loads the newest snapshot if it is not loaded yet. Ranks ahead of it stay as they are.
 
-        Returns the position that it covers in ``stream``; None if there is no such snapshot or it belongs to another
+        Returns its position in ``stream``; None if there is no such snapshot or it belongs to another
         stream. If etcd or NATS is unreachable it returns None without a retry, since resyncs can replace a snapshot.
         """
         try:
@@ -268,9 +268,9 @@ class Snapshots:
             return ref, blocks
 
     async def _clean(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
-        """Deletes objects that the pointer does not name, then purges what both snapshots cover from the stream.
+        """Deletes objects without a name in the pointer, then purges messages covered by both snapshots.
 
-        A process that is paused here does no harm when it resumes: later snapshots cover what it purges.
+        A process paused here does no harm when it resumes: later snapshots cover the purged messages.
         """
         await self._sweep(lock, pointer)
         reach("snapshot.cleaned")
@@ -354,7 +354,7 @@ class Snapshots:
 
 
 def _covers(ref: SnapshotRef, at: Position) -> bool:
-    """Returns whether a snapshot covers all that is applied at a position."""
+    """Returns whether a snapshot covers everything applied at a position."""
     return ref.stream == stream_message(at.identity) and ref.stream_sequence >= at.applied
 
 

@@ -30,7 +30,7 @@ class Snapshot:
 
 
 class SnapshotWriter:
-    """Builds a snapshot chunk by chunk, so that each call is short for an index of any size."""
+    """Builds a snapshot chunk by chunk: each call is short for an index of any size."""
 
     def __init__(self, header: SnapshotHeader) -> None:
         """Starts a snapshot. ``header`` has component, stream, sequence, time and replica; the writer sets the rest."""
@@ -70,7 +70,7 @@ class SnapshotCheck:
     """Checks version, component, length and checksum of a snapshot piece by piece, without keeping it."""
 
     def __init__(self, expected: SnapshotHeader) -> None:
-        """Starts a check. ``expected`` has the component, block_size and hash_scheme that the snapshot must have."""
+        """Starts a check. ``expected`` has the required component, block_size and hash_scheme."""
         self._expected = expected
         self._header: SnapshotHeader | None = None
         self._body_bytes = 0

@@ -30,7 +30,7 @@ class Pointer:
 
 
 async def read_pointer(client: Any, component: ComponentName, quarantine: Quarantine | None = None) -> Pointer:
-    """Returns the pointer. One that cannot be decoded is quarantined, and returned as empty with its revision.
+    """Returns the pointer. An undecodable one is quarantined, and returned as empty with its revision.
 
     Raises:
         One of ``kvrouter.net.etcd.AWAY``: etcd is unreachable.
@@ -51,7 +51,7 @@ async def read_pointer(client: Any, component: ComponentName, quarantine: Quaran
 async def live_replicas(client: Any, component: ComponentName, quarantine: Quarantine) -> dict[str, AppliedRecord]:
     """Returns how far each live replica has applied the stream, by replica id.
 
-    A record that cannot be decoded is quarantined. With a lease it may belong to a live replica, so it counts as one
+    An undecodable record is quarantined. With a lease it may belong to a live replica, so it counts as one
     that has applied nothing. Without a lease it is ignored.
     """
     prefix = component.applied_key("x")[:-1]
@@ -70,7 +70,7 @@ async def live_replicas(client: Any, component: ComponentName, quarantine: Quara
 
 
 class AcquiredLock:
-    """The acquired snapshot lock. Writes are fenced: a process that was paused past its lease cannot write."""
+    """The acquired snapshot lock. Writes are fenced: a process paused past its lease cannot write."""
 
     def __init__(self, client: Any, component: ComponentName, revision: int) -> None:
         self.client = client
@@ -79,7 +79,7 @@ class AcquiredLock:
         self._revision = revision
 
     async def check(self) -> None:
-        """Checks that this process still has the lock.
+        """Checks the lock of this process.
 
         Raises:
             LockLost: it does not.

@@ -24,7 +24,7 @@ def is_due(
 
     Args:
         last: Last sequence of the stream.
-        covered: Last sequence that the newest snapshot covers; 0 for none.
+        covered: Last sequence in the newest snapshot; 0 for none.
         threshold: Number of messages after the snapshot above which the next one is due.
         oldest_age_seconds: Upper bound on the age of the oldest message after the snapshot.
         retention_seconds: Age at which the stream deletes messages; 0 for never.
@@ -41,7 +41,7 @@ def is_due(
 
 
 class SnapshotAges:
-    """Age of the newest snapshot, robust against wrong clocks of the replicas that take snapshots."""
+    """Age of the newest snapshot, robust against wrong clocks of the replicas."""
 
     def __init__(self) -> None:
         self._name: str | None = None
@@ -49,7 +49,7 @@ class SnapshotAges:
         self._taken_here = ""
 
     def note_taken(self, name: str, now: float) -> None:
-        """Records a snapshot that this replica has taken; ``now`` is the time by a monotonic clock, in seconds."""
+        """Records a snapshot of this replica; ``now`` is the time by a monotonic clock, in seconds."""
         self._name, self._seen_at, self._taken_here = name, now, name
 
     def of(self, name: str, taken_unix: float, now_unix: float, now: float) -> float:
@@ -60,7 +60,7 @@ class SnapshotAges:
 
         Args:
             name: Name of the snapshot; empty for none.
-            taken_unix: Time of the snapshot by the clock of the replica that took it, seconds since 1970.
+            taken_unix: Time of the snapshot by the clock of its replica, seconds since 1970.
             now_unix: Time by this replica's wall clock, seconds since 1970.
             now: Time by this replica's monotonic clock, seconds.
         """
@@ -71,7 +71,7 @@ class SnapshotAges:
 
 
 def purge_up_to(previous: SnapshotRef, current: SnapshotRef, applied: Iterable[AppliedRecord]) -> int:
-    """Returns the last sequence that may be purged: covered by both snapshots and applied by every live replica.
+    """Returns the last purgeable sequence: covered by both snapshots and applied by every live replica.
 
     The current snapshot covers less than the previous one if an operator had a lagging replica take it. Returns 0 if
     there are not two snapshots, or if one of them or a replica's record refers to another stream.

@@ -1,4 +1,4 @@
 """Adapters: they translate the cache events of particular engines into calls of the SDK.
 
-Everything that is specific to an engine ends here. ``zmq_events`` and ``zmq_messages`` need the extra ``zmq``.
+Everything specific to an engine ends here. ``zmq_events`` and ``zmq_messages`` need the extra ``zmq``.
 """

@@ -36,7 +36,7 @@ _TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK)
 
 
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
-"""What reading a malformed event raises."""
+"""Errors of reading a malformed event."""
 
 
 class _LeftOut(Exception):
@@ -54,7 +54,7 @@ class _Rank:
     window: int | None = None
     """The largest attention window, whose blocks decide about prefixes; None if the events name none."""
     layer_group: int | None = None
-    """The first group of layers with that window; others with it report the same blocks. None if events name none."""
+    """The first group of layers with its window; others with it report the same blocks. None if events name none."""
     partial_blocks: set[int] = field(default_factory=set)
 
 
@@ -67,12 +67,12 @@ class TensorRtLlmEvents:
         """Args:
         ranks: Publishers by data-parallel rank.
         block_size: Tokens per block of the engine (``tokens_per_block``).
-        lora_names: Names of LoRA adapters by number, for events that have only that.
+        lora_names: Names of LoRA adapters by number, for events without the name.
         """  # noqa: D205
         self.applied = 0
-        """Events that were applied."""
+        """Applied events."""
         self.left_out: Counter[str] = Counter()
-        """Events, and blocks of them, that were left out, by reason."""
+        """Omitted events and blocks, by reason."""
         self._ranks = {dp_rank: _Rank(publisher) for dp_rank, publisher in ranks.items()}
         self._block_size = block_size
         self._lora_names = lora_names or {}
@@ -112,7 +112,7 @@ class TensorRtLlmEvents:
             log.warning("adapter.event_malformed", error=repr(error))
 
     def _follow(self, rank: _Rank, event_id: int) -> None:
-        """Notices events that are missing, and a restart of the engine."""
+        """Detects missing events, and a restart of the engine."""
         if event_id != rank.next_event_id:
             rank.partial_blocks.clear()
         if event_id < rank.next_event_id:
@@ -220,7 +220,7 @@ class TensorRtLlmEvents:
 
 
 def _kind(data: Mapping[str, Any]) -> str:
-    """Returns the type of data that does not name it, by its fields."""
+    """Returns the type of unnamed data, by its fields."""
     for kind, name in (
         ("created", "num_blocks_per_cache_level"),
         ("stored", "blocks"),
@@ -255,7 +255,7 @@ def _tier(level: int) -> Tier:
 
 
 def _content(block: Mapping[str, Any]) -> list[str | bytes]:
-    """Returns the content that starts in a block, and what else tells its tokens apart."""
+    """Returns the content starting in a block, and other keys of its hash."""
     keys = block.get("mm_keys") or ()
     content: list[str | bytes] = [str(key["hash"]) for key in keys if not key.get("start_offset", 0)]
     extra = [int(token.get("token_extra_id") or 0) for token in block["tokens"]]

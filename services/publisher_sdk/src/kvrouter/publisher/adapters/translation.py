@@ -18,21 +18,21 @@ _PREFIX_GROUPS = frozenset({"full_attention", "mla_attention", "sink_full_attent
 """Kinds of cache groups whose blocks decide how much of a prefix can be reused."""
 
 _EXPECTED = frozenset({"remote", "other_group", "partial_block", "masked_blocks", "unknown_block"})
-"""Reasons to leave an event out that do not mean that the rank's prefixes are incomplete."""
+"""Reasons to omit an event without making the rank's prefixes incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class TranslationOptions:
-    """What the events do not say."""
+    """Facts about the engine, missing in its events."""
 
     block_size: int
     """Tokens per block of the component."""
     lora_names: Mapping[int, str] = field(default_factory=dict)
-    """Name of each LoRA adapter by the number that older engines report. A number without a name becomes its digits."""
+    """Name of each LoRA adapter by its number in older engines. A number without a name becomes its digits."""
     full_reports: bool = False
-    """Whether stores from the start of a sequence, of blocks that are all resident, repeat the hits of a request."""
+    """Whether stores from the start of a sequence, of resident blocks only, repeat the hits of a request."""
     offloaded_blocks: int = 1
-    """Blocks in a chunk that the engine offloads, and reports by the hash of its last block alone."""
+    """Blocks in an offloaded chunk, reported by the hash of its last block alone."""
 
 
 class EventTranslator:
@@ -40,9 +40,9 @@ class EventTranslator:
 
     def __init__(self, rank: RankPublisher, options: TranslationOptions) -> None:
         self.applied = 0
-        """Events that were applied."""
+        """Applied events."""
         self.left_out: Counter[str] = Counter()
-        """Events, and hashes of removals, that were left out, by reason."""
+        """Omitted events and hashes of removals, by reason."""
         self._rank = rank
         self._options = options
         self._groups: dict[int, bool] = {}
@@ -126,7 +126,7 @@ class EventTranslator:
             raise UndecodableEvent("invalid", str(error)) from None
 
     def _store_known(self, event: Stored) -> None:
-        """Stores blocks that are reported by their hashes alone, as offloading does."""
+        """Stores blocks reported by their hashes alone, as by offloading."""
         hashes = self._offloaded(event.block_hashes)
         missing = len(hashes) - self._rank.stored_known(hashes, tier=event.tier)
         if missing:
@@ -183,7 +183,7 @@ class EventTranslator:
         return self._options.lora_names.get(lora_id, str(lora_id)) if lora_id else ""
 
     def _salt(self, event: Stored, lora_name: str) -> str:
-        """Returns the salt among the untyped keys: the string in a sequence's first block that is no adapter."""
+        """Returns the salt among the untyped keys: the string other than the adapter in a sequence's first block."""
         if not event.extra_keys:
             return ""
         texts = [key for key in event.extra_keys[0] if isinstance(key, str) and key != lora_name]
@@ -192,7 +192,7 @@ class EventTranslator:
         return texts[0] if texts else ""
 
     def _multimodal(self, event: Stored) -> list[tuple[int, str | int | bytes]]:
-        """Returns the content that starts in each block: negative offsets started in an earlier one."""
+        """Returns the content starting in each block: negative offsets started in an earlier one."""
         starts: list[tuple[int, str | int | bytes]] = []
         parts = event.block_size // self._options.block_size
         for number, keys in enumerate(event.extra_keys or ()):

@@ -1,8 +1,8 @@
-"""Decodes the batches of KV events that vLLM, SGLang and engines with the same format publish, in msgpack.
+"""Decodes the batches of KV events of vLLM, SGLang and engines with the same format, in msgpack.
 
 A batch is an array ``[timestamp, events, rank]``, or a map in some development versions. An event is an array with its
 type first (vLLM up to 0.23, SGLang up to 0.5.19) or a map with the key ``type``. Fields were only ever appended, so
-fields that are missing have their defaults, and unknown ones are ignored. Each event is decoded by itself: a malformed
+missing fields have their defaults, and unknown ones are ignored. Each event is decoded by itself: a malformed
 one does not affect the others.
 """
 
@@ -47,7 +47,7 @@ _TIERS = {
 
 
 MAX_EVENTS = 1 << 18
-"""Maximum number of events in a batch. A step that stores and evicts a million tokens has a quarter of it."""
+"""Maximum number of events in a batch. A step storing and evicting a million tokens has a quarter of it."""
 
 
 class UndecodableBatch(ValueError):
@@ -75,11 +75,11 @@ class Stored:
     lora_name: str
     cache_salt: str
     extra_keys: Sequence[Sequence[Any]] | None
-    """For each block what its hash contains besides its tokens, untyped; None if the engine reports none."""
+    """For each block the keys of its hash besides its tokens, untyped; None if the engine reports none."""
     group: int | None
     """Cache group of a hybrid model; None if the engine has a single one."""
     group_kind: str
-    """What the group caches, such as "full_attention"; empty if the engine does not say."""
+    """Attention kind of the group, such as "full_attention"; empty if unknown."""
     is_remote: bool
     """Whether the blocks are in another engine."""
     is_report: bool
@@ -92,7 +92,7 @@ class Removed:
 
     block_hashes: Sequence[int]
     malformed: int
-    """Number of hashes that were malformed and left out."""
+    """Number of malformed hashes, which are omitted."""
     tier: Tier
     group: int | None
     is_remote: bool
@@ -115,7 +115,7 @@ class Batch:
     dp_rank: int | None
     """Data-parallel rank; None if the engine does not say."""
     events: Sequence[Event | UndecodableEvent]
-    """In order. An event that cannot be used is replaced by the reason."""
+    """In order. An unusable event is replaced by the reason."""
 
 
 class _ArrayBatch(msgspec.Struct, array_like=True):
@@ -136,7 +136,7 @@ _map_batch = msgspec.msgpack.Decoder(_MapBatch)
 _events = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _anything = msgspec.msgpack.Decoder()
 _ERRORS = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
-"""What msgspec raises for input that it cannot decode; unhashable keys of maps are a TypeError."""
+"""Errors of msgspec for malformed input; unhashable keys of maps are a TypeError."""
 
 
 def decode_batch(payload: bytes, dialect: Dialect = "vllm") -> Batch:

@@ -1,7 +1,7 @@
-"""Messages on the ZMQ sockets that vLLM and SGLang publish KV events on, without the sockets.
+"""Messages on the ZMQ sockets of vLLM's and SGLang's KV events, without the sockets.
 
 A PUB message has the frames ``[topic, sequence, payload]``. A replay is requested from a DEALER with
-``[b"", first sequence]`` and answered by messages that end with ``[sequence, payload]`` and have an empty frame, or an
+``[b"", first sequence]`` and answered by messages ending with ``[sequence, payload]`` and have an empty frame, or an
 empty frame and the topic, before. A message with the sequence ``END_OF_REPLAY`` and an empty payload ends the answer.
 Sequences are u64, big-endian, and start at 0 in each publisher.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 END_OF_REPLAY = (1 << 64) - 1
-"""Sequence that ends a replay; -1 as i64."""
+"""Sequence at the end of a replay; -1 as i64."""
 
 
 class MalformedMessage(ValueError):
@@ -41,7 +41,7 @@ def read_published(frames: Sequence[bytes], topic: bytes | None = None) -> Event
 
 
 def read_replayed(frames: Sequence[bytes]) -> EventMessage | None:
-    """Returns a message of an answer to a replay request; None for the one that ends it.
+    """Returns a message of an answer to a replay request; None for the last one.
 
     Raises:
         MalformedMessage: the frames are none.

@@ -1,1 +1,1 @@
-"""Conformance kit: checks that a worker does what the contract says, and explains what it does not."""
+"""Conformance kit: checks a worker against the contract, and explains each difference."""

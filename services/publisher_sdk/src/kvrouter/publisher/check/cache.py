@@ -1,4 +1,4 @@
-"""Checks the events of a worker against the cached tokens that it reports."""
+"""Checks the events of a worker against its reported cached tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLIENT_SERVES_ELSEWHERE = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode
 
 @dataclass(slots=True)
 class CacheProbe:
-    """A prompt that was sent, and what became of it; later checks go on from it."""
+    """A sent prompt with its outcome, from which later checks continue."""
 
     prompt: list[int] = field(default_factory=list)
     before: RankSnapshot | None = None
@@ -55,10 +55,10 @@ async def check_completion(worker: WorkerUnderTest, probe: CacheProbe) -> str:
 
 
 def check_finish(output: Output) -> None:
-    """Checks the finish reason of a request that was served.
+    """Checks the finish reason of a served request.
 
     Raises:
-        CheckFailed: it is missing, or says that the request was not served.
+        CheckFailed: it is missing, or names a failure.
     """
     finished = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
     if output.finish_reason not in finished:
@@ -70,7 +70,7 @@ def check_finish(output: Output) -> None:
 
 
 async def check_published_blocks(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that the full blocks of the prompt were published, with hashes of its tokens."""
+    """Checks the publication of the prompt's full blocks, with hashes of its tokens."""
     before = _sent(probe)
     expected = _sequences(probe.prompt, worker.block_size)
 
@@ -139,13 +139,13 @@ def _missing(
 
 
 async def check_cached_tokens(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Sends the prompt again: what the engine found must be what it published."""
+    """Sends the prompt again: the engine must find the blocks it published."""
     _sent(probe)
     return await _check_hit(worker, probe.prompt)
 
 
 async def check_shared_prefix(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Sends a prompt that shares only its first blocks."""
+    """Sends a prompt with the same first blocks."""
     _sent(probe)
     shared = worker.options.prompt_blocks // 2 * worker.block_size
     if not shared:
@@ -227,7 +227,7 @@ async def published_blocks(worker: WorkerUnderTest, prompt: Sequence[int], scope
 
 
 async def check_event_log(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that the events since the first request lead from the state before it to the current one."""
+    """Checks the events since the first request: they must lead from the state before it to the current one."""
     before = _sent(probe)
     for snapshot in (before, after := await worker.snapshot()):
         digest = _recorder_of(snapshot).counts().digest

@@ -1,4 +1,4 @@
-"""Checks the load that a worker reports when it is asked."""
+"""Checks the answer of GetLoad."""
 
 from __future__ import annotations
 

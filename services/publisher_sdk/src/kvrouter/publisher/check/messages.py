@@ -1,4 +1,4 @@
-"""What a worker publishes over NATS while it is checked."""
+"""Messages of a worker over NATS during its check."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PublishedMessages:
         """Batches with their subjects, in the order of arrival."""
         self.reports: list[LoadReport] = []
         self.undecodable = 0
-        """Messages that could not be decoded."""
+        """Undecodable messages."""
 
     async def add(self, message: Msg) -> None:
         """Collects a message."""
@@ -65,7 +65,7 @@ async def collecting(options: CheckOptions) -> AsyncIterator[PublishedMessages |
 
 
 async def check_published_events(worker: WorkerUnderTest, probe: CacheProbe, messages: PublishedMessages | str) -> str:
-    """Checks that every event since the first request was published over NATS."""
+    """Checks the publication of every event since the first request over NATS."""
     collected = _collected(messages)
     if probe.before is None:
         raise CheckSkipped("the first request was not served")
@@ -103,7 +103,7 @@ async def check_published_events(worker: WorkerUnderTest, probe: CacheProbe, mes
 
 
 async def check_published_loads(worker: WorkerUnderTest, messages: PublishedMessages | str) -> str:
-    """Checks that load reports are published in order."""
+    """Checks the order of published load reports."""
     collected = _collected(messages)
     rank = worker.options.dp_rank
 

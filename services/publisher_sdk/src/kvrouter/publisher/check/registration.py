@@ -18,7 +18,7 @@ from kvrouter.v1.worker_pb2 import GetLoadResponse
 
 
 async def check_reachable(worker: WorkerUnderTest) -> str:
-    """Waits until the worker serves, and checks that it says what it serves."""
+    """Waits until the worker serves, and checks its registration."""
 
     async def reached() -> GetLoadResponse | None:
         try:
@@ -110,7 +110,7 @@ async def _descriptor(client: aetcd.Client, component: ComponentName) -> Compone
 async def _registration(
     client: aetcd.Client, component: ComponentName, worker: WorkerUnderTest
 ) -> tuple[WorkerRegistration, int]:
-    """Returns the registration that has the worker's address, and its lease."""
+    """Returns the registration with the worker's address, and its lease."""
     found = []
     for entry in await client.get_prefix(component.workers_prefix.encode()):
         worker_id = worker_id_of_key(entry.key.decode(errors="replace"))

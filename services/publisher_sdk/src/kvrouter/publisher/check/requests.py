@@ -1,4 +1,4 @@
-"""Checks aborts, and how a worker refuses what it cannot serve."""
+"""Checks aborts and refusals."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
 _LONG_OUTPUT = 100_000
 _MUCH_OUTPUT = 256
-"""Tokens after an abort that show that it was ignored, if the request ends by itself."""
+"""Tokens after an ignored abort, at least, if the request ends by itself."""
 _NO_ADAPTER = Scope(lora_name="kvrouter-check-unknown-adapter")
 
 
 async def check_abort(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that Abort ends a running request, and frees what it used."""
+    """Checks Abort: it must end a running request and free its resources."""
     _check_served(probe)
     request = _long_request(worker)
     async with worker.started(request) as call:
@@ -49,7 +49,7 @@ async def check_abort(worker: WorkerUnderTest, probe: CacheProbe) -> str:
 
 
 async def check_disconnect(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that a caller who disconnects ends its request, and frees what it used."""
+    """Checks a disconnect: it must end the caller's request and free its resources."""
     _check_served(probe)
     async with worker.started(_long_request(worker)) as call:
         output = await _begun(call)
@@ -117,17 +117,17 @@ async def _check_freed(worker: WorkerUnderTest, idle: LoadReport | None, busy: L
 
 
 async def check_empty_prompt(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that a prompt without tokens is refused."""
+    """Checks the refusal of a prompt without tokens."""
     return await _check_refused(worker, probe, "a prompt without tokens", lambda: worker.request([]))
 
 
 async def check_no_output(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that a request for no tokens is refused."""
+    """Checks the refusal of a request for no tokens."""
     return await _check_refused(worker, probe, "max_tokens of 0", lambda: worker.request([1], max_tokens=0))
 
 
 async def check_unknown_rank(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that a request to a rank that does not exist is refused."""
+    """Checks the refusal of a request to an unknown rank."""
 
     def request() -> WorkerServiceGenerateRequest:
         made = worker.request(worker.prompt(worker.block_size))
@@ -138,7 +138,7 @@ async def check_unknown_rank(worker: WorkerUnderTest, probe: CacheProbe) -> str:
 
 
 async def check_long_prompt(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that a prompt beyond the model's length is refused."""
+    """Checks the refusal of a prompt beyond the model's length."""
     if not worker.max_model_len:
         raise CheckSkipped("needs --max-model-len, or a registration that has it (--etcd)")
     tokens = worker.max_model_len + 1
@@ -148,7 +148,7 @@ async def check_long_prompt(worker: WorkerUnderTest, probe: CacheProbe) -> str:
 
 
 async def check_unknown_adapter(worker: WorkerUnderTest, probe: CacheProbe) -> str:
-    """Checks that a LoRA adapter that does not exist is refused, and not served by the base model."""
+    """Checks the refusal of an unknown LoRA adapter, which the base model must not serve."""
     if worker.options.any_adapter:
         raise CheckSkipped("--any-adapter: the engine serves adapters of any name")
     prompt = worker.prompt(worker.block_size)

@@ -1,4 +1,4 @@
-"""Checks that a restarted worker begins a new incarnation."""
+"""Checks the new incarnation of a restarted worker."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def check_restart(worker: WorkerUnderTest, probe: CacheProbe) -> str:
 
 
 async def _follow(worker: WorkerUnderTest) -> None:
-    """Connects to the address that the worker registered last, if it is registered."""
+    """Connects to the worker's last registered address, if it is registered."""
     options = worker.options
     if worker.registration is None or options.component is None:
         return

@@ -15,7 +15,7 @@ _INDENT = " " * (_NAME_WIDTH + 10)
 
 
 class CheckFailed(Exception):
-    """The worker does not do what the contract says."""
+    """The worker violates the contract."""
 
     def __init__(self, *, expected: str, received: str, advice: str) -> None:
         super().__init__(f"expected {expected}, received {received}: {advice}")
@@ -35,15 +35,15 @@ class CheckResult:
     name: str
     outcome: Outcome
     received: str = ""
-    """What the worker did, or why the check was skipped."""
+    """Observed behaviour, or why the check was skipped."""
     expected: str = ""
-    """What it should have done; set if it failed."""
+    """Behaviour by the contract; set if it failed."""
     advice: str = ""
-    """What to do; set if it failed."""
+    """Correction; set if it failed."""
 
 
 def as_text(results: Iterable[CheckResult]) -> str:
-    """Returns a line for each check, and for those that failed what was expected, received, and what to do."""
+    """Returns a line for each check, and for failed ones the expected and received behaviour and the correction."""
     lines: list[str] = []
     for each in results:
         head = f"{each.outcome:8}  {each.name:{_NAME_WIDTH}}"

@@ -22,7 +22,7 @@ from kvrouter.publisher.check.results import CheckFailed, CheckResult, CheckSkip
 from kvrouter.publisher.check.worker_under_test import CheckOptions, WorkerUnderTest
 
 _Check = Callable[[], Awaitable[str]]
-"""Returns what the worker did; raises CheckFailed or CheckSkipped."""
+"""Returns the observed behaviour; raises CheckFailed or CheckSkipped."""
 
 
 async def run_checks(options: CheckOptions) -> AsyncIterator[CheckResult]:

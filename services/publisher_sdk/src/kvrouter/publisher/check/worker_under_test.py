@@ -1,4 +1,4 @@
-"""Calls of the worker under test, and what is known of it."""
+"""Calls of the worker under test, and known facts about it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvrouter.v1.worker_pb2_grpc import WorkerServiceStub
 from tenacity import AsyncRetrying, retry_if_result, stop_after_delay, wait_fixed
 
 CLIENT_ERRORS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.OUT_OF_RANGE)
-"""Codes of refusals that are the client's fault, and do not count against the worker."""
+"""Codes of refusals by the client's fault, which do not count against the worker."""
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.05
@@ -40,7 +40,7 @@ _CALL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What the author of an engine says of the worker."""
+    """Options of a check, by the author of the engine."""
 
     worker: str
     """Address of its WorkerService, host:port."""
@@ -48,21 +48,21 @@ class CheckOptions:
     """Rank whose cache is checked."""
     component: ComponentName | None = None
     etcd: str = ""
-    """``host:port`` of etcd; empty to leave out what needs it."""
+    """``host:port`` of etcd; empty to omit the checks with it."""
     nats: str = ""
-    """URL of NATS; empty to leave out what needs it."""
+    """URL of NATS; empty to omit the checks with it."""
     max_model_len: int = 0
-    """Maximum number of prompt and output tokens together; 0 for that of the registration."""
+    """Maximum number of prompt and output tokens together; 0 for the registered one."""
     any_adapter: bool = False
     """Whether the engine serves LoRA adapters of any name."""
     restart_command: str = ""
-    """Shell command that restarts the worker; empty to leave the check out."""
+    """Shell command to restart the worker; empty to omit the check."""
     prompt_blocks: int = 4
     """Full blocks of a prompt."""
     largest_token: int = 999
     """Prompts have random tokens from 1 to this one."""
     seconds: float = 30.0
-    """Longest time to wait for what should happen, seconds."""
+    """Longest wait for an expected effect, seconds."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class RankSnapshot:
     digest: int
     copy_counting: CopyCounting
     is_complete: bool
-    """Whether the last chunk said that it is the last."""
+    """Whether the last chunk is marked as such."""
 
 
 class WorkerUnderTest:
@@ -122,7 +122,7 @@ class WorkerUnderTest:
         return self._channel
 
     def prompt(self, tokens: int) -> list[int]:
-        """Returns a prompt that no cache has."""
+        """Returns a prompt unknown to every cache."""
         return [random.SystemRandom().randint(1, self.options.largest_token) for _ in range(tokens)]
 
     def request(
@@ -156,7 +156,7 @@ class WorkerUnderTest:
             return await read_output(call)
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        """Aborts requests, and returns how many were running by what the worker says."""
+        """Aborts requests, and returns how many were running according to the worker."""
         return int((await self._stub.Abort(AbortRequest(request_ids=request_ids), timeout=_CALL_SECONDS)).aborted)
 
     async def loads(self) -> GetLoadResponse:
@@ -186,7 +186,7 @@ class WorkerUnderTest:
         return [each.batch async for each in self._stub.GetEvents(request, timeout=self.options.seconds)]
 
     async def until(self, condition: Callable[[], Awaitable[_T | None]]) -> _T | None:
-        """Returns what ``condition`` returns once that is not None; None if it takes too long."""
+        """Returns the first result of ``condition`` other than None; None if it takes too long."""
         waiting: AsyncRetrying = AsyncRetrying(
             wait=wait_fixed(_POLL_SECONDS),
             stop=stop_after_delay(self.options.seconds),

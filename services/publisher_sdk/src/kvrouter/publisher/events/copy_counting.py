@@ -1,4 +1,4 @@
-"""Detects reports that contradict the configured copy counting.
+"""Detects contradictions between reports and the configured copy counting.
 
 A set-like configuration is wrong if the engine removes a block once for each time it stored it. A counting
 configuration is wrong if more copies are resident than the rank has blocks: they were stored again without a new copy,
@@ -31,7 +31,7 @@ class CopyCountingCheck:
         self._stored_again: set[tuple[int, Tier]] = set()
 
     def storing(self, engine_hashes: Sequence[int], recorder: EventRecorder, tier: Tier) -> None:
-        """Notes blocks that are resident in the tier and about to be stored again."""
+        """Notes blocks resident in the tier and about to be stored again."""
         if self._is_set:
             for engine_hash in recorder.resident(engine_hashes, tier):
                 if len(self._stored_again) < _MAX_REMEMBERED:
@@ -49,7 +49,7 @@ class CopyCountingCheck:
             )
 
     def removed_unknown(self, engine_hashes: Sequence[int], recorder: EventRecorder, tier: Tier) -> None:
-        """Looks for blocks that were stored twice among removals of blocks that are not resident."""
+        """Finds blocks stored twice among removals of blocks no longer resident."""
         twice = [engine_hash for engine_hash in engine_hashes if (engine_hash, tier) in self._stored_again]
         for engine_hash in {*twice}.difference(recorder.resident(twice, tier)):
             self._stored_again.discard((engine_hash, tier))

@@ -1,4 +1,4 @@
-"""Engine hashes: the ids that engines give their blocks, in the forms in which engines have them."""
+"""Engine hashes: the engines' own ids of their blocks, in any form."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A rank's state in a file, from which a restarted relay resumes while its engine continues.
 
-The file is a sequence of records: a head that identifies it, the rank's state in chunks, the unsent events of that
+The file is a sequence of records: a head as identity, the rank's state in chunks, the unsent events of the
 state, then one record for each later message of the engine with its events and the engine's own message number. What
 the events do not say of the blocks (scopes, parts) and of the rank is in a record of notes before them. The file is
 replaced atomically when it is started and when the appended part outgrows the state. It has to survive the
@@ -35,7 +35,7 @@ from xxhash import xxh3_64_intdigest
 log = get_logger(__name__)
 
 NO_POSITION = -1
-"""Position of an engine that has reported no message."""
+"""Position of an engine without a reported message."""
 
 _FORMAT = 2
 _SEED = 1337
@@ -53,7 +53,7 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Identifies the rank and the engine that a file belongs to."""
+    """Identifies the rank and the engine of a file."""
 
     worker_id: int
     dp_rank: int
@@ -72,15 +72,15 @@ class Recovered:
     recorder: EventRecorder
     """The rank's blocks, and the newest events, which consumers may lack."""
     position: int
-    """The engine's number of the last message that is in the state."""
+    """The engine's number of the last message in the state."""
     partial: bool
-    """Whether events of the engine were lost, so that blocks may be missing."""
+    """Whether events of the engine were lost, and blocks may be missing."""
     size: int
     """Bytes of the file up to the last complete record."""
 
 
 def recover(path: Path, desired: Head, buffer_events: int = 200_000, buffer_bytes: int = 32 << 20) -> Recovered:
-    """Reads a file. The incarnation of ``desired`` is ignored; ``buffer_*`` limit the events that the recorder keeps.
+    """Reads a file. The incarnation of ``desired`` is ignored; ``buffer_*`` limit the recorder's events.
 
     Raises:
         Unusable: the file does not exist, belongs to another engine, or is damaged.
@@ -219,7 +219,7 @@ def _unpacked(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class JournalPath:
-    """Path of a rank's journal, and what was recovered from it."""
+    """Path of a rank's journal, and its recovered content."""
 
     path: Path
     head: Head
@@ -227,7 +227,7 @@ class JournalPath:
 
 
 class Journal:
-    """Writes the file of one rank. ``add`` may be called from any thread that owns the rank's lock; ``run`` writes."""
+    """Writes the file of one rank. ``add`` may be called from any thread with the rank's lock; ``run`` writes."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class Journal:
     ) -> None:
         """Resumes the file if something was recovered, otherwise starts a new one.
 
-        ``lock`` guards ``recorder`` and ``unsent``, which returns the events that may not have been sent, oldest first.
+        ``lock`` guards ``recorder`` and ``unsent``, which returns the possibly unsent events, oldest first.
         """
         recovered = place.recovered
         self._path = place.path
@@ -267,7 +267,7 @@ class Journal:
     ) -> None:
         """Queues the events of one message of the engine with its number (NO_POSITION for none).
 
-        ``partial`` says whether the rank is partial after them, and ``notes`` what they do not say of their blocks.
+        ``partial`` says whether the rank is partial after them, and ``notes`` the scopes and parts of their blocks.
         """
         if self.failed:
             return
@@ -286,7 +286,7 @@ class Journal:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait to be written, at most 32 MiB."""
+        """Bytes to write, at most 32 MiB."""
         return self._queue_bytes
 
     async def kept(self) -> None:
@@ -317,7 +317,7 @@ class Journal:
             self._loop = None
 
     def _write(self) -> int:
-        """Writes the queue; returns how many additions that includes."""
+        """Writes the queue; returns the number of additions in it."""
         with self._lock:
             queue, self._queue, self._queue_bytes = self._queue, [], 0
             written = self._added

@@ -45,7 +45,7 @@ def positions(config: WorkerConfig) -> dict[int, int]:
     """Returns for each rank the number of the last engine message in its journal; empty if it cannot resume.
 
     Call it before ``running``. A relay resumes if its engine can repeat all later messages. Otherwise call
-    ``discard``, so that the worker begins a new incarnation.
+    ``discard``, for the worker to begin a new incarnation.
     """
     return {rank: found.position for rank, found in recover_worker(config).items()}
 

@@ -66,7 +66,7 @@ class BatchSender:
         return self._waits_for
 
     def unsent(self) -> list[RecordedEvent]:
-        """Returns the events that may not have been sent, oldest first. The caller owns the lock."""
+        """Returns the possibly unsent events, oldest first. The caller owns the lock."""
         return self._recorder.events(self._sent_id)
 
     def wake(self) -> None:
@@ -80,7 +80,7 @@ class BatchSender:
     ) -> None:
         """Sends events in batches of at most ``max_batch_bytes`` until cancelled.
 
-        A batch is sent again until the transport accepts it. Events that are recorded meanwhile go into the next one.
+        A batch is sent again until the transport accepts it. Events recorded meanwhile go into the next one.
         At the start, and after each ``heartbeat_seconds`` without events, a heartbeat reports cursor and digest.
         """
         self._loop = asyncio.get_running_loop()

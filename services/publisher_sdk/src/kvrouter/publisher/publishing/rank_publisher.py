@@ -47,12 +47,12 @@ class RankPublisher:
         """``total_blocks`` is the rank's capacity in device memory, 0 if unknown.
 
         ``buffer_events`` and ``buffer_bytes`` limit the events stored, unsent ones and sent ones together. ``journal``
-        has the path of the rank's journal and what was recovered from it; None for no journal.
+        has the path of the rank's journal and its recovered content; None for no journal.
         """
         self.dp_rank = dp_rank
         """Data-parallel rank."""
         self.incarnation = incarnation
-        """Incarnation of the cache that is reported."""
+        """Incarnation of the reported cache."""
         self.on_partial: Callable[[], None] | None = None
         """Called when ``is_partial`` has changed; from any thread."""
         self._block_size = block_size
@@ -89,12 +89,12 @@ class RankPublisher:
             engine_hashes: The engine's ids of the blocks: numbers of 64 bits, signed or unsigned, or digests.
             parent: Engine hash of the block before the first; None at the start of a sequence.
             tier: Where the blocks are stored.
-            scope: What besides the tokens decides whether the blocks may be shared. None for the parent's scope, and
+            scope: Adapter, salt and tenant of the blocks. None for the parent's scope, and
                 at the start of a sequence for none.
-            multimodal: Pairs (index of the block in this call that the content starts in, id or hash of the content).
+            multimodal: Pairs (index of the content's first block in this call, id or hash of the content).
                 ``kvrouter.core.multimodal_hash`` converts ids.
-            new_copies: Whether each block is a new physical copy. False for a report that repeats resident blocks, such
-                as the hits of a request; blocks that are not resident are stored nevertheless.
+            new_copies: Whether each block is a new physical copy. False for a report of resident blocks again, such
+                as the hits of a request; missing blocks are stored nevertheless.
             block_size: Tokens per engine hash, if the engine stores larger blocks in this tier than the component has:
                 a multiple of the component's block size. 0 for the component's.
 
@@ -134,7 +134,7 @@ class RankPublisher:
     ) -> None:
         """Reports stored blocks whose local hashes (packed little-endian u64) are already known.
 
-        ``scope`` is the one that is in these hashes; None for the parent's.
+        ``scope`` is the one in these hashes; None for the parent's.
 
         Raises:
             InvalidEvent: see ``EventRecorder.stored``.
@@ -144,9 +144,9 @@ class RankPublisher:
         self._store(local_hashes, engine_hashes, parent, tier, scope, new_copies=new_copies, parts=1)
 
     def stored_known(self, engine_hashes: Sequence[EngineHash], *, tier: Tier) -> int:
-        """Reports that resident blocks are now in another tier too, for engines that do not repeat the tokens.
+        """Reports resident blocks in another tier too, for engines without the tokens in such events.
 
-        Returns the number of these hashes that were recorded. Blocks that are not resident, or whose parents are not,
+        Returns the number of recorded hashes. Blocks not resident, or whose parents are not,
         cannot be placed; they are counted in the statistics.
 
         Raises:
@@ -159,7 +159,7 @@ class RankPublisher:
             return max(0, len(hashes) - (counts.unplaced_blocks - before))
 
     def is_resident(self, engine_hash: EngineHash, *, tier: Tier = Tier.TIER_DEVICE) -> bool:
-        """Returns whether a block is resident in a tier, by what was reported.
+        """Returns whether a block is resident in a tier, according to the reports.
 
         Raises:
             InvalidEvent: the hash does not fit into 64 bits, or the tier is unknown.
@@ -170,7 +170,7 @@ class RankPublisher:
     def chunk(self, engine_hash: EngineHash, blocks: int) -> list[int]:
         """Returns the engine hashes of a chunk of blocks that ends with this one; see ``EventRecorder.chunk``.
 
-        For engines that name a chunk of blocks by its last one.
+        For engines naming a chunk of blocks by its last one.
         """
         with self._lock:
             return self._recorder.chunk(engine_hash_of(engine_hash), blocks)
@@ -181,9 +181,9 @@ class RankPublisher:
         return self._partial
 
     def removed(self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.TIER_DEVICE) -> None:
-        """Reports that blocks left a tier: one copy of each with counted copies, otherwise the whole block.
+        """Reports blocks gone from a tier: one copy of each with counted copies, otherwise the whole block.
 
-        Blocks that are not resident there are counted and change nothing.
+        Blocks not resident there are counted and change nothing.
 
         Raises:
             InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
@@ -195,7 +195,7 @@ class RankPublisher:
                 self._check.removed_unknown(hashes, self._recorder, tier)
 
     def cleared(self, *, tier: Tier = Tier.TIER_UNSPECIFIED) -> None:
-        """Reports that all blocks left a tier, or every tier for TIER_UNSPECIFIED.
+        """Reports an emptied tier, or all of them for TIER_UNSPECIFIED.
 
         After a loss of events, the latter makes the rank complete again.
 
@@ -206,9 +206,9 @@ class RankPublisher:
             self._clear(tier, partial=self._partial and tier != Tier.TIER_UNSPECIFIED)
 
     def events_lost(self, *, removals: bool = True) -> None:
-        """Reports that events of the engine were lost.
+        """Reports a loss of the engine's events.
 
-        If removals may be among them, all blocks are dropped. What is reported from now on is published, but the rank
+        If removals may be among them, all blocks are dropped. Later reports are published, but the rank
         is partial: blocks below lost ones are unknown. ``cleared`` and ``restarted`` make it complete again.
         """
         with self._lock:
@@ -223,7 +223,7 @@ class RankPublisher:
             log.warning("publish.engine_events_lost", rank=self.dp_rank, dropped=removals)
 
     def restarted(self) -> None:
-        """Reports that the engine of this rank restarted with an empty cache, while the other ranks continue."""
+        """Reports a restart of this rank's engine with an empty cache, while the other ranks continue."""
         with self._lock:
             self._restarts += 1
             self._clear(Tier.TIER_UNSPECIFIED, partial=False)

@@ -20,15 +20,15 @@ class RankStats:
     partial: bool
     """Whether blocks may be missing, because the engine's events were lost."""
     events_lost: int
-    """Number of times that the engine's events were lost."""
+    """Number of losses of the engine's events."""
     restarts: int
     """Number of restarts of the rank's engine."""
     unknown_removals: int
-    """Removed blocks that were not resident; their removal is not published."""
+    """Removed blocks not resident in their tier; their removal is not published."""
     unplaced_blocks: int
-    """Blocks reported with ``stored_known`` that could not be placed; they are not published."""
+    """Blocks of ``stored_known`` without a place; they are not published."""
     copy_counting_doubts: int
-    """Reports that contradict the configured copy counting."""
+    """Contradictions of the configured copy counting."""
     batches_sent: int
     heartbeats_sent: int
     bytes_sent: int
@@ -36,13 +36,13 @@ class RankStats:
     retries: int
     """Failed attempts to send a batch."""
     events_dropped: int
-    """Events that were never sent because the buffer was full or the server refused them; consumers fetch the state."""
+    """Events never sent because the buffer was full or the server refused them; consumers fetch the state."""
     unsent_events: int
-    """Events that wait to be sent."""
+    """Events to send."""
     unsent_bytes: int
     waiting_seconds: float
     """Time for which the current batch could not be sent, seconds; 0 if none waits."""
     waiting_reason: str
     """Error of its last attempt; empty if none waits."""
     unkept_bytes: int
-    """Bytes that wait to be written to the journal, at most 32 MiB; 0 without a journal."""
+    """Bytes to write to the journal, at most 32 MiB; 0 without a journal."""

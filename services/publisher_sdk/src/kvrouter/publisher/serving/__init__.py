@@ -1,1 +1,1 @@
-"""Requests that run on an engine, and their output."""
+"""Requests of an engine, and their output."""

@@ -1,4 +1,4 @@
-"""The interfaces that an engine implements for the SDK: it emits the outputs of each step, or streams each request."""
+"""The interfaces of an engine for the SDK: it emits the outputs of each step, or streams each request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 
 @runtime_checkable
 class StepEngine(Protocol):
-    """An engine that passes the outputs of all requests of a step to ``Worker.emit``."""
+    """An engine with one call of ``Worker.emit`` for the outputs of a step."""
 
     def submit(self, request: WorkerServiceGenerateRequest) -> None:
         """Starts a request and returns at once. Runs on the event loop.
@@ -27,7 +27,7 @@ class StepEngine(Protocol):
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Aborts requests and returns how many of them were running; also called when a caller disconnects.
 
-        The SDK has ended them already. What the engine still emits for them is dropped.
+        The SDK has ended them already. Further output of them is dropped.
         """
         ...
 
@@ -37,7 +37,7 @@ class StepEngine(Protocol):
 
 
 class Engine(Protocol):
-    """An engine that streams the output of each request by itself. ``StepEngine`` costs less per token."""
+    """An engine with a stream of output for each request. ``StepEngine`` costs less per token."""
 
     def generate(self, request: WorkerServiceGenerateRequest) -> AsyncIterator[GenerateOutput]:
         """Runs a request, as an async generator. It is closed early if the caller disconnects.

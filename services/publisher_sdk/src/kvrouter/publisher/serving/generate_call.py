@@ -1,4 +1,4 @@
-"""A Generate call over gRPC, whose responses wait for a caller that reads at its own speed."""
+"""A Generate call over gRPC, whose responses wait for the caller to read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrouter.v1.errors import KvRouterError, TooMuchUnread
 
 
 class GenerateCall:
-    """An OutputCall that one task reads."""
+    """An OutputCall with one task as its reader."""
 
     def __init__(self) -> None:
         self.on_cancelled: Callable[[], None] | None = None

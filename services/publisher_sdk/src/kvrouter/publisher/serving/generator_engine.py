@@ -1,4 +1,4 @@
-"""Runs an engine that streams each request by itself as one that emits."""
+"""Runs an engine with a stream for each request as a StepEngine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine emits for a request, and its encoding."""
+"""Output of an engine for a request, and its encoding."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Spans of the requests of a worker, with OpenTelemetry: the request, its prefill and its decode.
 
-Imports OpenTelemetry, which the SDK does not require: only a worker that has a tracer imports this module.
+Imports OpenTelemetry, which the SDK does not require: only a worker with a tracer imports this module.
 """
 
 from __future__ import annotations

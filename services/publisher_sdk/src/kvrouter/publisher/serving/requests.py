@@ -1,4 +1,4 @@
-"""The requests that run on an engine, and where the output of each one goes."""
+"""The running requests of an engine, and the receiver of each one's output."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ class RunningRequests:
             run.call.fail(refusal.untraced())
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        """Aborts requests, whose callers get that as their finish reason, and returns how many ran at the engine."""
+        """Aborts requests, with the finish reason ABORT. Returns how many ran at the engine."""
         running = [run for each in request_ids if (run := self._by_request_id.get(each)) is not None]
         unknown = [each for each in request_ids if each not in self._by_request_id]
         self._end_aborted(running)
         return await self._engine.abort([run.engine_id for run in running] + unknown)
 
     async def close(self) -> None:
-        """Aborts what still runs and waits for the engine to have done so."""
+        """Aborts all running requests, and waits for the engine."""
         running = list(self._by_engine_id.values())
         self._end_aborted(running)
         if running:
