@@ -35,7 +35,7 @@ from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.indexer.app import running
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.net.etcd import connect
-from kvrouter.net.event_stream import ensure_stream
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.process.context import open_runtime

@@ -7,8 +7,8 @@ import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from kvrouter.net.grpc_connection import frames
-from kvrouter.net.grpc_connection.frames import Kind, Setting, frame, settings
+from kvrouter.net.http2 import frames
+from kvrouter.net.http2.frames import Kind, Setting, frame, settings
 
 OPEN_STREAM = "/kvrouter.v1.CallStreamService/OpenCallStream"
 

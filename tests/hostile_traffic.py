@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvrouter.net.grpc_connection import frames
-from kvrouter.net.grpc_connection.frames import Kind, Setting, frame, settings
+from kvrouter.net.http2 import frames
+from kvrouter.net.http2.frames import Kind, Setting, frame, settings
 
 from .hostile_peer import OPEN_STREAM, HostilePeer, hostile_peer, message_head, request_headers
 

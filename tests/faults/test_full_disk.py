@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from kvrouter.net.event_stream import stream_config, write_error
+from kvrouter.net.nats.event_stream import stream_config, write_error
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsRequest, VerifyRequest, VerifyResponse
 

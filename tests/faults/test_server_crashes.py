@@ -7,7 +7,7 @@ import shutil
 import signal
 
 import pytest
-from kvrouter.net.event_stream import stream_config
+from kvrouter.net.nats.event_stream import stream_config
 from kvrouter.v1.common_pb2 import Transport
 from nats.aio.client import Client
 

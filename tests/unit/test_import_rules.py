@@ -49,6 +49,30 @@ COMPOSING = frozenset({"cli", "router"})
 """Parts whose job it is to put the others together."""
 
 FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "net": {
+        "engine_chats": (),
+        "engine_fields": (),
+        "engine_salts": (),
+        "engine_transfers": (),
+        "flood_budget": (),
+        "logs": (),
+        "loop_budget": (),
+        "model_files": (),
+        "token_bucket": (),
+        "trace_context": (),
+        "varint": (),
+        "file_version": (),
+        "decoding": ("logs",),
+        "secret_files": ("file_version", "logs"),
+        "span_context": ("trace_context",),
+        "tls": ("file_version", "logs", "secret_files"),
+        "etcd": ("decoding", "logs", "secret_files", "tls"),
+        "nats": ("logs", "loop_budget", "secret_files", "tls"),
+        "http2": ("flood_budget", "loop_budget", "tls"),
+        "calls": ("flood_budget", "http2", "logs", "loop_budget", "tls"),
+        "auth": ("calls", "logs", "secret_files", "tls"),
+        "rpc": ("calls", "http2", "logs", "tls", "token_bucket", "trace_context"),
+    },
     "runtime": {
         "version": (),
         "backoff": (),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from kvrouter.net.etcd import connect
-from kvrouter.net.event_stream import stream_config
+from kvrouter.net.nats.event_stream import stream_config
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, TokenIds, VerifyRequest

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority, write_file
 from kvrouter.devtools.system.credentials import Credentials
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
-from kvrouter.net.authorization import may_call
-from kvrouter.net.event_stream import ensure_stream
-from kvrouter.net.nats_client import TolerantClient
+from kvrouter.net.auth import may_call
+from kvrouter.net.nats.client import TolerantClient
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import GetLoadRequest, GetLoadResponse

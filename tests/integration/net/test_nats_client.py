@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from kvrouter.net.loop_budget import PASS_US
-from kvrouter.net.nats_client import TolerantClient
+from kvrouter.net.nats.client import TolerantClient
 from nats.aio.msg import Msg
 
 

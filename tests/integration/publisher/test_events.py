@@ -7,7 +7,7 @@ import itertools
 
 from kvrouter.core import PrefixIndex
 from kvrouter.devtools.system.servers import NatsServer
-from kvrouter.net.event_stream import MAX_AGE_SECONDS, ensure_stream
+from kvrouter.net.nats.event_stream import MAX_AGE_SECONDS, ensure_stream
 from kvrouter.publisher.worker import running
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport

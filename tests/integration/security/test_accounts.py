@@ -14,9 +14,9 @@ from kvrouter.devtools.system.certificates import DevelopmentAuthority
 from kvrouter.devtools.system.credentials import Credentials
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import AWAY, EtcdAccess, EtcdAway, EtcdRefused, InvalidEndpoint, LeasedKeys, connect
-from kvrouter.net.event_stream import ensure_stream
-from kvrouter.net.nats_access import InvalidNats, NatsAccess
-from kvrouter.net.nats_client import TolerantClient
+from kvrouter.net.nats.access import InvalidNats, NatsAccess
+from kvrouter.net.nats.client import TolerantClient
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.net.secret_files import UnreadableSecret
 from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.v1.names import ComponentName

@@ -11,7 +11,7 @@ import nats.errors
 import pytest
 from kvrouter.devtools.system.credentials import Credentials
 from kvrouter.devtools.system.servers import NatsServer
-from kvrouter.net.event_stream import ensure_stream
+from kvrouter.net.nats.event_stream import ensure_stream
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 

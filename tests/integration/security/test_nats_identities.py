@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from kvrouter.devtools.system.certificates import write_file
 from kvrouter.devtools.system.servers import NatsServer
-from kvrouter.net.nats_access import NatsAccess
-from kvrouter.net.nats_connection import connect_nats
+from kvrouter.net.nats.access import NatsAccess
+from kvrouter.net.nats.connection import connect_nats
 from kvrouter.runtime.telemetry.nats import NatsMetrics
 from nats.errors import Error as NatsError
 from prometheus_client import CollectorRegistry

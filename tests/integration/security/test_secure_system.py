@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
-from kvrouter.net.authorization import may_call
+from kvrouter.net.auth import may_call
 from kvrouter.net.calls import SERVICE as CALL_STREAMS
 from kvrouter.net.etcd import connect
 from kvrouter.net.tls import warn_if_exposed

@@ -9,8 +9,8 @@ import uuid
 import grpc
 import nats
 from kvrouter.net.etcd import connect
-from kvrouter.net.event_stream import ensure_stream
-from kvrouter.net.grpc_options import CHANNEL_OPTIONS
+from kvrouter.net.http2.options import CHANNEL_OPTIONS
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 
 

@@ -6,8 +6,8 @@ import asyncio
 import socket
 
 import pytest
-from kvrouter.net import peer_conduct
-from kvrouter.net.peer_conduct import PeerConduct, close_connections
+from kvrouter.net.rpc import peer_conduct
+from kvrouter.net.rpc.peer_conduct import PeerConduct, close_connections
 
 
 class Connection:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kvrouter.net.decoding import Undecodable
-from kvrouter.net.registry_entries import read_descriptor, read_service, read_worker
+from kvrouter.net.etcd.registry_entries import read_descriptor, read_service, read_worker
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName, InvalidName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, ServiceRegistration, WorkerRegistration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.net.authorization import SERVICE_ROLES, may_call
+from kvrouter.net.auth import SERVICE_ROLES, may_call
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 
 CHECKED = [

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from kvrouter.net.authorization import ServiceToken
-from kvrouter.net.authorization import service_token as module
-from kvrouter.net.authorization.service_token import digest_line
+from kvrouter.net.auth import ServiceToken
+from kvrouter.net.auth import service_token as module
+from kvrouter.net.auth.service_token import digest_line
 from kvrouter.net.secret_files import UnreadableSecret
 
 OLD, NEW = "o" * 32, "n" * 32

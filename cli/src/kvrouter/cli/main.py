@@ -106,7 +106,7 @@ def _start(
         use_api_key(api_key_file)
     if service_token_file:
         from kvrouter.cli.services import service_token
-        from kvrouter.net.authorization import showing
+        from kvrouter.net.auth import showing
 
         context.with_resource(showing(service_token(service_token_file)))
     if etcd_user or etcd_password_file:

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import grpc.aio
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.tls import command_tls
-from kvrouter.net.authorization import ServiceToken
+from kvrouter.net.auth import ServiceToken
 from kvrouter.net.secret_files import UnreadableSecret, read_secret_line
 from kvrouter.runtime.rpc import open_channel
 

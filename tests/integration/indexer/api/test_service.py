@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.core import Scope, local_hashes
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import Put, watch_prefix
-from kvrouter.net.event_stream import ensure_stream
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel
 from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash

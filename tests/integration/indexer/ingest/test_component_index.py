@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kvrouter.devtools.system.servers import NatsServer
 from kvrouter.indexer.replica.component import Limits
-from kvrouter.net.event_stream import ensure_stream
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration

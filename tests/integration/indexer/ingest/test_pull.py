@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from kvrouter.indexer.ingest.pull import REQUESTED_MESSAGES, Pull
-from kvrouter.net.event_stream import ensure_stream
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 from nats.js import JetStreamContext

@@ -10,7 +10,7 @@ from kvrouter.indexer.index.rank_dump import RankDump
 from kvrouter.indexer.replica.component import Limits
 from kvrouter.indexer.resync import fetcher as resync
 from kvrouter.indexer.resync.worker_client import fetch_state
-from kvrouter.net.event_stream import ensure_stream
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.runtime.contracts import Worker as WorkerStub
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Transport

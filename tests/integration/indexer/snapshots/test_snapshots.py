@@ -13,7 +13,7 @@ from kvrouter.indexer.replica.component import ComponentIndex, Limits
 from kvrouter.indexer.snapshots.coordinator import OthersLive, SnapshotHome, SnapshotOptions
 from kvrouter.indexer.snapshots.lock import LockLost, Pointer, acquired, read_pointer
 from kvrouter.net.etcd import connect
-from kvrouter.net.event_stream import ensure_stream
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration

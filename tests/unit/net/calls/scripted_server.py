@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-from kvrouter.net.grpc_connection.frames import HEADER_BYTES, PREFACE, Kind, frame, read_frame_header, settings
+from kvrouter.net.http2.frames import HEADER_BYTES, PREFACE, Kind, frame, read_frame_header, settings
 from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,
@@ -17,7 +17,7 @@ from kvrouter.v1.calls_pb2 import (
     OpenCallStreamResponse,
 )
 
-from ..grpc_connection.http2_server import data, headers, prefixed
+from ..http2.http2_server import data, headers, prefixed
 from .linked import ECHO
 
 _LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST

@@ -11,12 +11,12 @@ import grpc.aio
 import pytest
 import structlog
 from kvrouter.net.calls import CallStreamClient, NotSent, OutcomeUnknown, client_stream
-from kvrouter.net.grpc_connection import connection
-from kvrouter.net.grpc_connection.frames import Kind, frame, settings, window_update
-from kvrouter.net.grpc_options import SERVER_OPTIONS
+from kvrouter.net.http2 import connection
+from kvrouter.net.http2.frames import Kind, frame, settings, window_update
+from kvrouter.net.http2.options import SERVER_OPTIONS
 from kvrouter.v1.calls_pb2 import OpenCallStreamResponse
 
-from ..grpc_connection.http2_server import data, ended, headers
+from ..http2.http2_server import data, ended, headers
 from .linked import ECHO, Received
 from .scripted_server import Accepted, scripted
 from .test_over_grpc import Server, connected, until

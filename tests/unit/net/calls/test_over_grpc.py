@@ -19,7 +19,7 @@ from kvrouter.net.calls import (
     OutcomeUnknown,
     ServerCall,
 )
-from kvrouter.net.grpc_options import SERVER_OPTIONS
+from kvrouter.net.http2.options import SERVER_OPTIONS
 from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,

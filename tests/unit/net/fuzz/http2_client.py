@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 
 import grpc
-from kvrouter.net.grpc_connection.frames import PREFACE
-from kvrouter.net.grpc_connection.http2_call import Flood, Http2Call, Http2Violation
+from kvrouter.net.http2.frames import PREFACE
+from kvrouter.net.http2.http2_call import Flood, Http2Call, Http2Violation
 
 from .http2_scripts import corpus, cut, frames_of, random_script
 

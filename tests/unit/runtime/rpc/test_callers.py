@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
-from kvrouter.net.authorization.service_token import digest_line
+from kvrouter.net.auth import CallerCheck, ServiceToken, showing
+from kvrouter.net.auth.service_token import digest_line
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import RpcServer, call_stream_client, open_channel, remote, remote_on_call_stream
 from kvrouter.v1.errors import DependencyAway, ServiceRefused

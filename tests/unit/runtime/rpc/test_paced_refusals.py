@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
-from kvrouter.net import call_gate
+from kvrouter.net.rpc import call_gate
 from kvrouter.runtime.rpc import Metadata, RpcServer
 from kvrouter.v1.errors import RateLimited
 

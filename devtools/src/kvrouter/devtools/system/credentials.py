@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nkeys
-from kvrouter.net.authorization.service_token import digest_line, worker_token
+from kvrouter.net.auth.service_token import digest_line, worker_token
 from kvrouter.net.etcd import EtcdAccess
-from kvrouter.net.nats_access import NatsAccess
+from kvrouter.net.nats.access import NatsAccess
 from kvrouter.net.tls import Tls, TlsOptions
 
 from .accounts import Account, Namespace, etcd_commands, nats_accounts

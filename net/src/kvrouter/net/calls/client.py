@@ -10,7 +10,7 @@ from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import NotSent
 from kvrouter.net.calls.limits import CallLimits
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
-from kvrouter.net.grpc_connection import Metadata
+from kvrouter.net.http2 import Metadata
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls
 from kvrouter.v1.errors import KvRouterError

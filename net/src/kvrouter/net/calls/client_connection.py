@@ -12,7 +12,7 @@ from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.net.calls.limits import VERSION, CallLimits
 from kvrouter.net.calls.parsing import parse
 from kvrouter.net.calls.server import SERVICE
-from kvrouter.net.grpc_connection import ConnectionLost, GrpcConnection, Http2Violation, Metadata
+from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, Metadata
 from kvrouter.net.tls.tls import Tls
 from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc.aio
 from kvrouter.net import trace_context
-from kvrouter.net.call_gate import CallGate
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer, PeerCheck
 from kvrouter.net.calls.peer_check import Context
-from kvrouter.net.grpc_options import MAX_CALLS, SERVER_OPTIONS
-from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
-from kvrouter.net.health_service import HealthService
-from kvrouter.net.server_reflection import add_reflection
+from kvrouter.net.http2.options import MAX_CALLS, SERVER_OPTIONS
+from kvrouter.net.rpc.call_gate import CallGate
+from kvrouter.net.rpc.server_reflection import add_reflection
+from kvrouter.net.rpc.standard_services import SERVICE as HEALTH_SERVICE
+from kvrouter.net.rpc.standard_services import HealthService
 from kvrouter.net.tls import Tls, add_port
 
 

@@ -15,7 +15,7 @@ import structlog
 from kvrouter.mocker.adapter import MockEngine, emit_to
 from kvrouter.mocker.app import make_answers, make_drivers, worker_config, worker_id_of
 from kvrouter.mocker.settings import MockerSettings
-from kvrouter.net.authorization import ServiceToken
+from kvrouter.net.auth import ServiceToken
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import load_reports, load_response

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrouter.net.etcd import EtcdAccess, InvalidEndpoint
-from kvrouter.net.nats_access import InvalidNats, NatsAccess
-from kvrouter.net.registry_entries import name_fault
+from kvrouter.net.etcd.registry_entries import name_fault
+from kvrouter.net.nats.access import InvalidNats, NatsAccess
 from kvrouter.net.tls import TlsOptions
 from kvrouter.publisher.errors import InvalidConfig
 from kvrouter.v1.common_pb2 import Component, CopyCounting, Role, Transport

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import aetcd
 from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.net.etcd import AWAY, KeyTaken, is_forbidden
+from kvrouter.net.etcd.registry_entries import read_descriptor
 from kvrouter.net.logs import get_logger
-from kvrouter.net.registry_entries import read_descriptor
 from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.names import ComponentName

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvrouter.net.authorization import ServiceToken
+from kvrouter.net.auth import ServiceToken
 from kvrouter.net.etcd import AWAY, LeasedKeys, connect
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls import Tls

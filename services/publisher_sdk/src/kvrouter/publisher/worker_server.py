@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from kvrouter.net import trace_context
-from kvrouter.net.authorization import CallerCheck, ServiceToken
-from kvrouter.net.call_gate import CallGate
+from kvrouter.net.auth import CallerCheck, ServiceToken
 from kvrouter.net.calls import CallStreamServer, ServerCall
 from kvrouter.net.logs import get_logger
+from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.server import BindFailed, GrpcServer, received_trace_context
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused

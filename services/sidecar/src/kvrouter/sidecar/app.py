@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import aiohttp
-from kvrouter.net.engine_keys import EngineKeys
+from kvrouter.net.auth.engine_keys import EngineKeys
 from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.runtime.telemetry.callers import CallerMetrics
 from kvrouter.runtime.telemetry.grpc_servers import expose_servers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrouter.frontend.edge.event_stream import too_much_unread
 from kvrouter.frontend.workers.output import Output
-from kvrouter.net.response_buffer import BufferFull, ResponseBuffer
+from kvrouter.net.calls.response_buffer import BufferFull, ResponseBuffer
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import nats.errors
 from kvrouter.indexer.ingest.pull import REQUESTED_MESSAGES, Pull
 from kvrouter.indexer.ingest.read_position import ConsumerView, DeliveryOrder, StreamIdentity, StreamView
-from kvrouter.net.event_stream import ensure_stream
+from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 from nats.aio.msg import Msg

@@ -1,9 +1,9 @@
 """Detects a stopped stream of a component, and recreates it.
 
 nats-server stops a stream at its first failed write, for example on a full disk, and does not resume it when the disk
-has space again (``kvrouter.net.event_stream.write_error``). A restart of the server helps. Recreating the stream with
-the same configuration helps too, and frees its disk space. A replica's unread messages are lost: they show
-as gaps, and are fetched from the workers.
+has space again (``kvrouter.net.nats.event_stream.write_error``). A restart of the server helps. Recreating the stream
+with the same configuration helps too, and frees its disk space. A replica's unread messages are lost: they show as gaps,
+and are fetched from the workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome
 from kvrouter.indexer.snapshots.lock import LockLost, acquired
 from kvrouter.net.etcd import AWAY as ETCD_AWAY
-from kvrouter.net.event_stream import write_error
+from kvrouter.net.nats.event_stream import write_error
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig

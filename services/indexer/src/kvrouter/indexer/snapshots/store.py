@@ -14,8 +14,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
-from kvrouter.net.event_stream import write_error
-from kvrouter.net.nats_client import or_cancelled
+from kvrouter.net.nats.client import or_cancelled
+from kvrouter.net.nats.event_stream import write_error
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import nats
 from google.protobuf.message import DecodeError
-from kvrouter.net.nats_client import TolerantClient
+from kvrouter.net.nats.client import TolerantClient
 from kvrouter.publisher.check.cache import CacheProbe
 from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
 from kvrouter.publisher.check.worker_under_test import CheckOptions, WorkerUnderTest

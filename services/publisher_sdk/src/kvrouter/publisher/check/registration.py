@@ -8,7 +8,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from kvrouter.net.decoding import Undecodable
 from kvrouter.net.etcd import AWAY, connect
-from kvrouter.net.registry_entries import read_descriptor, read_worker
+from kvrouter.net.etcd.registry_entries import read_descriptor, read_worker
 from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
 from kvrouter.publisher.check.worker_under_test import WorkerUnderTest
 from kvrouter.publisher.config import HASH_SCHEME

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 from kvrouter.core import Scope
-from kvrouter.net.grpc_options import CHANNEL_OPTIONS
+from kvrouter.net.http2.options import CHANNEL_OPTIONS
 from kvrouter.v1.common_pb2 import BlockScope, CopyCounting, Cursor
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from kvrouter.v1.names import ComponentName

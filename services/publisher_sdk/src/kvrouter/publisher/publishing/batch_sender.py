@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder, RecordedEvent
 from kvrouter.net.logs import get_logger
-from kvrouter.net.nats_client import or_cancelled
+from kvrouter.net.nats.client import or_cancelled
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 

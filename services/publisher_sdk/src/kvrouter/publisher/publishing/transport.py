@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import nats.errors
-from kvrouter.net.event_stream import ensure_stream, write_error
-from kvrouter.net.nats_access import NatsAccess
-from kvrouter.net.nats_client import TolerantClient
-from kvrouter.net.nats_connection import NatsObserver, connect_nats
+from kvrouter.net.nats.access import NatsAccess
+from kvrouter.net.nats.client import TolerantClient
+from kvrouter.net.nats.connection import NatsObserver, connect_nats
+from kvrouter.net.nats.event_stream import ensure_stream, write_error
 from kvrouter.v1.common_pb2 import Transport as TransportKind
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client

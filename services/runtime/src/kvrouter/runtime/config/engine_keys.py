@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from kvrouter.net.engine_keys import EngineKeys
+from kvrouter.net.auth.engine_keys import EngineKeys
 from pydantic import AfterValidator
 
 ENGINE_KEYS_FILE: Final = (

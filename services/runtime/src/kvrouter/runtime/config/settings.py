@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from kvrouter.net.etcd import EtcdAccess
-from kvrouter.net.nats_access import NatsAccess
+from kvrouter.net.nats.access import NatsAccess
 from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.runtime.config.addresses import Address, Name, OptionalAddress
 from kvrouter.runtime.config.sources import SettingsError, load, load_all

@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from kvrouter.net.decoding import Undecodable, decode_message
-from kvrouter.net.registry_entries import read_descriptor, read_service, read_worker
+from kvrouter.net.etcd.registry_entries import read_descriptor, read_service, read_worker
 from kvrouter.runtime.discovery.descriptors import followed_descriptor
 from kvrouter.runtime.discovery.retention import Process
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2

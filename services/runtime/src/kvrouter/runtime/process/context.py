@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvrouter.net.authorization import CallerCheck, ServiceToken, showing
+from kvrouter.net.auth import CallerCheck, ServiceToken, showing
 from kvrouter.net.etcd import LeasedKeys
-from kvrouter.net.nats_connection import connect_nats
+from kvrouter.net.nats.connection import connect_nats
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar

@@ -14,7 +14,7 @@ import structlog
 import uvloop
 from kvrouter import core
 from kvrouter.net.etcd import InvalidEndpoint, KeyTaken
-from kvrouter.net.nats_access import InvalidNats
+from kvrouter.net.nats.access import InvalidNats
 from kvrouter.net.rpc.server import BindFailed
 from kvrouter.net.secret_files import UnreadableSecret
 from kvrouter.net.tls import InvalidCertificate

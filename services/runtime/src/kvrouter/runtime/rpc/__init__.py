@@ -1,6 +1,6 @@
 """gRPC servers and stubs for the protocols in ``kvrouter.runtime.contracts``."""
 
-from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from kvrouter.net.http2.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from kvrouter.runtime.rpc.call_stub import remote_on_call_stream
 from kvrouter.runtime.rpc.client import call_stream_client, open_channel, remote
 from kvrouter.runtime.rpc.guard import Guard, Metadata

@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net import tls as transport_security
 from kvrouter.net import trace_context
-from kvrouter.net.authorization import HEADER, ServiceToken, shown_token
+from kvrouter.net.auth import HEADER, ServiceToken, shown_token
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts
-from kvrouter.net.grpc_options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+from kvrouter.net.http2.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc.metadata_channel import MetadataChannel

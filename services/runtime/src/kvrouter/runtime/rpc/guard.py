@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from kvrouter.net.authorization import CallerCheck, CallerPeer
+from kvrouter.net.auth import CallerCheck, CallerPeer
 from kvrouter.net.calls import Context
 from kvrouter.v1.errors import KvRouterError, Unauthenticated
 

@@ -21,10 +21,10 @@ import structlog
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from kvrouter.net import trace_context
-from kvrouter.net.authorization import CallerCheck
-from kvrouter.net.call_gate import CallGate
+from kvrouter.net.auth import CallerCheck
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
-from kvrouter.net.grpc_options import MAX_CALLS
+from kvrouter.net.http2.options import MAX_CALLS
+from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.server import GrpcServer, received_trace_context
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from kvrouter.net.call_gate import CallGate
 from kvrouter.net.calls import CallStreamServer
-from kvrouter.net.peer_conduct import PeerConduct
+from kvrouter.net.rpc.call_gate import CallGate
+from kvrouter.net.rpc.peer_conduct import PeerConduct
 from kvrouter.runtime.bounds import WhenFull, bounds_of
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvrouter.net.health_service import HealthService
+from kvrouter.net.rpc.standard_services import HealthService
 from prometheus_client import CollectorRegistry, Gauge
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import nats.errors
-from kvrouter.net.nats_connection import NatsObserver
+from kvrouter.net.nats.connection import NatsObserver
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 

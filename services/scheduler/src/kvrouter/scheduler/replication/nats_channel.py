@@ -14,7 +14,7 @@ from contextlib import suppress
 import nats.errors
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
-from kvrouter.net.nats_client import or_cancelled
+from kvrouter.net.nats.client import or_cancelled
 from kvrouter.scheduler.identifiers import component_message
 from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas

@@ -18,14 +18,14 @@ from kvrouter.frontend.proxy.endpoint_picker.exchange import Context, Exchange
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions
 from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
-from kvrouter.net.call_gate import CallGate
-from kvrouter.net.evictable_calls import EvictableCalls
-from kvrouter.net.grpc_options import SERVER_OPTIONS
-from kvrouter.net.health_service import SERVICE as HEALTH_SERVICE
-from kvrouter.net.health_service import HealthService
-from kvrouter.net.peer_conduct import PeerConduct
+from kvrouter.net.http2.options import SERVER_OPTIONS
+from kvrouter.net.rpc.call_gate import CallGate
+from kvrouter.net.rpc.evictable_calls import EvictableCalls
+from kvrouter.net.rpc.peer_conduct import PeerConduct
 from kvrouter.net.rpc.server import BindFailed
-from kvrouter.net.server_reflection import add_reflection
+from kvrouter.net.rpc.server_reflection import add_reflection
+from kvrouter.net.rpc.standard_services import SERVICE as HEALTH_SERVICE
+from kvrouter.net.rpc.standard_services import HealthService
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.telemetry.grpc_servers import expose_conduct

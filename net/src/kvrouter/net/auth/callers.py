@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import grpc
-from kvrouter.net.authorization.roles import ADMIN, is_checked, may_call
-from kvrouter.net.authorization.service_token import HEADER, ServiceToken
+from kvrouter.net.auth.roles import ADMIN, is_checked, may_call
+from kvrouter.net.auth.service_token import HEADER, ServiceToken
 from kvrouter.net.calls import Context
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls

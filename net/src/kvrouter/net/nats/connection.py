@@ -8,8 +8,8 @@ from typing import Any
 
 import nats.errors
 from kvrouter.net.logs import get_logger
-from kvrouter.net.nats_access import NatsAccess
-from kvrouter.net.nats_client import TolerantClient
+from kvrouter.net.nats.access import NatsAccess
+from kvrouter.net.nats.client import TolerantClient
 
 log = get_logger(__name__)
 

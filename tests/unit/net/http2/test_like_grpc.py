@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from kvrouter.net.grpc_connection import ConnectionLost, GrpcConnection, Http2Violation, connection
-from kvrouter.net.grpc_connection.frames import (
+from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, connection
+from kvrouter.net.http2.frames import (
     END_HEADERS,
     END_STREAM,
     HEADER_BYTES,

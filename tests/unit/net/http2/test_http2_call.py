@@ -10,7 +10,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.net.grpc_connection.frames import (
+from kvrouter.net.http2.frames import (
     ACK,
     END_HEADERS,
     END_STREAM,
@@ -24,7 +24,7 @@ from kvrouter.net.grpc_connection.frames import (
     settings,
     window_update,
 )
-from kvrouter.net.grpc_connection.http2_call import Flood, Http2Call, Http2Violation, MessageTooLong
+from kvrouter.net.http2.http2_call import Flood, Http2Call, Http2Violation, MessageTooLong
 
 from .http2_server import data, ended, headers, opened, prefixed, read
 

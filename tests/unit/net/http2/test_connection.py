@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import grpc.aio
 import pytest
 import uvloop
-from kvrouter.net.grpc_connection import ConnectionLost, GrpcConnection, Http2Violation, connection
-from kvrouter.net.grpc_connection.frames import Kind, frame
+from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, connection
+from kvrouter.net.http2.frames import Kind, frame
 from kvrouter.net.loop_budget import PASS_US
 
 from .http2_server import data, ended, opened, prefixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import hpack
-from kvrouter.net.grpc_connection.frames import (
+from kvrouter.net.http2.frames import (
     END_HEADERS,
     END_STREAM,
     HEADER_BYTES,

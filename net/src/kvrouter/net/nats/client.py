@@ -21,7 +21,7 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from kvrouter.net.loop_budget import loop_budget
-from kvrouter.net.nats_access import NatsAccess
+from kvrouter.net.nats.access import NatsAccess
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error, SecureConnRequiredError

@@ -5,7 +5,7 @@ does. A call stream lasts for hours and carries all calls between two processes,
 The server is an ordinary gRPC server.
 """
 
-from kvrouter.net.grpc_connection.connection import ConnectionLost, GrpcConnection
-from kvrouter.net.grpc_connection.http2_call import Http2Violation, Metadata
+from kvrouter.net.http2.connection import ConnectionLost, GrpcConnection
+from kvrouter.net.http2.http2_call import Http2Violation, Metadata
 
 __all__ = ["ConnectionLost", "GrpcConnection", "Http2Violation", "Metadata"]

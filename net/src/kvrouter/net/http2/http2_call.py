@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import grpc
 import hpack
 from kvrouter.net.flood_budget import FloodBudget
-from kvrouter.net.grpc_connection.frames import (
+from kvrouter.net.http2.frames import (
     ACK,
     END_HEADERS,
     END_STREAM,

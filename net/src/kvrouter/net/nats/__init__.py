@@ -1,0 +1,1 @@
+"""NATS: where it is, a client for it, its connections and streams."""
