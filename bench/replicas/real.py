@@ -34,7 +34,7 @@ import nats
 from kvrouter.core import sequence_hashes
 from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.servers import etcd_server, nats_server
-from kvrouter.frontend.schedulers.prefix_shards import PrefixSplit
+from kvrouter.frontend.schedulers.sharding import PrefixSplit
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline

@@ -14,7 +14,7 @@ from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.signing_keys import FollowedSigningKeys
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.processes.parent import ProcessMetrics
-from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
+from kvrouter.frontend.proxy.endpoint_picker.exchange import PickerMetrics
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.text.client_work import ClientWork

@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *SERVICE,
         "kvrouter.scheduler",
         "kvrouter.mocker",
-        "kvrouter.frontend.schedulers.prefix_shards",
+        "kvrouter.frontend.schedulers.sharding",
         "kvrouter.devtools.traces",
     ),
 }

@@ -13,7 +13,7 @@ import pytest
 from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.access.request_admission import RequestAdmission
 from kvrouter.frontend.http_api import HttpApi
-from kvrouter.frontend.request.output_receiver import OutputReceiver
+from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import ClientWork

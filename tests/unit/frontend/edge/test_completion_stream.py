@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 from kvrouter.frontend.edge.completion_request import CompletionRequest
-from kvrouter.frontend.edge.completion_stream import CompletionStream
 from kvrouter.frontend.edge.event_stream import EventStream
+from kvrouter.frontend.edge.token_responses import CompletionStream
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net.calls.response_buffer import MAX_UNREAD_BYTES

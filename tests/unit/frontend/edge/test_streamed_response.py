@@ -9,8 +9,8 @@ from typing import Any, cast
 from kvrouter.frontend.edge.choice import Piece
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.streamed_response import StreamedResponse
 from kvrouter.frontend.edge.text_request import SharedFields, TextRequest
+from kvrouter.frontend.edge.text_responses import StreamedResponse
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 

@@ -13,8 +13,7 @@ from kvrouter.frontend.edge.text_runner import prepare
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.text.client_work import Slices, completed
-from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.names import ComponentName

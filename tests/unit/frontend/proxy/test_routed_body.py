@@ -10,8 +10,7 @@ import pytest
 from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.text.client_work import ClientWork, completed
-from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from prometheus_client import CollectorRegistry
 
 LIMIT = 10_000

@@ -7,10 +7,10 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvrouter.frontend.packed_prompt import hash_prompt
 from kvrouter.frontend.request.attempt_budget import AttemptBudget
 from kvrouter.frontend.request.continuation import is_inexact, migration_blocker, remaining
-from kvrouter.frontend.request.kept_output import KeptOutput
-from kvrouter.frontend.request.prompt_hashing import hash_prompt
+from kvrouter.frontend.request.progress import KeptOutput
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.core import Scope, local_hashes
-from kvrouter.frontend.packed_prompt import take_prompt
-from kvrouter.frontend.request.prompt_hashing import hash_prompt
+from kvrouter.frontend.packed_prompt import hash_prompt, take_prompt
 from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 

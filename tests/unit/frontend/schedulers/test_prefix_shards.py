@@ -7,8 +7,8 @@ from itertools import pairwise
 from random import Random
 
 from kvrouter.core import local_hashes, sequence_hashes
-from kvrouter.frontend.schedulers.prefix_shards import COMMON, SHARDS, WINDOW, PrefixSplit
 from kvrouter.frontend.schedulers.rendezvous import rendezvous
+from kvrouter.frontend.schedulers.sharding import COMMON, SHARDS, WINDOW, PrefixSplit
 from kvrouter.v1.names import ComponentName
 
 BLOCK = 4

@@ -30,10 +30,10 @@ from kvrouter.frontend.request.request_runner import GatewayOptions, RequestRunn
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES
+from kvrouter.frontend.schedulers.connections import SchedulerSource
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.rendezvous import RemoteSchedulers
-from kvrouter.frontend.schedulers.source import SchedulerSource
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.client_work import ClientWork
@@ -223,8 +223,8 @@ async def _serving_endpoint_picker(
         return
     # Imported only here, since its messages are an extra.
     try:
+        from kvrouter.frontend.proxy.endpoint_picker.exchange import PickerMetrics
         from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions
-        from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
         from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
         from kvrouter.frontend.proxy.endpoint_picker.server import serving_picker
     except ModuleNotFoundError as error:

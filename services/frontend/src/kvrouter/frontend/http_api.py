@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import structlog
 from aiohttp import web
 from kvrouter.frontend.access.body_room import BodyTooLarge
-from kvrouter.frontend.access.http_middleware import authenticated
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.edge.completion_request import CompletionRequest
-from kvrouter.frontend.edge.completion_stream import CompletionStream
-from kvrouter.frontend.edge.completions import WholeCompletion
-from kvrouter.frontend.edge.cross_origin import add_cross_origin_headers, allowing, cross_origin_headers
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.http_body import read_body
 from kvrouter.frontend.edge.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
-from kvrouter.frontend.edge.http_tracing import traced
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
-from kvrouter.frontend.edge.models import model_objects
+from kvrouter.frontend.edge.middlewares import (
+    add_cross_origin_headers,
+    allowing,
+    authenticated,
+    cross_origin_headers,
+    traced,
+)
 from kvrouter.frontend.edge.request_fields import request_id_of, requested_id, requested_rank, with_headers
-from kvrouter.frontend.edge.streamed_response import StreamedResponse
 from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.frontend.edge.text_responses import StreamedResponse, WholeResponse
 from kvrouter.frontend.edge.text_runner import prepare, run_all
-from kvrouter.frontend.edge.whole_response import WholeResponse
+from kvrouter.frontend.edge.token_responses import CompletionStream, WholeCompletion
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
@@ -39,7 +40,7 @@ from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.net.auth.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import KvRouterError, UnknownModel
-from kvrouter.v1.frontend_pb2 import ListModelsRequest
+from kvrouter.v1.frontend_pb2 import ListModelsRequest, Model
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 log = structlog.get_logger(component="frontend")
@@ -343,3 +344,28 @@ async def _streamed(
     finally:
         stream.close()
     return events
+
+
+def model_objects(models: Iterable[Model]) -> dict[str, dict[str, Any]]:
+    """Returns models by name, then LoRA adapters, which name their model as parent as in vLLM."""
+    objects: dict[str, dict[str, Any]] = {}
+    adapters: dict[str, dict[str, Any]] = {}
+    for model in models:
+        objects[model.name] = _model_object(model, model.name, None)
+        for name in model.lora_names:
+            adapters.setdefault(name, _model_object(model, name, model.name))
+    return {**objects, **{name: adapter for name, adapter in adapters.items() if name not in objects}}
+
+
+def _model_object(model: Model, name: str, parent: str | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "kvrouter",
+        "root": parent or name,
+        "parent": parent,
+        "max_model_len": model.max_model_len or None,
+        "block_size": model.block_size,
+        "workers": model.workers,
+    }

@@ -12,12 +12,11 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.client_bookings import ClientBookings
 from kvrouter.frontend.access.rules import own_booking, owned_id, visible
-from kvrouter.frontend.edge.output_buffer import OutputBuffer
-from kvrouter.frontend.edge.text_prompt import with_text
+from kvrouter.frontend.edge.grpc_output import OutputBuffer, with_text
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import take_prompt
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
-from kvrouter.frontend.request.output_receiver import OutputReceiver
+from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvrouter.core import Rank
-from kvrouter.frontend.schedulers.prefix_shards import PrefixSplit
+from kvrouter.frontend.schedulers.sharding import PrefixSplit
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt

@@ -9,19 +9,37 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
 from kvrouter.frontend.access.credentials import HEADERS, credential_of
 from kvrouter.frontend.access.field_rules import FieldRules
+from kvrouter.frontend.access.key_file import TenantEntry
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals, RuleBroken
-from kvrouter.frontend.access.tokens import TokenVerifier, is_token
 from kvrouter.net.engine_fields import HARMLESS
 from kvrouter.runtime.rpc import Metadata
 from kvrouter.v1.errors import KvRouterError, PermissionDenied
+
+
+class TokenVerifier(Protocol):
+    """Verifies tokens and maps their claims to a caller."""
+
+    def authenticate(self, token: str, tenants: Mapping[str, TenantEntry]) -> Caller:
+        """Returns the caller that a token names.
+
+        Raises:
+            CredentialRefused: the token is not valid.
+        """
+        ...
+
+
+def is_token(credential: str) -> bool:
+    """Returns whether a credential has the form of a JSON Web Token: three parts with points between them."""
+    return credential.count(".") == 2
+
 
 _SERVICE = "/kvrouter.v1.FrontendService/"
 _CLIENT_METHODS = frozenset(

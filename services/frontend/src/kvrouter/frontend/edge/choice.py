@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrouter.frontend.edge.frame import FINISH_REASONS, ResponseFrame
-from kvrouter.frontend.request.output_receiver import OutputComplete
+from kvrouter.frontend.request.progress import OutputComplete
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.frontend.text.stop_strings import StopStrings

@@ -14,7 +14,7 @@ from kvrouter.frontend.edge.prompt_list import parse_prompts
 from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
 from kvrouter.frontend.edge.token_list import Prompt
-from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.frontend.text.model_text import PromptSource
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 

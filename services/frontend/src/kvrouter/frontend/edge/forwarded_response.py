@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from kvrouter.frontend.edge.cross_origin import cross_origin_headers
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
+from kvrouter.frontend.edge.middlewares import cross_origin_headers
 from kvrouter.frontend.edge.routing_fields import describe_routing, routing_headers
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo

@@ -11,7 +11,7 @@ import msgspec
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES
 from kvrouter.frontend.edge.text_request import TextPrompt, TokenPrompt
 from kvrouter.frontend.edge.token_list import ADVICE, Prompt
-from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.frontend.text.model_text import PromptSource
 from kvrouter.v1.errors import BadRequest
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from kvrouter.frontend.edge.request_fields import SharedFields
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.text.client_work import Slices
-from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.tool_calls import ToolUse
 
 

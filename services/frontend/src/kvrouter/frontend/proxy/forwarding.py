@@ -32,10 +32,10 @@ from kvrouter.frontend.proxy.engine_connection import (
     failure_body,
     posted,
 )
-from kvrouter.frontend.proxy.engine_headers import engine_request_id
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.frontend.proxy.event_reader import count_tokens
 from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.proxy.tenant_body import engine_request_id
 from kvrouter.frontend.proxy.token_stream import TokenStream
 from kvrouter.frontend.workers.attempt import WorkerAttempt
 from kvrouter.frontend.workers.client import WorkerClient

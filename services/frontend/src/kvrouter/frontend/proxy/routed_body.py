@@ -22,8 +22,7 @@ from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.validation import check_vocabulary
 from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
-from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.net.engine_fields import has_salt
 from kvrouter.runtime.discovery.directory import ComponentView

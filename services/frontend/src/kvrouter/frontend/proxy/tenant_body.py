@@ -1,7 +1,8 @@
-"""Makes the body for an engine of that of a client with a key: its harmless fields, and the keyed salt."""
+"""Makes the request of a client with a key into that for an engine: harmless headers and fields, and the keyed salt."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextvars import copy_context
 from dataclasses import replace
@@ -12,7 +13,8 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_engine_request
 from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, RoutedBody
 from kvrouter.frontend.text.client_work import ClientWork, Lane
-from kvrouter.net.engine_fields import ROUTED
+from kvrouter.net import trace_context
+from kvrouter.net.engine_fields import HARMLESS_HEADERS, ROUTED
 from kvrouter.runtime.discovery.directory import ComponentView
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -66,3 +68,25 @@ def _permitted(access: Access, routed: RoutedBody, body: bytes | bytearray, path
     if salt:
         kept["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
     return replace(routed, cache_salt=salt, salted_path=path if caller.isolated else ""), msgspec.json.encode(kept)
+
+
+_OF_CONNECTIONS = frozenset({"host", "content-length", "transfer-encoding", "connection", "te", "x-request-id"})
+"""Headers that a gateway sets for its own connection, or whose value is checked apart."""
+_OF_GATEWAYS = (":", "x-forwarded-", "x-envoy-")
+_REQUEST_ID = re.compile(r"(?!.*__)[A-Za-z0-9._:~-]{1,128}")
+"""Ids that engines get. A connector of vLLM reads addresses from ids, marked by several underscores."""
+
+
+def may_reach_engine(name: str) -> bool:
+    """Returns whether an engine may get a header, by its name in lower case, behind a gateway."""
+    return (
+        name in HARMLESS_HEADERS
+        or name in _OF_CONNECTIONS
+        or name in trace_context.HEADERS
+        or name.startswith(_OF_GATEWAYS)
+    )
+
+
+def engine_request_id(request_id: str) -> str:
+    """Returns a request's id for an engine; empty if it could mean more to it than an id."""
+    return request_id if _REQUEST_ID.fullmatch(request_id) else ""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.continuation import remaining
-from kvrouter.frontend.request.prompt_hashing import hash_prompt
-from kvrouter.frontend.request.routing_request import routing_request
+from kvrouter.frontend.request.routing import routing_request
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView

@@ -15,22 +15,19 @@ import time
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import Outline
-from kvrouter.frontend.request.attempt_budget import AttemptBudget
+from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait
 from kvrouter.frontend.request.attempt_input import AttemptInput
 from kvrouter.frontend.request.continuation import is_inexact
-from kvrouter.frontend.request.kept_output import KeptOutput
-from kvrouter.frontend.request.output_receiver import OutputReceiver
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
 from kvrouter.frontend.request.prefill_stage import PrefillStage
-from kvrouter.frontend.request.progress import Progress
+from kvrouter.frontend.request.progress import KeptOutput, OutputReceiver, Progress
 from kvrouter.frontend.request.request_pools import RequestPools
-from kvrouter.frontend.request.restart_wait import RestartWait
-from kvrouter.frontend.request.routing_info import routing_info
+from kvrouter.frontend.request.routing import routing_info
 from kvrouter.frontend.request.span_attributes import GENERATE, describe_attempt, describe_outcome, of_request
+from kvrouter.frontend.request.validation import can_take
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.workers.client import Workers
-from kvrouter.frontend.workers.eligibility import can_take
 from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline

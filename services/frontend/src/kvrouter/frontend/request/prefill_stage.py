@@ -13,9 +13,14 @@ from collections.abc import Callable, Iterable
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.abandoned import AbandonedPrefills
-from kvrouter.frontend.request.bootstrap import draw_room, runs_concurrently
-from kvrouter.frontend.request.pools import PrefillPools, is_disaggregated, prefill_pools
 from kvrouter.frontend.request.prefill_attempt import PrefillAttempt, PrefillFailed, PrefillLost
+from kvrouter.frontend.request.prefill_pools import (
+    PrefillPools,
+    draw_room,
+    is_disaggregated,
+    prefill_pools,
+    runs_concurrently,
+)
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.schedulers.pool_choice import PoolChoice

@@ -1,16 +1,68 @@
-"""The progress of one attempt: passes its output on, and reports to the Scheduler what changes the load."""
+"""The progress of one attempt: passes its output on, and reports to the Scheduler each change of the load."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Final, Protocol
 
 from kvrouter.frontend.model_metrics import ModelMetrics
-from kvrouter.frontend.request.kept_output import KeptOutput
-from kvrouter.frontend.request.output_receiver import OutputReceiver
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.frontend.workers.output import Output
+from kvrouter.v1.frontend_pb2 import RoutingInfo
+
+
+class OutputComplete(Exception):
+    """Raised by a receiver that needs no further output, such as after a stop string. The request has succeeded."""
+
+
+class OutputReceiver(Protocol):
+    """Passes the output of one request on to its client.
+
+    Its methods are called from the reader of the worker's connection, which also serves other requests: they must not
+    block. A client that does not read must not grow memory without limit: raise ``KvRouterError`` to end its request.
+    Raise ``OutputComplete`` to end it as complete.
+    How the request ends, ``Generation.run`` says by returning or raising.
+    """
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Receives where the request runs, at the start of each attempt."""
+        ...
+
+    def output(self, output: Output) -> None:
+        """Receives a piece of the output."""
+        ...
+
+
+_MAX_PIECES = 512
+"""Pieces that are kept before ``compact`` packs their tokens."""
+
+
+class KeptOutput:
+    """The output tokens of a request. Keeping a piece costs one append; many are packed at once."""
+
+    def __init__(self) -> None:
+        self._tokens = array("I")
+        self._pieces: list[Sequence[int]] = []
+        self.add: Final = self._pieces.append
+        """Adds the token ids of a piece."""
+
+    def compact(self) -> None:
+        """Limits the memory of the pieces. To be called now and then."""
+        if len(self._pieces) > _MAX_PIECES:
+            self._pack()
+
+    def packed(self) -> bytes:
+        """Returns the tokens as a packed buffer."""
+        self._pack()
+        return self._tokens.tobytes()
+
+    def _pack(self) -> None:
+        self._tokens.extend(chain.from_iterable(self._pieces))
+        self._pieces.clear()
 
 
 class Progress:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.prefill_stage import PrefillStage
-from kvrouter.frontend.request.prompt_hashing import hash_prompt
-from kvrouter.frontend.request.routing_request import routing_request
+from kvrouter.frontend.request.routing import routing_request
+from kvrouter.frontend.request.validation import can_take
 from kvrouter.frontend.schedulers.pool_choice import PoolChoice
-from kvrouter.frontend.workers.eligibility import can_take
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView

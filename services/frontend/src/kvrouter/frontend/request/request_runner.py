@@ -18,8 +18,8 @@ from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.request.attempt_budget import AttemptBudget
 from kvrouter.frontend.request.continuation import migration_blocker
 from kvrouter.frontend.request.generation import Generation
-from kvrouter.frontend.request.output_receiver import OutputComplete, OutputReceiver
 from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
+from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
 from kvrouter.frontend.request.request_pools import RequestPools
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits, check_request, check_vocabulary, fitting_pools

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvrouter.core import TokenBuffer, first_token_outside
-from kvrouter.frontend.workers.eligibility import can_take
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.discovery.openai_server import is_openai_server
 from kvrouter.runtime.request_ids import check_request_id
-from kvrouter.v1.common_pb2 import Role, RoutingOverrides, Stage
+from kvrouter.v1.common_pb2 import Role, RoutingConstraints, RoutingOverrides, Stage
 from kvrouter.v1.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
@@ -316,3 +315,17 @@ def _check_sampling(sampling: SamplingOptions) -> None:
 def _at_least_zero(value: float, field: str) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise BadRequest(f"{field} is {value}", field=field, advice="Send a finite number, 0 or more.")
+
+
+def can_take(worker: WorkerRegistration, constraints: RoutingConstraints, lora_name: str) -> bool:
+    """Returns whether a worker is eligible, whatever its load. The Scheduler makes the final decision."""
+    allowed = constraints.allowed_worker_ids
+    return (
+        not worker.draining
+        and worker.role != Role.ROLE_PREFILL
+        and worker.worker_id not in constraints.excluded_worker_ids
+        and (not allowed or worker.worker_id in allowed)
+        and (not constraints.HasField("worker_id") or worker.worker_id == constraints.worker_id)
+        and all(worker.labels.get(label) == value for label, value in constraints.required_labels.items())
+        and (not lora_name or lora_name in worker.lora_names)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol, cast
 
 from google.protobuf.message import DecodeError
@@ -14,6 +14,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.errors import Internal, KvRouterError
+from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,
     CloseSessionResponse,
@@ -186,3 +187,32 @@ class _Response:
 
     def on_error(self, error: KvRouterError) -> None:
         self._answer(error)
+
+
+class SchedulerSource(Protocol):
+    """Picks Schedulers. ``kvrouter.frontend.schedulers.rendezvous`` has the implementations."""
+
+    def pick(
+        self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
+    ) -> tuple[str, SchedulerConnection] | None:
+        """Returns id and connection of the component's Scheduler; None if none is live.
+
+        A Scheduler in ``avoid`` is picked only if there is no other. ``shard`` 0 is the whole component.
+        """
+        ...
+
+    def everyone(self) -> list[Scheduler]:
+        """Returns every Scheduler that may be picked."""
+        ...
+
+    def count(self) -> int:
+        """Returns how many Schedulers may be picked."""
+        ...
+
+    def is_live(self, scheduler_id: str) -> bool:
+        """Returns whether the Scheduler may be picked."""
+        ...
+
+    async def changed(self) -> None:
+        """Returns when ``pick`` may return another Scheduler."""
+        ...

@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable
 
 from kvrouter.core import sequence_hashes
-from kvrouter.frontend.schedulers.connections import SchedulerConnection
-from kvrouter.frontend.schedulers.prefix_shards import PrefixSplit
+from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource
 from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
-from kvrouter.frontend.schedulers.sharding import Sharding
-from kvrouter.frontend.schedulers.source import SchedulerSource
+from kvrouter.frontend.schedulers.sharding import PrefixSplit, Sharding
 from kvrouter.net import trace_context
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory

@@ -7,8 +7,7 @@ import time
 from collections.abc import Collection
 
 import structlog
-from kvrouter.frontend.schedulers.connections import SchedulerConnection
-from kvrouter.frontend.schedulers.source import SchedulerSource
+from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName

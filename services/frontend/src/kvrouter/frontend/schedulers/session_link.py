@@ -17,11 +17,10 @@ from collections.abc import Callable, Collection
 
 import structlog
 from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates
-from kvrouter.frontend.schedulers.connections import SchedulerConnection
+from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
-from kvrouter.frontend.schedulers.source import SchedulerSource
 from kvrouter.net import trace_context
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.runtime.backoff import Backoff

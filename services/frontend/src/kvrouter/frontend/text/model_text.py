@@ -6,9 +6,10 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
+from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.detokenizer import PROMPT_TOKENS, Detokenizer
 from kvrouter.frontend.text.reasoning import ReasoningFormatName, ReasoningParser, reasoning_format
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
@@ -165,3 +166,28 @@ def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> s
     if not isinstance(found, str):
         raise InvalidTemplate("expected the chat template as text")
     return found
+
+
+class PromptSource(Protocol):
+    """One prompt, not tokenized yet."""
+
+    field: str
+    """The field of the body that has it."""
+    characters: int
+    """Its size."""
+
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        """Renders and tokenizes it in slices, and returns its tokens as a packed buffer. Runs in a thread.
+
+        Raises:
+            BadRequest, PromptTooLong.
+        """
+        ...
+
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:
+        """Returns the same if that takes a fraction of a millisecond; otherwise None. Runs on the event loop.
+
+        Raises:
+            BadRequest, PromptTooLong.
+        """
+        ...

@@ -12,8 +12,7 @@ from types import MappingProxyType
 import structlog
 from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.text.model_files import Files, agreed_files
-from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.frontend.text.prompt_source import PromptSource
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer
 from kvrouter.frontend.text.tool_formats import ToolFormatName

@@ -19,13 +19,33 @@ from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.routing_fields import routed_on_text
 from kvrouter.frontend.proxy.endpoint_picker import responses
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions, GatewayRequest
-from kvrouter.frontend.proxy.endpoint_picker.header_map import header_values
-from kvrouter.frontend.proxy.endpoint_picker.metadata import code_details, served_endpoint
-from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
+from kvrouter.frontend.proxy.endpoint_picker.metadata import code_details, header_values, served_endpoint
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.net.loop_budget import loop_budget
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+
+class PickerMetrics:
+    """What the endpoint picker counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "kvrouter_endpoint_picker_requests",
+            "Requests of gateways by gRPC code: OK when the response ended, CANCELLED when the client disconnected.",
+            ["code"],
+            registry=registry,
+        )
+        self.fallbacks = Counter(
+            "kvrouter_endpoint_picker_fallbacks",
+            "Requests that another endpoint served than the chosen one.",
+            registry=registry,
+        )
+        self.running = Gauge(
+            "kvrouter_endpoint_picker_running_requests", "Requests of gateways in progress.", registry=registry
+        )
+
 
 Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
 

@@ -14,13 +14,12 @@ from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.edge.http_body import ENCODINGS, inflated
 from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank
-from kvrouter.frontend.proxy.endpoint_picker.header_map import header_list
-from kvrouter.frontend.proxy.endpoint_picker.metadata import allowed_endpoints
+from kvrouter.frontend.proxy.endpoint_picker.metadata import allowed_endpoints, header_list
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.engine_body import EngineBody
-from kvrouter.frontend.proxy.engine_headers import engine_request_id, may_reach_engine
 from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.proxy.tenant_body import engine_request_id, may_reach_engine
 from kvrouter.frontend.proxy.usage import Usage
 from kvrouter.frontend.request.span_attributes import describe_attempt, of_request
 from kvrouter.frontend.workers.request_deaths import RequestDeaths

@@ -1,10 +1,13 @@
-"""The metadata of the endpoint picker protocol: which endpoints may serve, which should, and which one did."""
+"""Headers and metadata in messages of the gateway.
+
+Metadata of the endpoint picker protocol says which endpoints may serve, which should, and which one did.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from envoy.config.core.v3.base_pb2 import Metadata
+from envoy.config.core.v3.base_pb2 import HeaderMap, Metadata
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.struct_pb2 import Struct, Value
 
@@ -54,3 +57,15 @@ def _texts(value: Value) -> list[str]:
     if value.HasField("list_value"):
         return [text for item in value.list_value.values for text in _texts(item)]
     return [text.strip() for text in value.string_value.split(",") if text.strip()]
+
+
+def header_list(headers: HeaderMap) -> list[tuple[str, str]]:
+    """Returns names in lower case and values, with repeated headers."""
+    return [
+        (each.key.lower(), each.value or each.raw_value.decode("utf-8", "surrogateescape")) for each in headers.headers
+    ]
+
+
+def header_values(headers: HeaderMap) -> dict[str, str]:
+    """Returns values by name in lower case; of a repeated header the last one."""
+    return dict(header_list(headers))

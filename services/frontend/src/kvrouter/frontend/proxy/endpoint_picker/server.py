@@ -14,9 +14,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     ExternalProcessorServicer,
     add_ExternalProcessorServicer_to_server,
 )
-from kvrouter.frontend.proxy.endpoint_picker.exchange import Context, Exchange
+from kvrouter.frontend.proxy.endpoint_picker.exchange import Context, Exchange, PickerMetrics
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions
-from kvrouter.frontend.proxy.endpoint_picker.metrics import PickerMetrics
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.net.http2.options import SERVER_OPTIONS
 from kvrouter.net.rpc.call_gate import CallGate

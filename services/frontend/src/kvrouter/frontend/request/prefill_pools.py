@@ -1,13 +1,20 @@
-"""Finds the prefill pools of a decode pool. Pure."""
+"""The prefill pools of a decode pool, and the hand-over of engines that run a request at the same time. Pure.
+
+Both workers, of SGLang for example, receive the prefill worker's bootstrap address and the number of a room to meet in.
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from kvrouter.net.engine_transfers import SGLANG_TRANSFER
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.common_pb2 import Rank, Role
 from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.worker_pb2 import TransferParams
 
 
 class PrefillPools(NamedTuple):
@@ -52,3 +59,23 @@ def prefill_pools(
     if not live:
         return PrefillPools((), f"no prefill worker of {model} can serve the request")
     return PrefillPools(tuple(sorted(live, key=lambda view: str(view.name))))
+
+
+_ROOM_BITS = 62
+
+
+def runs_concurrently(worker: WorkerRegistration | None) -> bool:
+    """Returns whether decode workers meet a prefill worker while it computes the prompt."""
+    return worker is not None and bool(worker.bootstrap_endpoint)
+
+
+def draw_room(worker: WorkerRegistration, rank: Rank) -> TransferParams:
+    """Returns the parameters of a hand-over by a prefill worker, in a random room.
+
+    The room modulo the number of ranks is the prefill rank, by which SGLang finds it.
+    """
+    host, _, port = worker.bootstrap_endpoint.rpartition(":")
+    ranks = max(1, len(worker.ranks))
+    room = secrets.randbits(_ROOM_BITS) // ranks * ranks + rank.dp_rank
+    payload = {"bootstrap_host": host.strip("[]"), "bootstrap_port": int(port), "bootstrap_room": room}
+    return TransferParams(format=SGLANG_TRANSFER, payload=json.dumps(payload).encode())

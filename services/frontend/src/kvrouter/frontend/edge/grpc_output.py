@@ -1,0 +1,111 @@
+"""The output of a request for a gRPC client: buffered, with text and stop strings if it is requested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrouter.frontend.edge.event_stream import too_much_unread
+from kvrouter.frontend.edge.text_request import TextPrompt
+from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
+from kvrouter.frontend.request.served_models import ServedModels
+from kvrouter.frontend.request.validation import Limits, prompt_limit
+from kvrouter.frontend.text.detokenizer import Detokenizer
+from kvrouter.frontend.text.stop_strings import StopStrings
+from kvrouter.frontend.workers.output import DetailedOutput, Output
+from kvrouter.net.calls.response_buffer import BufferFull, ResponseBuffer
+from kvrouter.v1.errors import BadRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse, RoutingInfo
+from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateResponse
+
+
+class OutputBuffer(ResponseBuffer):
+    """An OutputReceiver whose output is taken as encoded FrontendServiceGenerateResponse messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._routing = b""
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds the routing to the next piece."""
+        self._routing = FrontendServiceGenerateResponse(routing=routing).SerializeToString()
+
+    def output(self, output: Output) -> None:
+        """Buffers a piece. Clients see no transfer parameters: they are for decode workers.
+
+        Raises:
+            TooLarge: the client has left too much output unread. All of it is dropped.
+        """
+        encoded = output.raw if output.transfer_params is None else output.without("transfer_params").raw
+        if self._routing:
+            encoded, self._routing = encoded + self._routing, b""
+        try:
+            self.append(encoded)
+        except BufferFull as full:
+            raise too_much_unread(full.unread_bytes) from None
+
+
+class TextOutput:
+    """An OutputReceiver that passes each piece on with its text."""
+
+    def __init__(
+        self, receiver: OutputReceiver, detokenizer: Detokenizer, stop: Sequence[str], *, min_tokens: int
+    ) -> None:
+        self._receiver = receiver
+        self._detokenizer = detokenizer
+        self._stop = StopStrings(stop)
+        self._min_tokens = min_tokens
+        self._tokens = 0
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the request runs."""
+        self._receiver.routed(routing)
+
+    def output(self, output: Output) -> None:
+        """Passes a piece on.
+
+        Raises:
+            OutputComplete: a stop string occurred.
+        """
+        piece = WorkerServiceGenerateResponse.FromString(output.raw).output
+        self._tokens += output.tokens
+        piece.text = self._detokenizer.feed(output.token_ids)
+        if self._tokens > self._min_tokens:
+            piece.text = self._stop.feed(piece.text)
+        if self._stop.matched is not None:
+            piece.finish_reason = FinishReason.FINISH_REASON_STOP
+        elif piece.finish_reason:
+            piece.text += self._stop.end()
+        self._receiver.output(DetailedOutput.of(piece))
+        if self._stop.matched is not None:
+            raise OutputComplete
+
+
+async def with_text(
+    models: ServedModels, limits: Limits, request: FrontendServiceGenerateRequest, prompt: bytes, buffer: OutputBuffer
+) -> tuple[bytes, OutputReceiver]:
+    """Returns the prompt, tokenized if it is a text, and the receiver that adds text to the output if requested.
+
+    Raises:
+        UnknownModel: no component serves the model.
+        NoWorkers: the model has no live worker, so that nothing is known of its tokenizer.
+        BadRequest: the model has no tokenizer here, or there are token ids beside a text.
+        PromptTooLong: the text has too many tokens.
+        RateLimited, Overloaded: too much text waits for the tokenizer.
+    """
+    field = "prompt_text" if request.prompt_text else "return_text"
+    if request.prompt_text and prompt:
+        raise BadRequest("prompt_text: there are token_ids too", field=field, advice="Send one of them.")
+    text = models.text_of(request.model, field)
+    if request.prompt_text:
+        source = TextPrompt(request.prompt_text, add_special_tokens=True, field="prompt_text")
+        with prompt_limit(models.pools(request.model, forwarding=False), limits) as limit:
+            (prompt,) = await models.texts.tokens(text, [source], limit, salt=request.scope.cache_salt)
+        request.ClearField("prompt_text")
+    if not request.return_text:
+        return prompt, buffer
+    stop = list(request.stop_conditions.stop)
+    request.stop_conditions.ClearField("stop")
+    if not all(stop):
+        raise BadRequest("a stop string is empty", field="stop_conditions.stop", advice="Leave it out.")
+    minimum = request.stop_conditions.min_tokens
+    return prompt, TextOutput(buffer, text.detokenizer(prompt), stop, min_tokens=minimum)

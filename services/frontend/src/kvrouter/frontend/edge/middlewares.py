@@ -1,0 +1,101 @@
+"""The middlewares of the HTTP API: pages of other origins (CORS), authentication, and traces."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Set
+from typing import Any
+
+from aiohttp import web
+from kvrouter.frontend.access.access import Access
+from kvrouter.net import trace_context
+from kvrouter.runtime.http_server import note_admitted
+from kvrouter.runtime.tracing import is_recording, request_span
+
+ANY = "*"
+"""Stands for every origin."""
+_MAX_AGE_SECONDS = 600
+"""Time for which browsers keep the answer to a preflight, seconds."""
+_EXPOSED = (
+    "x-request-id, retry-after, x-kvrouter-worker, x-kvrouter-overlap-blocks, x-kvrouter-prefill-worker, "
+    "x-kvrouter-routed-on"
+)
+_HEADERS = web.RequestKey("cross_origin_headers", dict[str, str])
+
+
+def cross_origin_headers(request: web.BaseRequest) -> dict[str, str]:
+    """Returns the headers by which the response may be read at its origin; empty if it may not."""
+    headers: dict[str, str] = request.get(_HEADERS, {})
+    return headers
+
+
+def allowing(origins: Collection[str]) -> Any:
+    """Returns the middleware that answers preflights of these origins, before anything else sees them."""
+
+    @web.middleware
+    async def allow(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        origin = request.headers.get("Origin", "")
+        if not origin or (ANY not in origins and origin not in origins):
+            return await handler(request)
+        request[_HEADERS] = {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": _EXPOSED,
+            "Vary": "Origin",
+        }
+        if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+            answer = {
+                "Access-Control-Allow-Methods": "GET, POST",
+                "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
+                "Access-Control-Max-Age": str(_MAX_AGE_SECONDS),
+            }
+            return web.Response(status=204, headers=answer)
+        return await handler(request)
+
+    return allow
+
+
+async def add_cross_origin_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Adds the headers to a response that is about to begin."""
+    response.headers.update(cross_origin_headers(request))
+
+
+@web.middleware
+async def traced(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Traces requests for tokens, in the trace of the client if it has sent its context."""
+    headers = request.headers
+    received = headers.get(trace_context.HEADER, "")
+    is_traced = received or is_recording() or trace_context.BAGGAGE_HEADER in headers
+    if not is_traced or request.method != "POST" or not request.path.startswith("/v1/"):
+        return await handler(request)
+    route = request.match_info.route.resource
+    name = "POST" if route is None else f"POST {route.canonical}"
+    traceparent = trace_context.checked(received)
+    companions = trace_context.checked_companions(
+        traceparent,
+        headers.getall(trace_context.STATE_HEADER, ()),
+        headers.getall(trace_context.BAGGAGE_HEADER, ()),
+    )
+    with trace_context.accompanied(companions), trace_context.entered(traceparent), request_span(name) as http_span:
+        response = await handler(request)
+        if http_span.recording:
+            http_span.set({"http.request.method": "POST", "http.response.status_code": response.status})
+        return response
+
+
+def authenticated(access: Access, open_paths: Set[str]) -> Any:
+    """Returns the middleware; requests of ``open_paths`` need no credential."""
+
+    @web.middleware
+    async def authenticate(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path in open_paths:
+            return await handler(request)
+        with access.admit_http(request.method, request.path, request.headers):
+            note_admitted(request)
+            return await handler(request)
+
+    return authenticate
