@@ -26,7 +26,7 @@ from kvrouter.frontend.edge.middlewares import (
     cross_origin_headers,
     traced,
 )
-from kvrouter.frontend.edge.request_fields import request_id_of, requested_id, requested_rank, with_headers
+from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, with_headers
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import StreamedResponse, WholeResponse
 from kvrouter.frontend.edge.text_runner import prepare, run_all
@@ -282,8 +282,7 @@ class HttpApi:
             engine_keys=self._engine_keys,
             is_authenticated=access is not None,
         )
-        request_id = requested_id(request.headers) or request_id_of(request)
-        generate = generate_request(routed, request_id, pools)
+        generate = generate_request(routed, checked_request_id(request), pools)
         calls.describe_sampling(generate)
         run = self._frontend.runner.run
         try:

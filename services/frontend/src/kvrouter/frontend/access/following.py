@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import structlog
@@ -19,13 +20,7 @@ _INTERVAL_SECONDS = 0.5
 
 async def follow_salt_key(salts: CacheSalts, path: Path) -> None:
     """Follows the file with the key of the salts of caches, until cancelled."""
-    known = file_version(path)
-    while True:
-        await asyncio.sleep(_INTERVAL_SECONDS)
-        version = await asyncio.to_thread(file_version, path)
-        if version == known:
-            continue
-        known = version
+    async for _ in _changes(path, file_version(path)):
         try:
             await asyncio.to_thread(salts.read, path)
         except KeyFileError as error:
@@ -65,13 +60,9 @@ class FollowedKeys:
 
     async def run(self) -> None:
         """Follows the file until cancelled."""
-        while self._path is not None:
-            await asyncio.sleep(_INTERVAL_SECONDS)
-            # In a thread, because the file may be on a network.
-            version = await asyncio.to_thread(file_version, self._path)
-            if version == self._version:
-                continue
-            self._version = version
+        if self._path is None:
+            return
+        async for _ in _changes(self._path, self._version):
             try:
                 content = await asyncio.to_thread(self._read, self._path)
                 self.keys = ApiKeys(content)
@@ -91,3 +82,14 @@ class FollowedKeys:
                 "create one with `kvrouter keys create-salt-key`, and start all Frontends with --cache-salt-key-file"
             )
         return content
+
+
+async def _changes(path: Path, version: object) -> AsyncIterator[None]:
+    """Yields after each change of a file since a version of it."""
+    while True:
+        await asyncio.sleep(_INTERVAL_SECONDS)
+        # In a thread, because the file may be on a network.
+        latest = await asyncio.to_thread(file_version, path)
+        if latest != version:
+            version = latest
+            yield

@@ -263,7 +263,7 @@ def with_headers(fields: _F, request: web.BaseRequest) -> _F:
         check_request_id(fields.request_id, MAX_REQUEST_ID_BYTES, "request_id")
         request[_REQUEST_ID] = fields.request_id  # An error names it too.
     changes: dict[str, Any] = {}
-    request_id = requested_id(request.headers) or request_id_of(request)
+    request_id = checked_request_id(request)
     if not fields.request_id:
         changes["request_id"] = request_id
     rank = requested_rank(request.headers)
@@ -292,6 +292,16 @@ def request_id_of(request: web.BaseRequest) -> str:
             request_id = ""
         request[_REQUEST_ID] = request_id or uuid.uuid4().hex
     return request[_REQUEST_ID]
+
+
+def checked_request_id(request: web.BaseRequest) -> str:
+    """Returns the id of a request: the client's, or a generated one.
+
+    Raises:
+        BadRequest: the client's is invalid.
+    """
+    requested_id(request.headers)
+    return request_id_of(request)
 
 
 def requested_rank(headers: Mapping[str, str]) -> int | None:
