@@ -87,8 +87,8 @@ def dead_or_hung(processes: Processes) -> list[str]:
 @pytest.mark.parametrize("effect", EFFECTS)
 async def test_a_client_that_retries_a_poison_prompt_costs_two_workers(processes: Processes, effect: str) -> None:
     await started(processes, effect, frontend=("--worker-probe-seconds", "0.2"))
-    errors = [await send(processes, 0, migration_limit=16)]
     until = time.monotonic() + RETRIED_SECONDS
+    errors = [await send(processes, 0, migration_limit=16)]
     while time.monotonic() < until:
         errors.append(await send(processes, len(errors), migration_limit=16))
         await asyncio.sleep(0.05)
