@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import Key, key_of
-from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad, new_prefill_tokens
+from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import TooLarge
@@ -156,13 +155,6 @@ def test_a_failed_booking_leaves_no_rank_behind() -> None:
     with pytest.raises(TooLarge):
         manager.book(key(2), (9, 0), prompt(1), 16)
     assert (9, 0) not in manager.load_by_rank()
-
-
-def test_new_prefill_tokens() -> None:
-    overlaps = np.array([0, 3, 5])
-    assert new_prefill_tokens(65, overlaps, BLOCK, WHOLE).tolist() == [65, 17, 0]
-    assert new_prefill_tokens(65, overlaps, BLOCK, Stage.STAGE_PREFILL).tolist() == [65, 17, 0]
-    assert new_prefill_tokens(65, overlaps, BLOCK, Stage.STAGE_DECODE).tolist() == [0, 0, 0]
 
 
 def test_an_unspecified_stage_is_the_whole_request() -> None:

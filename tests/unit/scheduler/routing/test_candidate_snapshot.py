@@ -289,3 +289,16 @@ def test_a_candidate_that_gave_way_says_why() -> None:
     pinned = WorkerConstraints(worker_id=1, avoided=frozenset({1}))
     alone = snapshot(RequestContext(pool, prompt(4), pinned, RoutingOptions()), NOT_QUERIED, now=1.0)
     assert [row.candidate.rank for row in rows_of(alone, alone.free)] == [(1, 0)]
+
+
+def test_new_prefill_tokens() -> None:
+    pool = Pool(view(worker(1), worker(2), worker(3)), Accounting(), report_age_seconds=10)
+    overlaps = Overlaps.of({(1, 0): (0, 1), (2, 0): (3, 1), (3, 0): (5, 1)})
+
+    def new_tokens(stage: Stage) -> list[int]:
+        request = RequestContext(pool, prompt(4, tail=1), WorkerConstraints(stage), RoutingOptions())
+        return list(snapshot(request, overlaps, now=0.0).new_prefill_tokens.tolist())
+
+    assert new_tokens(Stage.STAGE_WHOLE) == [65, 17, 0]
+    assert new_tokens(Stage.STAGE_PREFILL) == [65, 17, 0]
+    assert new_tokens(Stage.STAGE_DECODE) == [0, 0, 0]

@@ -21,14 +21,7 @@ from kvrouter.v1.errors import TooLarge
 from numpy.typing import NDArray
 
 # Read once: looking up an enum value by name takes a microsecond, for each candidate.
-_PREFILL, _DECODE = Stage.STAGE_PREFILL, Stage.STAGE_DECODE
-
-
-def new_prefill_tokens(prompt_tokens: int, overlap_blocks: Column, block_size: int, stage: Stage) -> Column:
-    """Returns the prompt tokens left to compute on each rank; 0 in the decode stage, which receives its blocks."""
-    if stage == _DECODE:
-        return np.zeros_like(overlap_blocks)
-    return np.maximum(prompt_tokens - overlap_blocks * block_size, 0)
+_PREFILL = Stage.STAGE_PREFILL
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
-from kvrouter.scheduler.load.booked_load import Loads, new_prefill_tokens
+from kvrouter.scheduler.load.booked_load import Loads
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.load.thresholds import Load
@@ -115,26 +115,22 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
     """Takes a snapshot of every registered rank. ``now``: seconds, by the clock of load reports."""
     pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
     worker_set = pool.worker_set
+    overlap_blocks = overlaps.on(worker_set)
+    uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)
     fit = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
     if request.prompt.is_estimated:
         fit = worker_set.with_room(fit, request.prompt.blocks)
-    free = fit
+    free, judged = fit, None
     loads = pool.booked_load.loads(request.prompt, constraints.stage)
-    judged: Load | None = None
     if thresholds.any_set:
         # Without the request itself: its own blocks could make every rank busy.
         judged = pool.judged_load(now)
         free = fit[~judged.above(thresholds)[fit]]
-    overlap_blocks = overlaps.on(worker_set)
-    new_tokens = new_prefill_tokens(
-        request.prompt.tokens, overlap_blocks, pool.booked_load.block_size, constraints.stage
-    )
     free_slots = pool.free_slots(loads.requests, now)
-    prefill = None
-    if constraints.stage == _DECODE:
-        prefill = PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
+    new_tokens, prefill = uncached, None
+    if constraints.stage == _DECODE:  # which receives its blocks
+        new_tokens, prefill = worker_set.zeros, PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
         if request.may_prefill_locally:
-            uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)
             prefill = _prefill_places(request, loads, uncached, overlaps)
             new_tokens = np.where(prefill.is_remote, 0, uncached)
     return CandidateSnapshot(
