@@ -95,6 +95,19 @@ async def test_what_any_rank_held_is_summed_beside_what_the_chosen_one_held() ->
     assert [each.reachable_cached_tokens for each in hits] == [3 * BLOCK, 3 * BLOCK]
 
 
+async def test_what_failed_workers_held_was_not_possible_and_what_was_found_was() -> None:
+    parts = Parts(view(worker(1), worker(2)), indexer=ResidentBlocks({(1, 0): 4}))
+    avoided = RoutingConstraints(avoided_worker_ids=[1])
+    for request_id, cached in (("a", 0), ("b", 2 * BLOCK)):
+        await parts.select(selecting(request_id, routing(constraints=avoided)))
+        parts.bookings.free(FreeRequest(booking=BookingKey(request_id=request_id), cached_tokens=cached))
+    retried = selecting("c", routing(constraints=RoutingConstraints(excluded_worker_ids=[1])))
+    retried.booking.attempt = 1
+    await parts.select(retried)
+    parts.bookings.free(FreeRequest(booking=BookingKey(request_id="c", attempt=1), cached_tokens=0))
+    assert [each.cache_hits.reachable_cached_tokens for each in ranks(parts)] == [0, 2 * BLOCK]
+
+
 async def test_hits_are_shown_without_predictions() -> None:
     parts = Parts(view(worker(1)), options=RoutingOptions(mode="random"))
     await parts.select(selecting("a"))

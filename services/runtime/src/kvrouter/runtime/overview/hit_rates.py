@@ -26,7 +26,7 @@ class HitRate:
     predicted: float | None = None
     found: float | None = None
     possible: float | None = None
-    """What the rank with most of each prompt held, by the prediction."""
+    """What the rank with most of each prompt held, by the prediction; at least ``found``."""
 
     @property
     def differs(self) -> bool:
@@ -108,8 +108,8 @@ def _plus(sums: _Sums, others: _Sums, sign: int = 1) -> _Sums:
 
 def _rate(sums: _Sums) -> HitRate:
     prompt, cached, predicted_prompt, predicted, reachable = sums
-    return HitRate(
-        predicted / predicted_prompt if predicted_prompt > 0 else None,
-        cached / prompt if prompt > 0 else None,
-        reachable / predicted_prompt if predicted_prompt > 0 else None,
-    )
+    found = cached / prompt if prompt > 0 else None
+    if predicted_prompt <= 0:
+        return HitRate(found=found)
+    # Requests without a prediction count in ``found`` only, so it may be the larger one.
+    return HitRate(predicted / predicted_prompt, found, max(found or 0.0, reachable / predicted_prompt))

@@ -48,12 +48,14 @@ class BookingStatistics:
         if booking.audited:
             self._metrics.audit(booking.pool.model, predicted, cached_tokens // block_size)
             self._check_predictions(booking, predicted * block_size, cached_tokens)
+        found = min(cached_tokens, prompt_tokens)
         booking.pool.cache_hits.add(
             booking.rank,
             prompt_tokens=prompt_tokens,
-            cached_tokens=min(cached_tokens, prompt_tokens),
+            cached_tokens=found,
             predicted_tokens=predicted * block_size if booking.audited else None,
-            reachable_tokens=min(booking.most_overlap_blocks, reachable) * block_size,
+            # What was found was there, whatever the index knew of it.
+            reachable_tokens=max(found, min(booking.most_overlap_blocks, reachable) * block_size),
         )
 
     def _check_predictions(self, booking: Booking, predicted_tokens: int, cached_tokens: int) -> None:

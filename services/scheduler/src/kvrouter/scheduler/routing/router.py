@@ -172,7 +172,7 @@ class Router:
             placement,
             response,
             audited=queried_indexer and not decision.is_prefilled_remotely,
-            most_overlap_blocks=int(decision.snapshot.overlap_blocks.max()),
+            most_overlap_blocks=decision.snapshot.most_overlap(is_retry=key[1] > 0),
             forecast_ms=decision.forecast_ms,
             session_id=context.booking.session_id,
             lease_seconds=context.booking.lease_seconds,

@@ -64,6 +64,17 @@ class CandidateSnapshot(NamedTuple):
         """Returns a candidate's leading blocks of the prompt."""
         return int(self.overlap_blocks[self._place(rank)])
 
+    def most_overlap(self, *, is_retry: bool) -> int:
+        """Returns the leading blocks of the prompt at the rank with most of them, workers that may be dead left out.
+
+        These are the avoided ones, and in a retry the excluded ones, which failed.
+        """
+        failed = self.constraints.avoided | (self.constraints.excluded if is_retry else frozenset())
+        if not failed:
+            return int(self.overlap_blocks.max())
+        held = zip(self.worker_set.ranks, self.overlap_blocks, strict=True)
+        return max((int(blocks) for rank, blocks in held if rank[0] not in failed), default=0)
+
     def prefills_remotely(self, rank: Rank) -> bool:
         """Returns whether a prefill worker would compute the prompt for a candidate."""
         return self.prefill is not None and bool(self.prefill.is_remote[self._place(rank)])
