@@ -45,7 +45,8 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed
 
 HOSTILE = '<img src=x onerror="document.title=1"> a-model-name-that-is-much-longer-than-anybody-would-expect-it'
 
-TRAFFIC = TrafficRates(60, 12.5, 1600, (0.12, 0.48, 2.5), (0.004, None, 0.031), {"UNAVAILABLE": (2, 7)})
+TRAFFIC = TrafficRates(60, 12.5, 1600, (0.12, 0.48, 2.5), (0.004, None, 0.031), {"UNAVAILABLE": (2, 7)},
+                       {("404", "model_not_found"): (1, 3)}, (700, 90_000))  # fmt: skip
 
 
 class MadeUp:

@@ -72,6 +72,21 @@ async def test_the_page_and_its_data(nats_url: str, etcd_endpoint: str, namespac
         assert [each["rank"] for each in decision["candidates"]] == ["1:0"]
 
 
+async def test_http_errors_are_counted_by_status_and_code_wherever_they_arise(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    async with running_system(nats_url, etcd_endpoint, namespace) as system, aiohttp.ClientSession() as session:
+        await system.start_worker(1)
+        for body in ({"model": "unknown", "prompt": [1]}, {"model": MODEL, "prompt": [1], "max_tokens": -1}):
+            async with session.post(f"http://{system.http}/v1/completions", json=body) as response:
+                assert response.status >= 400
+        async with session.get(f"http://{system.http}/v1/nothing") as response:
+            assert response.status == 404
+        _, _, data = await get(system, "/ui/data/overview")
+        counted = {each["error"]: each["total"] for each in data["traffic"]["http_errors"]}
+        assert counted == {"400 invalid_argument": 1, "404 model_not_found": 1, "404": 1}
+
+
 async def test_only_known_schedulers_are_asked(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     async with running_system(nats_url, etcd_endpoint, namespace) as system:
         status, _, body = await get(system, "/ui/data/decisions/1?scheduler=127.0.0.1:1")

@@ -21,6 +21,7 @@ def test_rates_are_those_of_the_last_minute() -> None:
     traffic = Traffic(metrics)
     assert traffic.rates(0.0) is None
     metrics.ended("m", "UNAVAILABLE").inc()
+    metrics.http_errors.labels(503, "service_unavailable").inc()
     for _ in range(100):
         serve(metrics, ttft=40.0)
     for second in range(0, 100, 10):
@@ -28,6 +29,7 @@ def test_rates_are_those_of_the_last_minute() -> None:
     for _ in range(30):
         serve(metrics, ttft=0.15)
     metrics.ended("other", "RESOURCE_EXHAUSTED").inc()
+    metrics.http_errors.labels(429, "rate_limit_exceeded").inc()
 
     rates = traffic.rates(100.0)
     assert rates is not None
@@ -37,6 +39,23 @@ def test_rates_are_those_of_the_last_minute() -> None:
     assert all(each is not None and 0.1 < each <= 0.2 for each in rates.ttft)
     assert all(each is not None and 0.002 < each <= 0.005 for each in rates.inter_token)
     assert rates.errors == {"RESOURCE_EXHAUSTED": (1, 1), "UNAVAILABLE": (0, 1)}
+    assert rates.http_errors == {("429", "rate_limit_exceeded"): (1, 1), ("503", "service_unavailable"): (0, 1)}
+    assert rates.samples == (30, 3000)
+
+
+def test_quantiles_are_right_within_a_sixteenth_of_a_bucket() -> None:
+    metrics = FrontendMetrics(CollectorRegistry())
+    traffic = Traffic(metrics)
+    traffic.take(0.0)
+    for milliseconds in range(220, 310):  # total times of requests, in tenths
+        serve(metrics, ttft=milliseconds / 10_000)
+    rates = traffic.rates(10.0)
+    assert rates is not None
+    assert rates.ttft == (
+        pytest.approx(0.0265, abs=0.002),
+        pytest.approx(0.0306, abs=0.002),
+        pytest.approx(0.0309, abs=0.002),
+    )
 
 
 def test_a_quiet_minute_has_no_latency() -> None:

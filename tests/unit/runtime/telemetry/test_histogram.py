@@ -40,3 +40,15 @@ def test_equal_observations_are_added_at_once() -> None:
     assert registry.get_sample_value("x_seconds_bucket", {"le": "0.5"}) == 4
     assert registry.get_sample_value("x_seconds_count") == 4
     assert registry.get_sample_value("x_seconds_sum") == 2.0
+
+
+def test_parts_of_buckets_are_counted_here_and_not_exported() -> None:
+    registry = CollectorRegistry()
+    histogram = LoopHistogram("x_seconds", "A time.", buckets=(1.0, 3.0), registry=registry, parts=2)
+    for seconds in (0.4, 0.6, 1.5, 2.5, 9.0):
+        histogram.of().observe(seconds)
+    assert histogram.bounds == (0.5, 1.0, 2.0, 3.0)
+    assert histogram.counts() == (1, 1, 1, 1, 1)
+    exported = {bound: registry.get_sample_value("x_seconds_bucket", {"le": bound}) for bound in ("1.0", "3.0", "+Inf")}
+    assert exported == {"1.0": 2, "3.0": 4, "+Inf": 5}
+    assert registry.get_sample_value("x_seconds_bucket", {"le": "0.5"}) is None

@@ -17,7 +17,7 @@ from kvrouter.frontend.edge.completion_request import CompletionRequest
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.http_body import read_body
-from kvrouter.frontend.edge.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
+from kvrouter.frontend.edge.http_errors import INTERNAL, counting_errors, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.edge.middlewares import (
     add_cross_origin_headers,
@@ -100,7 +100,7 @@ class HttpApi:
     def application(self) -> web.Application:
         """Returns the application with all routes."""
         middlewares = [allowing(self._allowed_origins)] if self._allowed_origins else []
-        middlewares.append(errors_as_json)
+        middlewares += [counting_errors(self._frontend.runner.metrics.http_errors), errors_as_json]
         if self._frontend.access is not None:
             open_paths = {"/health", *(PUBLIC_PATHS if self._page else ())}
             middlewares.append(authenticated(self._frontend.access, open_paths))

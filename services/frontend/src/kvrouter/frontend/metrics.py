@@ -17,6 +17,12 @@ class FrontendMetrics:
         self.requests = Counter(
             "kvrouter_frontend_requests", "Requests by outcome, a gRPC code.", ["model", "code"], registry=registry
         )
+        self.http_errors = Counter(
+            "kvrouter_frontend_http_errors",
+            "Failed HTTP responses by status and by the code of the error, empty if an engine sent the response.",
+            ["status", "code"],
+            registry=registry,
+        )
         self._ended: dict[tuple[str, str], Counter] = {}
         self.in_flight = Gauge("kvrouter_frontend_requests_in_flight", "Running requests.", registry=registry)
         self.retries = Counter(

@@ -14,6 +14,10 @@ from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER, request_id_
 from kvrouter.v1.error_encoding import http_status
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
+from prometheus_client import Counter
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 log = structlog.get_logger(component="frontend")
 
@@ -30,6 +34,10 @@ _OPENAI_CODES = {
     ErrorReason.ERROR_REASON_UNAUTHENTICATED: "invalid_api_key",
 }
 """Codes of the OpenAI API, by which client libraries choose their own errors. Others are gRPC's, in lower case."""
+_FAILED = 400
+"""Least status of a failed response."""
+_CODE = web.ResponseKey("code", str)
+"""Code of an error in its response."""
 INTERNAL = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
 """Body of the response to a defect of this process, whose cause only its log has."""
 
@@ -89,10 +97,21 @@ def _error_type(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
+def counting_errors(errors: Counter) -> Middleware:
+    """Returns a middleware that counts failed responses by status and code."""
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        if response.status >= _FAILED:
+            errors.labels(response.status, response.get(_CODE, "")).inc()
+        return response
+
+    return count
+
+
 @web.middleware
-async def errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Returns every failure as a JSON error in the format of the OpenAI API."""
     try:
         return await handler(request)
@@ -110,4 +129,6 @@ async def errors_as_json(
 
 
 def _response(request: web.Request, body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
-    return web.json_response(body, status=status, headers={REQUEST_ID_HEADER: request_id_of(request), **headers})
+    response = web.json_response(body, status=status, headers={REQUEST_ID_HEADER: request_id_of(request), **headers})
+    response[_CODE] = body["error"]["code"] or ""
+    return response

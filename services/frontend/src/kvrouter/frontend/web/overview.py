@@ -94,7 +94,13 @@ def _traffic(rates: TrafficRates) -> Json:
         "output_tokens_per_second": rates.output_tokens_per_second,
         "ttft_seconds": dict(zip(_QUANTILES, rates.ttft, strict=True)),
         "inter_token_seconds": dict(zip(_QUANTILES, rates.inter_token, strict=True)),
+        "ttft_samples": rates.samples[0],
+        "inter_token_samples": rates.samples[1],
         "errors": [{"code": code, "recent": recent, "total": total} for code, (recent, total) in rates.errors.items()],
+        "http_errors": [
+            {"error": f"{status} {code}".rstrip(), "recent": recent, "total": total}
+            for (status, code), (recent, total) in rates.http_errors.items()
+        ],
     }
 
 

@@ -23,6 +23,8 @@ class Counts:
     """Times to first token by bucket."""
     inter_token: tuple[int, ...]
     """Times between tokens by bucket."""
+    http_errors: dict[tuple[str, str], int]
+    """Failed HTTP responses by status and code of the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class TrafficRates:
     inter_token: tuple[float | None, ...]
     errors: dict[str, tuple[int, int]]
     """Requests that did not succeed, by gRPC code: in the window, and since the start."""
+    http_errors: dict[tuple[str, str], tuple[int, int]]
+    """Failed HTTP responses by status and code of the error: in the window, and since the start."""
+    samples: tuple[int, int]
+    """Numbers of times to first token and of times between tokens behind the quantiles."""
 
 
 class Traffic:
@@ -68,6 +74,8 @@ class Traffic:
             _quantiles(models.ttft_seconds.bounds, before.ttft, counts.ttft),
             _quantiles(models.token_latency.bounds, before.inter_token, counts.inter_token),
             {code: (ended[code], total) for code, total in sorted(counts.requests.items()) if code != "OK" and total},
+            {key: (total - before.http_errors.get(key, 0), total) for key, total in sorted(counts.http_errors.items())},
+            (sum(counts.ttft) - sum(before.ttft), sum(counts.inter_token) - sum(before.inter_token)),
         )
 
 
@@ -85,8 +93,14 @@ def counts_of(metrics: FrontendMetrics) -> Counts:
         for sample in family.samples
         if sample.name.endswith("_total")
     )
+    http_errors = {
+        (sample.labels["status"], sample.labels["code"]): int(sample.value)
+        for family in metrics.http_errors.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
     models = metrics.models
-    return Counts(requests, output, models.ttft_seconds.counts(), models.token_latency.counts())
+    return Counts(requests, output, models.ttft_seconds.counts(), models.token_latency.counts(), http_errors)
 
 
 def _quantiles(bounds: Sequence[float], before: Sequence[int], now: Sequence[int]) -> tuple[float | None, ...]:

@@ -47,6 +47,7 @@ class LoopHistogram(Collector):
         *,
         buckets: Sequence[float],
         registry: CollectorRegistry,
+        parts: int = 1,
     ) -> None:
         """Registers it.
 
@@ -56,11 +57,18 @@ class LoopHistogram(Collector):
             labels: Names of its labels.
             buckets: Upper bounds of the buckets in ascending order, at least 0; one without a bound is added.
             registry: Registry to add it to.
+            parts: Equal parts of each bucket in which observations are counted, for quantiles in this process.
         """
         self._name = name
         self._documentation = documentation
         self._labels = labels
-        self._bounds = tuple(map(float, buckets))
+        lowers = (0.0, *buckets)
+        self._bounds = tuple(
+            float(upper - (upper - lower) * further / parts)
+            for lower, upper in zip(lowers, buckets, strict=False)
+            for further in reversed(range(parts))
+        )
+        self._parts = parts
         self._series: dict[tuple[str, ...], Observations] = {}
         registry.register(self)
 
@@ -73,11 +81,11 @@ class LoopHistogram(Collector):
 
     @property
     def bounds(self) -> Sequence[float]:
-        """Upper bounds of the buckets, without that of the last one."""
+        """Upper bounds of the parts of all buckets; the last bucket has none."""
         return self._bounds
 
     def counts(self) -> tuple[int, ...]:
-        """Returns the observations by bucket, of all series together; the last bucket has no upper bound."""
+        """Returns the observations by part of a bucket, of all series together; the last bucket has no upper bound."""
         counts = [0] * (len(self._bounds) + 1)
         for series in self._series.values():
             counts = [total + count for total, count in zip(counts, series.counts, strict=True)]
@@ -90,9 +98,11 @@ class LoopHistogram(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Yields the histogram."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        last = slice(self._parts - 1, None, self._parts)
+        bounds = [*map(floatToGoString, self._bounds[last]), "+Inf"]
         for values, series in list(self._series.items()):
-            family.add_metric(values, list(zip(bounds, accumulate(series.counts), strict=True)), series.sum)
+            totals = list(accumulate(series.counts))
+            family.add_metric(values, list(zip(bounds, [*totals[:-1][last], totals[-1]], strict=True)), series.sum)
             labels = dict(zip(self._labels, values, strict=True))
             family.add_sample(f"{self._name}_created", labels, series.created)
         yield family

@@ -35,11 +35,13 @@ export function drawLine(place, points, { most, format, title, others = [] }) {
   const x = (at) => WIDTH * (1 - (end - at) / span);
   const y = (value) => BOTTOM - (BOTTOM - TOP) * Math.min(1, value / upper);
 
-  const linePath = (run) => run.map((point, i) => `${i ? "L" : "M"}${x(point.at).toFixed(1)} ${y(point.value).toFixed(1)}`).join(" ");
+  // A point without neighbours is a line of no length, which its round ends show.
+  const linePath = (run) => (run.length === 1 ? [run[0], run[0]] : run).map((point, i) => `${i ? "L" : "M"}${x(point.at).toFixed(1)} ${y(point.value).toFixed(1)}`).join(" ");
 
   const svg = shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
-  const last = known.length ? format(known[known.length - 1].value) : "no data yet";
-  svg.append(Object.assign(shape("title", {}), { textContent: `${title}: now ${last}` }));
+  const latest = known.length ? known[known.length - 1] : null;
+  const last = latest ? `${latest.at === end ? "now" : "latest"} ${format(latest.value)}` : "no data yet";
+  svg.append(Object.assign(shape("title", {}), { textContent: `${title}: ${last}` }));
   for (const share of [0, 0.5, 1]) {
     const height = BOTTOM - (BOTTOM - TOP) * share;
     svg.append(shape("line", { class: "grid", x1: 0, x2: WIDTH, y1: height, y2: height }));
@@ -58,7 +60,7 @@ export function drawLine(place, points, { most, format, title, others = [] }) {
   chart.className = "chart";
   const below = document.createElement("div");
   below.className = "x";
-  below.append(label("", `${Math.round(span / 60)} min ago`), label("", `now ${last}`));
+  below.append(label("", `${Math.round(span / 60)} min ago`), label("", last));
   chart.append(label("y top", format(upper)), label("y bottom", format(0)), svg, below);
   place.replaceChildren(chart);
 }

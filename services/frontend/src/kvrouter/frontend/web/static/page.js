@@ -5,6 +5,7 @@ import { drawLine } from "./charts.js";
 const INTERVAL_MS = 2000;
 const KEY = "kvrouter-key";
 const DECISIONS = 40;
+const LEAST_SAMPLES = 20;
 
 const byId = (id) => document.getElementById(id);
 const state = { paused: false, sort: new Map(), open: new Map(), data: null, timer: 0, marked: "" };
@@ -145,11 +146,16 @@ function drawFigures(data) {
     [number(data.components.reduce((sum, component) => sum + component.queued, 0)), "requests queued"],
     [blocks[1] ? share(blocks[0] / blocks[1]) : "–", "KV blocks in use"],
     [hour[0] ? share(hour[1] / hour[0]) : "–", "hit rate, last hour"],
-    [hour[2] ? share(hour[3] / hour[2]) : "–", "hit rate possible, last hour"],
+    [share(bestHeld(hour[0], hour[1], hour[2], hour[3])), "best rank held, last hour"],
     [short(hour[1]), "prompt tokens saved, last hour"],
   ];
   drawTiles("figures", figures);
   byId("summary").textContent = `${figures[0][0]} workers, ${data.problems.length || "no"} problem${data.problems.length === 1 ? "" : "s"}`;
+}
+
+/** Share of prompt tokens that the best rank held: at least what was found, of requests without a prediction too. */
+function bestHeld(prompt, cached, predictedPrompt, reachable) {
+  return predictedPrompt ? Math.max(reachable / predictedPrompt, prompt ? cached / prompt : 0) : null;
 }
 
 function drawTiles(id, figures) {
@@ -160,22 +166,28 @@ function drawTiles(id, figures) {
 
 function drawTraffic(traffic) {
   const quantiles = ["p50", "p95", "p99"];
+  const shown = (values, samples, each) => (samples > 0 && samples < LEAST_SAMPLES ? "too few" : latency(values?.[each] ?? null));
   byId("traffic-span").textContent = traffic ? `last ${duration(traffic.seconds)}` : "";
   drawTiles("traffic", [
     [rate(traffic?.requests_per_second ?? null), "requests"],
     [rate(traffic?.output_tokens_per_second ?? null), "output tokens"],
-    ...quantiles.map((each) => [latency(traffic?.ttft_seconds[each] ?? null), `time to first token, ${each}`]),
-    ...quantiles.map((each) => [latency(traffic?.inter_token_seconds[each] ?? null), `between tokens, ${each}`]),
+    ...quantiles.map((each) => [shown(traffic?.ttft_seconds, traffic?.ttft_samples, each), `time to first token, ${each}`]),
+    ...quantiles.map((each) => [shown(traffic?.inter_token_seconds, traffic?.inter_token_samples, each), `between tokens, ${each}`]),
   ]);
-  const errors = traffic?.errors ?? [];
+  const made = [
+    errorTable("HTTP errors", traffic, traffic?.http_errors ?? [], (e) => e.error),
+    errorTable("requests that did not succeed, over HTTP or gRPC", traffic, traffic?.errors ?? [], (e) => e.code),
+  ].filter(Boolean);
+  byId("errors").replaceChildren(...(made.length ? made : [element("p", { text: "No errors since the start.", className: "quiet" })]));
+}
+
+function errorTable(name, traffic, errors, value) {
   const columns = [
-    { name: "requests that did not succeed", isText: true, value: (e) => e.code },
+    { name, isText: true, wide: true, value },
     { name: `last ${traffic ? duration(traffic.seconds) : "minute"}`, value: (e) => e.recent, text: (e) => number(e.recent) },
     { name: "since the start", value: (e) => e.total, text: (e) => number(e.total) },
   ];
-  byId("errors").replaceChildren(
-    errors.length ? table("errors", columns, errors, { caption: "Errors by gRPC code" }) : element("p", { text: "No errors since the start.", className: "quiet" }),
-  );
+  return errors.length ? table(name, columns, errors, { caption: name }) : null;
 }
 
 function drawCharts(history) {
@@ -185,7 +197,7 @@ function drawCharts(history) {
     most: 1,
     format: share,
     title: "Cache hit rate",
-    others: points((p) => (p.predicted_prompt_tokens ? p.reachable_tokens / p.predicted_prompt_tokens : null)),
+    others: points((p) => bestHeld(p.prompt_tokens, p.cached_tokens, p.predicted_prompt_tokens, p.reachable_tokens)),
   });
   drawLine(byId("chart-saved"), points((p) => p.cached_tokens / seconds), { most: null, format: (value) => `${short(value)}/s`, title: "Prefill tokens saved per second" });
   drawLine(byId("chart-active"), points((p) => p.active_share), { most: 1, format: share, title: "Share of KV blocks in use" });
@@ -248,7 +260,7 @@ function drawFleet(components) {
     const rows = component.ranks.filter(wanted);
     const role = component.role === "both" ? "" : `, ${component.role}`;
     const queue = component.queued ? `, ${number(component.queued)} of at most ${number(component.queue_capacity)} queued, the oldest for ${duration(component.queue_oldest_seconds)}` : "";
-    const about = ` model ${component.model}${role}, mode ${component.mode}, hits predicted ${share(component.hits_predicted)}, found ${share(component.hits_found)}, possible ${share(component.hits_possible)}${queue}`;
+    const about = ` model ${component.model}${role}, mode ${component.mode}, hits predicted ${share(component.hits_predicted)}, found ${share(component.hits_found)}, best rank held ${share(component.hits_possible)} in the last minute${queue}`;
     const shown = rows.length === component.ranks.length ? "" : element("p", { className: "quiet", text: `${rows.length} of ${component.ranks.length} ranks` });
     return element(
       "div",
@@ -294,6 +306,7 @@ function drawDecisions(decisions) {
     details.addEventListener("toggle", () => toggle(details, decision, name));
     return details;
   });
+  byId("decisions").className = severalComponents ? "several" : "";
   byId("decisions").replaceChildren(...(made.length ? made : [element("p", { text: "No decisions yet.", className: "quiet" })]));
 }
 
@@ -314,13 +327,16 @@ async function toggle(details, decision, name) {
 }
 
 function candidates(decision) {
-  const terms = [...new Set(decision.candidates.flatMap((each) => Object.keys(each.terms)))];
+  const weighed = decision.candidates.filter((each) => !each.excluded);
+  const names = [...new Set(weighed.flatMap((each) => Object.keys(each.terms)))];
+  const terms = names.filter((name) => weighed.length < 2 || weighed.some((each) => each.terms[name] !== weighed[0].terms[name]));
+  const leftOut = weighed.length < decision.candidates.length ? [{ name: "left out", isText: true, wide: true, value: (c) => c.excluded }] : [];
   const columns = [
     { name: "rank", isText: true, value: (c) => c.rank },
     { name: "cost", value: (c) => c.cost, text: (c) => cost(c.cost, decision.mode) },
     { name: "cached blocks", value: (c) => c.overlap_blocks, text: (c) => number(c.overlap_blocks) },
     ...terms.map((name) => ({ name: name.replace(/_(ms|blocks|tokens)$/, ", $1").replaceAll("_", " "), value: (c) => c.terms[name] ?? null, text: (c) => (name in c.terms ? term(c.terms[name]) : "–") })),
-    { name: "excluded", isText: true, value: (c) => c.excluded },
+    ...leftOut,
   ];
   return table(`decision ${decision.scheduler}/${decision.id}`, columns, decision.candidates, {
     caption: `Candidates of decision ${decision.id}`,
@@ -330,7 +346,7 @@ function candidates(decision) {
 
 function drawPrefixes(prefixes) {
   if (!prefixes.length) {
-    byId("prefixes").replaceChildren(element("p", { text: "No prefix was seen twice yet.", className: "quiet" }));
+    byId("prefixes").replaceChildren(element("p", { text: "No prefix was in enough recent requests yet (about 8; one request in four is looked at).", className: "quiet" }));
     return;
   }
   const columns = [
