@@ -75,7 +75,9 @@ class Observer:
         try:
             while True:
                 self._traffic.take(time.monotonic())
-                self._history.take(await self._queries.look(asks_frontends=False))
+                system = await self._queries.look(asks_frontends=False)
+                self._history.take(system)
+                self._hit_rates.take(system, time.monotonic())
                 if time.monotonic() - aged_at >= _AGEING_SECONDS:
                     aged_at = time.monotonic()
                     self._prefixes.age()

@@ -49,11 +49,11 @@ export function drawLine(place, points, { most, format, title, others = [] }) {
   for (const run of runs(points)) {
     const path = linePath(run);
     const close = `L${x(run[run.length - 1].at).toFixed(1)} ${BOTTOM} L${x(run[0].at).toFixed(1)} ${BOTTOM} Z`;
-    svg.append(shape("path", { class: "area", d: `${path} ${close}` }), shape("path", { class: "line", d: path }));
+    svg.append(shape("path", { class: "area", d: `${path} ${close}` }), shape("path", { class: lineClass(run), d: path }));
   }
 
   for (const run of runs(others)) {
-    svg.append(shape("path", { class: "line other", d: linePath(run) }));
+    svg.append(shape("path", { class: `${lineClass(run)} other`, d: linePath(run) }));
   }
 
   const chart = document.createElement("div");
@@ -64,6 +64,8 @@ export function drawLine(place, points, { most, format, title, others = [] }) {
   chart.append(label("y top", format(upper)), label("y bottom", format(0)), svg, below);
   place.replaceChildren(chart);
 }
+
+const lineClass = (run) => (run.length === 1 ? "line dot" : "line");
 
 function runs(points) {
   const found = [];
