@@ -61,6 +61,9 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
         status, out, errors = await run("nobody", "--scheduler", at)
         assert (status, out) == (1, "")
         assert "no decision about nobody" in errors
+        assert "x-request-id" not in errors
+        _, _, errors = await run("chatcmpl-of-an-engine", "--scheduler", at)
+        assert "give the header x-request-id of the response instead" in errors
         assert await run("talk", *dead, "--seconds", "5") == (1, "", ANY)
 
 

@@ -70,9 +70,14 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
                 return
     if failures:
         raise CommandFailed("; ".join(failures))
+    forwarded = ""
+    if which.startswith(_RESPONSE_PREFIXES):
+        forwarded = (
+            ". An engine with an OpenAI API writes its own id: give the header x-request-id of the response instead"
+        )
     raise CommandFailed(
         f"no decision about {which} found at {', '.join(addresses)}: a Scheduler keeps its last --decisions-kept "
-        "decisions. Ask the Scheduler that decided, soon after the request"
+        f"decisions. Ask the Scheduler that decided, soon after the request{forwarded}"
     )
 
 

@@ -157,7 +157,11 @@ def sidecar_command(context: typer.Context) -> None:
 @app.command("explain")
 def explain_command(
     which: Annotated[
-        str, typer.Argument(help="Id of the request, of its response (chatcmpl-…, cmpl-…), or of the decision.")
+        str,
+        typer.Argument(
+            help="Id of the request (header x-request-id of its response), of a response written by the Frontend "
+            "(chatcmpl-…, cmpl-…), or of the decision."
+        ),
     ],
     etcd: Etcd = None,
     namespace: Namespace = None,

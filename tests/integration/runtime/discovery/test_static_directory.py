@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import structlog
 from aiohttp import web
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints
@@ -139,6 +140,21 @@ async def test_a_server_that_has_only_an_openai_api_is_taken(status: int, body: 
         found = registered(directory)[1]
         assert (found.endpoint, found.openai_endpoint, found.model) == (url, url, "m")
         assert [(rank.dp_rank, rank.total_blocks) for rank in found.ranks] == [(0, 50)]
+
+
+async def test_a_server_without_models_is_doubted_and_a_silent_worker_may_lack_its_scheme() -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with openai_server(404, "") as url, discovery({"endpoint": url}) as directory:
+            assert 1 in registered(directory)
+        async with openai_server() as url, discovery({"endpoint": url.removeprefix("http://")}) as directory:
+            assert registered(directory) == {}
+        async with discovery({"endpoint": f"http://127.0.0.1:{free_port()}"}) as directory:
+            assert registered(directory) == {}
+    doubts = [line["cause"] for line in logs if line["event"] == "static_worker.doubtful"]
+    assert doubts == ["it answers 404 to GET /v1/models"]
+    grpc, http = [line for line in logs if line["event"] == "static_worker.silent"]
+    assert grpc["cause"].endswith("it is asked over gRPC: add http:// if it is a server with an OpenAI API")
+    assert http["cause"] == f"it cannot be reached: connection refused at {http['endpoint'].removeprefix('http://')}"
 
 
 async def test_an_openai_server_of_another_model_is_left_out() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 from kvrouter.net.calls import NotSent
 from kvrouter.net.loop_budget import loop_budget
+from kvrouter.runtime.discovery.openai_server import connection_failure
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 
 _CONNECT_SECONDS = 10.0
@@ -48,7 +49,7 @@ async def posted(
     try:
         answer = await session.post(url, data=data, headers=headers, timeout=timeout)
     except _NOT_SENT as error:
-        raise NotSent(f"its OpenAI API cannot be reached: {error!r}") from None
+        raise NotSent(f"its OpenAI API cannot be reached: {connection_failure(error)}") from None
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _failure(error) from None
     async with answer:
@@ -89,5 +90,5 @@ def _failure(error: Exception) -> EngineFailed | DependencyAway | DeadlineExceed
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("its OpenAI API has not answered in time")
     if isinstance(error, _BROKEN):
-        return EngineFailed(f"its OpenAI API broke the connection: {error!r}")
-    return DependencyAway(f"its OpenAI API does not answer: {error!r}")
+        return EngineFailed(f"its OpenAI API broke the connection: {connection_failure(error)}")
+    return DependencyAway(f"its OpenAI API does not answer: {connection_failure(error)}")

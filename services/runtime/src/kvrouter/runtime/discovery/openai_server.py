@@ -5,6 +5,7 @@ Their registration has the URL of that API as ``endpoint`` too, which identifies
 
 from __future__ import annotations
 
+import os
 from http import HTTPStatus
 
 import aiohttp
@@ -33,8 +34,31 @@ def is_openai_server(worker: WorkerRegistration) -> bool:
     return bool(worker.openai_endpoint) and worker.endpoint == worker.openai_endpoint
 
 
-async def served_models(session: aiohttp.ClientSession, url: str, *, timeout_seconds: float) -> list[str] | None:
-    """Returns the models that a server lists; None if it is alive and does not list them, for example without a key.
+def connection_failure(error: Exception) -> str:
+    """Returns why aiohttp could not connect or lost the connection: ``connection refused at host:port``."""
+    match error:
+        case aiohttp.ClientConnectorError():
+            return f"{_words(error.os_error)} at {error.host}:{error.port}"
+        case aiohttp.ServerDisconnectedError():
+            return "closed without a response"
+        case aiohttp.ClientPayloadError():
+            return "closed within a response"
+        case aiohttp.ClientOSError():
+            return _words(error)
+        case TimeoutError():
+            return "no answer in time"
+    return str(error) or type(error).__name__
+
+
+def _words(error: OSError) -> str:
+    # The loop's own text names the call: Connect call failed.
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else error.strerror or str(error)
+
+
+async def served_models(
+    session: aiohttp.ClientSession, url: str, *, timeout_seconds: float
+) -> tuple[int, list[str] | None]:
+    """Returns the HTTP status of a live server, and its models; None if it lists none, for example without a key.
 
     Raises:
         Unanswered: it cannot be reached, or answers with a server error.
@@ -46,8 +70,8 @@ async def served_models(session: aiohttp.ClientSession, url: str, *, timeout_sec
                 raise Unanswered(f"it answers {answer.status} to GET /v1/models")
             body = await answer.content.read(_MAX_BODY_BYTES) if answer.status == HTTPStatus.OK else b""
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise Unanswered(f"it cannot be reached: {type(error).__name__} {error}") from None
+        raise Unanswered(f"it cannot be reached: {connection_failure(error)}") from None
     try:
-        return [model.id for model in _MODELS.decode(body).data] if body else None
+        return answer.status, [model.id for model in _MODELS.decode(body).data] if body else None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        return answer.status, None

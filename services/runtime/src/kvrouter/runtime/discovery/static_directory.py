@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, cast
 
 import aiohttp
@@ -161,7 +162,8 @@ class StaticDiscovery:
             mismatch = _mismatch(component, answer)
         except KvRouterError as error:
             # An engine without load reports is usable.
-            failure = "" if error.code is grpc.StatusCode.UNIMPLEMENTED else error.message
+            if error.code is not grpc.StatusCode.UNIMPLEMENTED:
+                failure = f"{error.message}; it is asked over gRPC: add http:// if it is a server with an OpenAI API"
         known.reports = [] if mismatch else [_as_listed(report, worker) for report in answer.reports]
         if self._is_left_out(worker, known, failure=failure, mismatch=mismatch):
             return
@@ -175,14 +177,21 @@ class StaticDiscovery:
     ) -> None:
         if self._session is None:
             self._session = aiohttp.ClientSession()
-        failure, mismatch = "", ""
+        failure, mismatch, status = "", "", 0
         try:
-            models = await served_models(self._session, worker.endpoint, timeout_seconds=_PROBE_SECONDS)
+            status, models = await served_models(self._session, worker.endpoint, timeout_seconds=_PROBE_SECONDS)
             if models is not None and component.model not in models:
                 mismatch = f"expected model {component.model!r}, the server has {', '.join(map(repr, models[:8]))}"
         except Unanswered as error:
             failure = str(error)
         if not self._is_left_out(worker, known, failure=failure, mismatch=mismatch):
+            if known.registration is None and status == HTTPStatus.NOT_FOUND:
+                log.warning(
+                    "static_worker.doubtful",
+                    endpoint=worker.endpoint,
+                    cause=f"it answers {status} to GET /v1/models",
+                    advice="Check its URL and port: chats get its answer.",
+                )
             self._register(component, worker, known, place).openai_endpoint = worker.endpoint
 
     def _is_left_out(self, worker: StaticWorker, known: _Known, *, failure: str, mismatch: str) -> bool:
