@@ -166,6 +166,9 @@ async def test_stats_count_events_by_rank(stack: Stack) -> None:
     await stack.follows(here)
     await stack.follows(gone)
     stats = await stack.indexer.get_stats(GetStatsRequest(), deadline=soon())
+    while not any(rank.registered for component in stats.components for rank in component.ranks):
+        await asyncio.sleep(0.01)
+        stats = await stack.indexer.get_stats(GetStatsRequest(), deadline=soon())
     assert stats.replica_id == "indexer-1"
     (component,) = stats.components
     assert component.component == stack.named

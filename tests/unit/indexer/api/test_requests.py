@@ -1,6 +1,5 @@
 import pytest
-from kvrouter.indexer.api.encoding import encoded_dump_response
-from kvrouter.indexer.api.requests import check_prompt, scope_of
+from kvrouter.indexer.api.requests import check_prompt, encoded_dump_response, scope_of
 from kvrouter.runtime.component_field import component_name
 from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrouter.core import IMPLEMENTATION, EventBatch, PrefixIndex, sequence_hashes
 from kvrouter.indexer.index.membership import NewIncarnation
 from kvrouter.indexer.index.messages import StreamMessage
-from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
+from kvrouter.indexer.index.rank_repair import RankDump, StaleDump
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Tier

@@ -1,14 +1,16 @@
-"""Validation and conversion of requests, with typed errors and their correction."""
+"""Validation of requests, with typed errors and their correction, and encoding of responses."""
 
 from __future__ import annotations
 
 from kvrouter.core import Scope
+from kvrouter.net.varint import encode_varint
 from kvrouter.v1.common_pb2 import BlockScope
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest
+from kvrouter.v1.indexer_pb2 import DumpResponse, FindMatchesRequest
 
 _MAX_SCOPE_BYTES = 1024
 _MAX_MULTIMODAL_HASHES = 4096
+_STATE_TAG = DumpResponse.STATE_FIELD_NUMBER << 3 | 2
 
 
 def scope_of(scope: BlockScope) -> Scope:
@@ -47,3 +49,8 @@ def check_prompt(request: FindMatchesRequest, block_size: int, max_prompt_tokens
             field="multimodal_hashes",
             advice=f"Send at most {_MAX_MULTIMODAL_HASHES}.",
         )
+
+
+def encoded_dump_response(state: bytes) -> bytes:
+    """Returns an encoded DumpResponse with an encoded RankState, which would cost far more to parse."""
+    return b"".join((bytes([_STATE_TAG]), encode_varint(len(state)), state))

@@ -9,9 +9,8 @@ from contextlib import aclosing
 
 from kvrouter.core import InvalidDump, Rank, local_hashes
 from kvrouter.core.interface import MemoryBudget
-from kvrouter.indexer.api.encoding import encoded_dump_response
-from kvrouter.indexer.api.requests import check_prompt, scope_of
-from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
+from kvrouter.indexer.api.requests import check_prompt, encoded_dump_response, scope_of
+from kvrouter.indexer.index.rank_repair import RankDump, StaleDump
 from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.indexer.replica.replica import Replica

@@ -12,11 +12,29 @@ from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.known_ranks import KnownRanks
 from kvrouter.indexer.index.membership import NewIncarnation
 from kvrouter.indexer.index.messages import ReceivedBatch
-from kvrouter.indexer.index.rank_dump import RankDump, StaleDump
 from kvrouter.indexer.index.repair import RepairPolicy, repair_after
 from kvrouter.indexer.index.shared_index import SharedIndex
 
 log = structlog.get_logger(component="indexer")
+
+
+@dataclass(frozen=True, slots=True)
+class RankDump:
+    """The whole state of a rank."""
+
+    rank: Rank
+    cursor: tuple[int, int]
+    """(incarnation, next event id)"""
+    partial: bool
+    chunks: list[bytes]
+    """Encoded RankState messages; the last one has ``last`` set."""
+
+
+class StaleDump(Exception):
+    """Raised when the index is ahead of a dump: loading the dump would lose events, which are not sent again."""
+
+    def __init__(self, rank: Rank, cursor: tuple[int, int], known: tuple[int, int]) -> None:
+        super().__init__(f"rank {rank}: the dump is at (incarnation, event) {cursor}, the index at {known}")
 
 
 @dataclass(frozen=True, slots=True)

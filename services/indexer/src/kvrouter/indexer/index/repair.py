@@ -23,15 +23,12 @@ class RepairPolicy(Protocol):
 
     def suspect(self, rank: Rank, reason: str) -> None:
         """Requests a comparison of a rank with its worker."""
-        ...
 
     def may_retain(self, rank: Rank) -> bool:
         """Returns whether events after a gap may wait for the missing ones."""
-        ...
 
     def is_deferred(self, rank: Rank, reason: str) -> bool:
         """Returns whether a repair for a reason backs off after false alarms."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

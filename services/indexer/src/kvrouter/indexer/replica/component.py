@@ -29,7 +29,7 @@ from kvrouter.net.decoding import Quarantine
 from kvrouter.net.tls import Tls
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
-from kvrouter.v1.indexer_pb2 import ComponentStats, RankRepair, RankStats, VerifyResponse
+from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats, VerifyResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration
 from kvrouter.v1.snapshot_pb2 import SnapshotRef
@@ -313,7 +313,6 @@ class ComponentIndex:
         worker = self._workers.get(info.worker_id)
         rank: Rank = (info.worker_id, info.dp_rank)
         tally, now = self.state.known.view(rank), time.monotonic()
-        repair = self.resync.repair_of(rank)
         return RankStats(
             rank=RankMessage(worker_id=info.worker_id, dp_rank=info.dp_rank),
             cursor=Cursor(incarnation=info.incarnation, next_event_id=info.next_event_id),
@@ -332,9 +331,7 @@ class ComponentIndex:
             heard_age_seconds=age(tally.evidence.heard_at, now),
             stale=self.is_stale(rank),
             silent=self.is_silent(rank),
-            repair=RankRepair(reason=repair.reason, attempts=repair.attempts, under_way=repair.under_way)
-            if repair
-            else None,
+            repair=self.resync.repair_of(rank),
         )
 
     def _registered(self) -> dict[Rank, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from kvrouter.core import Rank
-from kvrouter.indexer.index.rank_dump import RankDump
+from kvrouter.indexer.index.rank_repair import RankDump
 from kvrouter.v1.common_pb2 import Cursor, Tier
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.indexer_pb2 import RankState, VerifyResponse

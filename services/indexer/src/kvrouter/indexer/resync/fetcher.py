@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from enum import Enum, auto
 
 import structlog
 from kvrouter.core import InvalidDump, Rank
-from kvrouter.indexer.index.rank_dump import RankDump
+from kvrouter.indexer.index.rank_repair import RankDump
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.resync.requests import ResyncRequests
 from kvrouter.indexer.resync.worker_client import StateTooLarge, fetch_events, fetch_state, worker_at
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import KvRouterError
+from kvrouter.v1.indexer_pb2 import RankRepair
 
 log = structlog.get_logger(component="indexer")
 
@@ -35,17 +35,6 @@ _ALARMS = ("gap", "behind", "incarnation")
 """Reasons by an event, which the worker may refute."""
 _LACK_EVENTS = (*_ALARMS, "registered", "start", "silent")
 """Reasons after which the present blocks are still true, so that the missing events alone can complete them."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankRepair:
-    """A resync in the queue or in progress."""
-
-    reason: str
-    attempts: int
-    """Consecutive failed attempts or false alarms, whichever is more."""
-    under_way: bool
-    """Whether it is in progress."""
 
 
 class Resync:
@@ -93,7 +82,7 @@ class Resync:
         if not reason:
             return None
         attempts = max(self._resync_queue.failures(rank), self._resync_queue.false_alarms(rank))
-        return RankRepair(reason, attempts, under_way=self._resync_queue.active(rank))
+        return RankRepair(reason=reason, attempts=attempts, under_way=self._resync_queue.active(rank))
 
     def forgive(self) -> None:
         """Ends the back-off of ranks without a false alarm for 60 s, and logs them."""

@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import cast
 
 from kvrouter.core import Rank
-from kvrouter.indexer.index.rank_dump import RankDump
+from kvrouter.indexer.index.rank_repair import RankDump
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline

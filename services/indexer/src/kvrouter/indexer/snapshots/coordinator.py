@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import structlog
 from kvrouter.core import InvalidDump
-from kvrouter.indexer.index.rank_dump import StaleDump
+from kvrouter.indexer.index.rank_repair import StaleDump
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
 from kvrouter.indexer.ingest.jetstream import created_unix_ns
