@@ -20,7 +20,6 @@ from kvrouter.publisher.errors import InvalidLoad, UnknownRank
 from kvrouter.publisher.journal.journal import Recovered
 from kvrouter.publisher.journal.resume import claimed, places, recover_worker
 from kvrouter.publisher.model_files import ModelFiles
-from kvrouter.publisher.publish_only import PublishOnly
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.rank_stats import RankStats
 from kvrouter.publisher.publishing.transport import (
@@ -37,7 +36,7 @@ from kvrouter.publisher.registration import (
     registered_incarnation,
     resume_incarnation,
 )
-from kvrouter.publisher.serving.engine import Engine, StepEngine
+from kvrouter.publisher.serving.engine import Engine, PublishOnly, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport

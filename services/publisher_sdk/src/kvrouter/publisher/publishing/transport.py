@@ -99,7 +99,6 @@ class Transport(Protocol):
             TransportAway: send it again with the same ``message_id``.
             MessageRefused: do not send it again.
         """
-        ...
 
 
 class DurableTransport:

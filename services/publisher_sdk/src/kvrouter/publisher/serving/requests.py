@@ -31,15 +31,12 @@ class OutputCall(Protocol):
 
     def respond(self, encoded: bytes) -> None:
         """Sends a response. Never blocks."""
-        ...
 
     def end(self, encoded: bytes | None = None) -> None:
         """Ends the call, with a last response if there is one."""
-        ...
 
     def fail(self, error: KvRouterError) -> None:
         """Ends the call with an error."""
-        ...
 
 
 @dataclass(slots=True)
