@@ -6,6 +6,7 @@ The directory marks their registrations as draining (``kvrouter.runtime.discover
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import structlog
 from kvrouter.net.etcd import AWAY, EtcdAccess, connect
@@ -20,13 +21,15 @@ from kvrouter.v1.registry_pb2 import WorkerDrain
 log = structlog.get_logger(component="scheduler")
 
 
+@dataclass(eq=False)
 class Drains:
-    """Writes the drains of workers."""
+    """Writes the drains of workers.
 
-    def __init__(self, directory: Components, etcd: EtcdAccess | None) -> None:
-        """``etcd`` is None for a system without etcd, whose workers are listed."""
-        self._directory = directory
-        self._etcd = etcd
+    ``etcd`` is None for a system without etcd, whose workers are listed.
+    """
+
+    directory: Components
+    etcd: EtcdAccess | None
 
     async def drain(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
         """Drains a registered worker. A repeated call replaces the time of the migration.
@@ -64,14 +67,14 @@ class Drains:
 
     def _view(self, component: Component) -> ComponentView:
         name = component_name(component)
-        view = self._directory.components.get(name)
+        view = self.directory.components.get(name)
         if view is None:
-            raise UnknownComponent(name, self._directory.components)
+            raise UnknownComponent(name, self.directory.components)
         return view
 
     async def _write(self, view: ComponentView, worker_id: int, drain: WorkerDrain | None) -> bool:
         """Stores or removes a drain. Returns whether there was one."""
-        if self._etcd is None:
+        if self.etcd is None:
             raise BadRequest(
                 "workers that are listed cannot be drained, because there is no etcd",
                 field="worker_id",
@@ -79,7 +82,7 @@ class Drains:
             )
         key = view.name.drain_key(worker_id).encode()
         try:
-            async with connect(self._etcd) as client:
+            async with connect(self.etcd) as client:
                 stored = await client.get(key)
                 if drain is not None:
                     await client.put(key, drain.SerializeToString())

@@ -55,10 +55,7 @@ class SchedulerService:
         return await self.selector.select(request, deadline=deadline)
 
     async def mark_prefill_complete(
-        self,
-        request: pb.MarkPrefillCompleteRequest,
-        *,
-        deadline: Deadline,
+        self, request: pb.MarkPrefillCompleteRequest, *, deadline: Deadline
     ) -> pb.MarkPrefillCompleteResponse:
         """Marks the prompt of a booking as computed.
 
@@ -84,11 +81,7 @@ class SchedulerService:
         return self.bookings.free(request)
 
     def open_session(
-        self,
-        request: pb.OpenSessionRequest,
-        *,
-        deadline: Deadline,
-        connection: Connection | None = None,
+        self, request: pb.OpenSessionRequest, *, deadline: Deadline, connection: Connection | None = None
     ) -> pb.OpenSessionResponse:
         """Opens a session. It is closed at once when the ``connection`` is lost.
 
@@ -119,12 +112,7 @@ class SchedulerService:
         """
         return await self.selector.potential_loads(request, deadline=deadline)
 
-    async def drain_worker(
-        self,
-        request: pb.DrainWorkerRequest,
-        *,
-        deadline: Deadline,
-    ) -> pb.DrainWorkerResponse:
+    async def drain_worker(self, request: pb.DrainWorkerRequest, *, deadline: Deadline) -> pb.DrainWorkerResponse:
         """Stops new requests to a worker at every Scheduler and Frontend.
 
         Raises:
@@ -132,12 +120,7 @@ class SchedulerService:
         """
         return await self.drains.drain(request)
 
-    async def undrain_worker(
-        self,
-        request: pb.UndrainWorkerRequest,
-        *,
-        deadline: Deadline,
-    ) -> pb.UndrainWorkerResponse:
+    async def undrain_worker(self, request: pb.UndrainWorkerRequest, *, deadline: Deadline) -> pb.UndrainWorkerResponse:
         """Ends the drain of a worker.
 
         Raises:
@@ -146,10 +129,7 @@ class SchedulerService:
         return await self.drains.undrain(request)
 
     async def set_busy_threshold(
-        self,
-        request: pb.SetBusyThresholdRequest,
-        *,
-        deadline: Deadline,
+        self, request: pb.SetBusyThresholdRequest, *, deadline: Deadline
     ) -> pb.SetBusyThresholdResponse:
         """Sets or clears thresholds of a model. Returns those in force.
 
@@ -165,10 +145,7 @@ class SchedulerService:
         return pb.SetBusyThresholdResponse(thresholds=in_force.to_message())
 
     async def list_busy_thresholds(
-        self,
-        request: pb.ListBusyThresholdsRequest,
-        *,
-        deadline: Deadline,
+        self, request: pb.ListBusyThresholdsRequest, *, deadline: Deadline
     ) -> pb.ListBusyThresholdsResponse:
         """Returns the thresholds of every model with one in force."""
         in_force = self.thresholds.in_force(self.pools.models())

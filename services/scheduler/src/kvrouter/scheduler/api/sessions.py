@@ -72,9 +72,7 @@ class Sessions:
             freed_bookings=freed,
         )
         return pb.OpenSessionResponse(
-            grace_ms=round(self.grace_seconds * 1000),
-            scheduler_id=self.scheduler_id,
-            acknowledged=session.acknowledged,
+            grace_ms=round(self.grace_seconds * 1000), scheduler_id=self.scheduler_id, acknowledged=session.acknowledged
         )
 
     def update(self, request: pb.UpdateBookingsRequest) -> pb.UpdateBookingsResponse:

@@ -134,7 +134,7 @@ class SyncChannel:
         incarnations = self._replicas.incarnations
         if is_far_ahead and incarnations.current(event.scheduler_id) != event.incarnation:
             # If its clock really is ahead, the Scheduler itself confirms the incarnation.
-            incarnations.dispute(event.scheduler_id, self._replicas.now())
+            incarnations.dispute(event.scheduler_id, self._replicas.clock())
         elif event.incarnation:
             return ""
         return "bad_incarnation"
@@ -191,7 +191,7 @@ class SyncChannel:
                     f"expected an answer of {scheduler_id!r}, received one of {chunk.scheduler_id[:64]!r}"
                 )
         except Exception as error:
-            self._replicas.incarnations.unanswered(scheduler_id, self._replicas.now())
+            self._replicas.incarnations.unanswered(scheduler_id, self._replicas.clock())
             log.info(
                 "replica.incarnation_unconfirmed",
                 origin=scheduler_id,

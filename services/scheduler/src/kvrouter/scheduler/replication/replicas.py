@@ -15,6 +15,7 @@ one Scheduler owns it and none has freed it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 
 import structlog
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
@@ -29,10 +30,7 @@ from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.v1.errors import BadRequest, KvRouterError, RequestIdReused
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReplicaStatus
-from kvrouter.v1.sync_pb2 import (
-    AddRequest,
-    ReplicaSyncEvent,
-)
+from kvrouter.v1.sync_pb2 import AddRequest, ReplicaSyncEvent
 
 log = structlog.get_logger(component="scheduler")
 
@@ -40,31 +38,27 @@ MAX_INCARNATIONS = 64
 """Most followed incarnations of other Schedulers: far more than a component has."""
 
 
+@dataclass(eq=False)
 class Replicas:
-    """The Schedulers of one component. Does no I/O: receives messages as arguments and passes events to ``send``."""
+    """The Schedulers of one component. Does no I/O: messages are arguments, and ``send`` takes its events in order.
 
-    def __init__(
-        self,
-        component: ComponentName,
-        booking_table: BookingTable,
-        pools: Pools,
-        metrics: SyncMetrics,
-        send: Callable[[ReplicaSyncEvent], None],
-        *,
-        grace_seconds: float,
-        clock: Callable[[], float],
-    ) -> None:
-        """Starts alone. ``send`` takes this Scheduler's events in order; orphans are kept for ``grace_seconds``."""
-        self.component = component
-        self.booking_table = booking_table
-        self.announcer = Announcer(component, booking_table, metrics, send, clock)
-        self._pools = pools
-        self._metrics = metrics
-        self._grace = grace_seconds
-        self.now = clock
-        """Seconds of a monotonic clock."""
-        self._logs: dict[SchedulerIncarnation, EventLog] = {}
-        self.incarnations = Incarnations()
+    Orphans are kept for ``grace_seconds``.
+    """
+
+    component: ComponentName
+    booking_table: BookingTable
+    pools: Pools
+    metrics: SyncMetrics
+    send: Callable[[ReplicaSyncEvent], None]
+    _: KW_ONLY
+    grace_seconds: float
+    clock: Callable[[], float]
+    """Seconds of a monotonic clock."""
+    _logs: dict[SchedulerIncarnation, EventLog] = field(default_factory=dict, init=False)
+    incarnations: Incarnations = field(default_factory=Incarnations, init=False)
+
+    def __post_init__(self) -> None:
+        self.announcer = Announcer(self.component, self.booking_table, self.metrics, self.send, self.clock)
 
     @property
     def logs(self) -> Collection[EventLog]:
@@ -73,12 +67,12 @@ class Replicas:
 
     def receive(self, event: ReplicaSyncEvent) -> None:
         """Applies an event, and the events waiting for it. Counts unusable events."""
-        now = self.now()
+        now = self.clock()
         event_log = self._log_of(event, now)
         if event_log is None:
             return
         if not event.HasField("heartbeat"):
-            self._metrics.received.inc()
+            self.metrics.received.inc()
         if event_log.is_known(event):
             self._quarantine("duplicate")
             return
@@ -86,7 +80,7 @@ class Replicas:
         for each in event_log.receive(event, now):
             self.apply(event_log, each)
         if event_log.state_requested and not state_requested:
-            counter = self._metrics.digest_mismatches if event_log.state_requested == "digest" else self._metrics.gaps
+            counter = self.metrics.digest_mismatches if event_log.state_requested == "digest" else self.metrics.gaps
             counter.inc()
             log.info(
                 "replica.state_requested",
@@ -104,12 +98,12 @@ class Replicas:
                 case "mark_prefill_completed":
                     key = checked_key(event.mark_prefill_completed.booking)
                     event_log.announced.prefilled(key)
-                    booking = self.booking_table.find(key, self.now())
+                    booking = self.booking_table.find(key, self.clock())
                     if booking is not None and not booking.prefilled:
                         self.booking_table.prefill_complete(booking, is_remote=True)
                 case "output_progress":
                     output_tokens = event.output_progress.output_tokens
-                    booking = self.booking_table.find(checked_key(event.output_progress.booking), self.now())
+                    booking = self.booking_table.find(checked_key(event.output_progress.booking), self.clock())
                     if booking is not None and output_tokens > booking.output_tokens:
                         self.booking_table.generated(booking, output_tokens, is_remote=True)
                 case "free":
@@ -140,7 +134,7 @@ class Replicas:
         event_log.announced.put(key, announced.session_id)
         if self.booking_table.was_freed(key):
             return
-        pool = self._pools.get(self.component)
+        pool = self.pools.get(self.component)
         if pool is None:
             raise BadRequest(f"{self.component} is not registered here", field="component", advice="Register it.")
         booking = self.booking_table.get(key)
@@ -164,11 +158,11 @@ class Replicas:
             registered: Ids of the registered Schedulers. They are not gone even if they are silent, except for their
                 earlier incarnations.
         """
-        now = self.now()
+        now = self.clock()
         for scheduler, event_log in list(self._logs.items()):
             incarnation, scheduler_id = scheduler
             is_gone = scheduler_id not in registered or incarnation != self.incarnations.current(scheduler_id)
-            if is_gone and now - event_log.received_at >= self._grace:
+            if is_gone and now - event_log.received_at >= self.grace_seconds:
                 self._forget(event_log)
         self.incarnations.forget_quiet(now)
 
@@ -183,7 +177,7 @@ class Replicas:
             digest=self.announcer.announced.digest,
             complete=True,
         )
-        now = self.now()
+        now = self.clock()
         for (incarnation, scheduler_id), event_log in sorted(self._logs.items()):
             yield ReplicaStatus(
                 scheduler_id=scheduler_id,
@@ -208,14 +202,14 @@ class Replicas:
         return known or self._follow(scheduler)
 
     def _follow(self, scheduler: SchedulerIncarnation) -> EventLog:
-        followed = self._logs[scheduler] = EventLog(scheduler, self.now())
+        followed = self._logs[scheduler] = EventLog(scheduler, self.clock())
         log.info("replica.joined", origin=scheduler[1], component_name=str(self.component))
         return followed
 
     def settle(self, scheduler_id: str, incarnation: int) -> None:
         """Applies a Scheduler's own answer about its incarnation. Requests its state if another one counted before."""
         before = self.incarnations.current(scheduler_id)
-        if not self.incarnations.settle(scheduler_id, incarnation, self.now()):
+        if not self.incarnations.settle(scheduler_id, incarnation, self.clock()):
             return
         scheduler = (incarnation, scheduler_id)
         (self._logs.get(scheduler) or self._follow(scheduler)).join()
@@ -232,7 +226,7 @@ class Replicas:
 
     def due(self) -> tuple[list[EventLog], list[str]]:
         """Returns the logs whose state is to be fetched now, and the Schedulers to ask for their incarnation."""
-        now = self.now()
+        now = self.clock()
         return [
             event_log for event_log in self._logs.values() if event_log.state_requested and event_log.due <= now
         ], self.incarnations.due(now)
@@ -242,7 +236,7 @@ class Replicas:
         times = [event_log.due for event_log in self._logs.values() if event_log.state_requested]
         if (disputed := self.incarnations.next_due()) is not None:
             times.append(disputed)
-        return max(0.0, min(times) - self.now()) if times else None
+        return max(0.0, min(times) - self.clock()) if times else None
 
     def _forget(self, event_log: EventLog) -> None:
         dropped = 0
@@ -253,8 +247,8 @@ class Replicas:
         # Earlier incarnations stay fenced while any incarnation of their Scheduler is followed.
         if not any(scheduler_id == event_log.scheduler[1] for _, scheduler_id in self._logs):
             self.incarnations.forget(event_log.scheduler[1])
-        self._metrics.orphans.inc(dropped)
+        self.metrics.orphans.inc(dropped)
         log.info("replica.left", origin=event_log.scheduler[1], component_name=str(self.component), bookings=dropped)
 
     def _quarantine(self, reason: str) -> None:
-        self._metrics.quarantined.labels(reason=reason).inc()
+        self.metrics.quarantined.labels(reason=reason).inc()

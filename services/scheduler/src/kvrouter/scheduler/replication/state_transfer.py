@@ -92,7 +92,7 @@ class Fetch:
         event_log = self._event_log
         if event_log not in self._replicas.logs:
             raise StateBroken("its Scheduler is no longer followed")
-        event_log.received_at = self._replicas.now()
+        event_log.received_at = self._replicas.clock()
         if chunk.scheduler_id == event_log.scheduler[1] and chunk.incarnation != event_log.scheduler[0]:
             self._replicas.settle(chunk.scheduler_id, chunk.incarnation)
             raise StateBroken(f"it is in incarnation {chunk.incarnation}, not {event_log.scheduler[0]}")
@@ -114,14 +114,14 @@ class Fetch:
 
     def give_up(self) -> None:
         """Ends an incomplete fetch. Arrived chunks are kept, because they are true."""
-        self._event_log.give_up(self._replicas.now())
+        self._event_log.give_up(self._replicas.clock())
 
     def _finish(self) -> None:
         for key in self._event_log.announced:
             if key not in self._owned:
                 self._replicas.remove_owner(self._event_log, key)
         founded = self._before != (self._next_sequence, self._event_log.announced.digest)
-        self._event_log.note_fetched(self._replicas.now(), founded=founded)
+        self._event_log.note_fetched(self._replicas.clock(), founded=founded)
         for event in self._event_log.fetched(self._next_sequence):
             self._replicas.apply(self._event_log, event)
 
