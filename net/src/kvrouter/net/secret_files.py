@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvrouter.net.file_version import file_version
 from kvrouter.net.logs import get_logger
 
 log = get_logger(__name__)
@@ -107,3 +106,15 @@ class FollowedSecret(Generic[_T]):
             log.error("secret.unreadable", cause=str(error), uses="the previous secret")
         else:
             self._on_reload(self._content)
+
+
+FileVersion = tuple[int, int, int, int]
+
+
+def file_version(path: str | os.PathLike[str]) -> FileVersion | None:
+    """Returns what changes when a file does, or the target of a link as Kubernetes replaces it; None without a file."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode

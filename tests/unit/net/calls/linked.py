@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvrouter.net.calls.client_stream import ClientStream
-from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.limits import CallLimits
+from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import RunningCall
 from kvrouter.net.calls.server_call import Method, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream

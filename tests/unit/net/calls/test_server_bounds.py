@@ -9,7 +9,7 @@ import grpc
 import pytest
 from kvrouter.net.calls import CallLimits, CallStreamServer, Context
 from kvrouter.net.calls import server_connection as connections
-from kvrouter.net.calls.counts import CallStreamCounts
+from kvrouter.net.calls.limits import CallStreamCounts
 from kvrouter.net.calls.server_call import Method
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.v1.calls_pb2 import CallRequest, OpenCallStreamRequest, OpenCallStreamResponse

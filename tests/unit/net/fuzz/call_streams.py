@@ -7,9 +7,8 @@ import random
 import grpc
 from google.protobuf.message import Message
 from kvrouter.net.calls.client_stream import ClientStream
-from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import NotSent, ProtocolViolation
-from kvrouter.net.calls.limits import CallLimits
+from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import RunningCall
 from kvrouter.net.calls.server_call import ServerCall
 from kvrouter.v1.calls_pb2 import (

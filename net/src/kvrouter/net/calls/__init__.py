@@ -6,13 +6,12 @@ them over gRPC. A message carries all that is ready when the stream can take it.
 """
 
 from kvrouter.net.calls.client import CallStreamClient
-from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import (
     CallTimedOut,
     NotSent,
     OutcomeUnknown,
 )
-from kvrouter.net.calls.limits import CallLimits
+from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.peer_check import Context, Peer, PeerCheck
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.calls.server import SERVICE, CallStreamServer

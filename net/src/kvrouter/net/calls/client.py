@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from kvrouter.net.calls.client_connection import ClientConnection, StreamEnded
-from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import NotSent
-from kvrouter.net.calls.limits import CallLimits
+from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.http2 import Metadata
 from kvrouter.net.logs import get_logger

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import (
     CallTimedOut,
     NotSent,
     OutcomeUnknown,
     ProtocolViolation,
+    parse,
 )
-from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
-from kvrouter.net.calls.parsing import parse
+from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.net.flood_budget import FloodBudget
 from kvrouter.net.logs import get_logger

@@ -10,9 +10,8 @@ from functools import cached_property
 from typing import Any
 
 import grpc.aio
-from kvrouter.net.calls.counts import CallStreamCounts
 from kvrouter.net.calls.errors import ProtocolViolation
-from kvrouter.net.calls.limits import CallLimits
+from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.peer_check import Context, Peer, PeerCheck
 from kvrouter.net.calls.server_call import Method, ServerCall, StreamingHandler, UnaryHandler
 from kvrouter.net.calls.server_connection import StreamConnection, refuse

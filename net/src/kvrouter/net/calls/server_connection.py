@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
-from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import ProtocolViolation
-from kvrouter.net.calls.limits import CallLimits
-from kvrouter.net.calls.parsing import parse
+from kvrouter.net.calls.errors import ProtocolViolation, parse
+from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.peer_check import Context, Peer
 from kvrouter.net.calls.server_call import Method, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream

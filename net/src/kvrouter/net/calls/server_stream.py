@@ -11,10 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
-from kvrouter.net.calls.counts import CallStreamCounts
-from kvrouter.net.calls.errors import ProtocolViolation
-from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits
-from kvrouter.net.calls.parsing import parse
+from kvrouter.net.calls.errors import ProtocolViolation, parse
+from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_call import PART, Method, ServerCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (

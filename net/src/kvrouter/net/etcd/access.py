@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from kvrouter.net.secret_files import FollowedSecret, read_secret_line
-from kvrouter.net.tls.options import TlsOptions
+from kvrouter.net.tls.certificates import TlsOptions
 from kvrouter.net.tls.tls import Tls
 
 

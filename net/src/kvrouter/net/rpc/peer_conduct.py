@@ -12,6 +12,8 @@ import os
 import socket
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import unquote
 
@@ -146,3 +148,35 @@ def _address_of(peer: str) -> _Address | None:
         return _normal(host.strip("[]")), int(port)
     except ValueError:
         return None
+
+
+MAX_CALLS = 256
+"""Default of the maximum number of such calls."""
+
+
+class EvictableCalls:
+    """Calls that may end at any time, since their clients have shown no credential."""
+
+    def __init__(self, limit: int = MAX_CALLS) -> None:
+        self.limit = limit
+        self.evicted = 0
+        """Number of calls that were ended because a further one came."""
+        self._timeouts: dict[asyncio.Timeout, None] = {}
+
+    def __len__(self) -> int:
+        """Returns the number of running calls."""
+        return len(self._timeouts)
+
+    @contextmanager
+    def running(self, timeout: asyncio.Timeout) -> Iterator[None]:
+        """Counts a call while the context lasts. ``timeout``, in which the call runs, ends when the call is evicted."""
+        if len(self._timeouts) >= self.limit:
+            oldest = next(iter(self._timeouts))
+            del self._timeouts[oldest]
+            self.evicted += 1
+            oldest.reschedule(0.0)
+        self._timeouts[timeout] = None
+        try:
+            yield
+        finally:
+            self._timeouts.pop(timeout, None)

@@ -12,9 +12,8 @@ from kvrouter.net.calls import CallStreamCounts, CallStreamServer, PeerCheck
 from kvrouter.net.calls.peer_check import Context
 from kvrouter.net.http2.options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.net.rpc.call_gate import CallGate
-from kvrouter.net.rpc.server_reflection import add_reflection
 from kvrouter.net.rpc.standard_services import SERVICE as HEALTH_SERVICE
-from kvrouter.net.rpc.standard_services import HealthService
+from kvrouter.net.rpc.standard_services import HealthService, add_reflection
 from kvrouter.net.tls import Tls, add_port
 
 

@@ -1,17 +1,19 @@
-"""Serves grpc.health.v1, so that a client that does not read what it watches delays nobody.
+"""Serves grpc.health.v1 and server reflection.
 
 The servicer of grpcio-health-checking writes to each watching client while it holds the lock that a change of the
-status needs, and keeps every name that clients ask for.
+status needs, and keeps every name that clients ask for. grpcio-reflection serves v1alpha only; the messages of v1 have
+the same encoding, so one servicer answers both.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from kvrouter.net.calls import Context
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -80,3 +82,25 @@ async def _write(context: Context, response: HealthCheckResponse) -> None:
         await asyncio.wait({writing}, timeout=_WRITE_SECONDS)
         writing.cancel()
         raise
+
+
+V1_SERVICE = "grpc.reflection.v1.ServerReflection"
+"""Full name of version 1, of which grpcio-reflection has no descriptor: it is served but not listed."""
+
+
+def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
+    """Serves the descriptors of a server's services to tools such as grpcurl and buf.
+
+    Args:
+        server: The server, not started yet.
+        services: Full names of its services.
+    """
+    servicer = reflection.aio.ReflectionServicer([*services, reflection.SERVICE_NAME])
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    info = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler(V1_SERVICE, {"ServerReflectionInfo": info})
+    server.add_generic_rpc_handlers((handler,))

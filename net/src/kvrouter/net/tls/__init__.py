@@ -1,9 +1,8 @@
 """Transport security: certificates from files, which are read again when they change, for gRPC and HTTP."""
 
-from kvrouter.net.tls.certificates import InvalidCertificate
+from kvrouter.net.tls.certificates import ClientAuth, InvalidCertificate, InvalidTls, TlsOptions
 from kvrouter.net.tls.channel import open_channel
 from kvrouter.net.tls.listening import add_port, warn_if_exposed
-from kvrouter.net.tls.options import ClientAuth, InvalidTls, TlsOptions
 from kvrouter.net.tls.tls import Tls
 
 __all__ = [

@@ -6,7 +6,7 @@ import ipaddress
 
 import grpc.aio
 from kvrouter.net.logs import get_logger
-from kvrouter.net.tls.options import InvalidTls
+from kvrouter.net.tls.certificates import InvalidTls
 from kvrouter.net.tls.tls import Tls
 
 log = get_logger(__name__)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ssl
 
 import grpc
-from kvrouter.net.tls.certificates import CertificateFiles, Certificates
-from kvrouter.net.tls.options import TlsOptions
+from kvrouter.net.tls.certificates import CertificateFiles, Certificates, TlsOptions
 
 
 class Tls:

@@ -10,7 +10,7 @@ import structlog
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.key_file import KeyFile, KeyFileError, read_key_file
-from kvrouter.net.file_version import file_version
+from kvrouter.net.secret_files import file_version
 from prometheus_client import CollectorRegistry, Gauge
 
 log = structlog.get_logger(component="frontend")

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens, SigningKeys
 from kvrouter.frontend.access.key_file import KeyFileError, read_protected
-from kvrouter.net.file_version import file_version
+from kvrouter.net.secret_files import file_version
 from prometheus_client import CollectorRegistry, Gauge
 
 log = structlog.get_logger(component="frontend")

@@ -2,8 +2,8 @@
 
 nats-server stops a stream at its first failed write, for example on a full disk, and does not resume it when the disk
 has space again (``kvrouter.net.nats.event_stream.write_error``). A restart of the server helps. Recreating the stream
-with the same configuration helps too, and frees its disk space. A replica's unread messages are lost: they show as gaps,
-and are fetched from the workers.
+with the same configuration helps too, and frees its disk space. A replica's unread messages are lost: they show as
+gaps, and are fetched from the workers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
-from kvrouter.net.rpc.evictable_calls import EvictableCalls
+from kvrouter.net.rpc.peer_conduct import EvictableCalls
 from kvrouter.net.token_bucket import TokenBucket
 from prometheus_client import CONTENT_TYPE_LATEST
 
