@@ -28,16 +28,16 @@ from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.http_server import _Connections
 from kvrouter.runtime.kv_transfer import KvTransfer
-from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
-from kvrouter.runtime.telemetry.callers import CallerMetrics
-from kvrouter.runtime.telemetry.event_loop import EventLoopMetrics
-from kvrouter.runtime.telemetry.grpc_servers import expose_conduct
+from kvrouter.runtime.telemetry.connections import (
+    CallerMetrics,
+    CallStreamMetrics,
+    NatsMetrics,
+    TlsMetrics,
+    expose_conduct,
+)
 from kvrouter.runtime.telemetry.health import readiness_gauge
-from kvrouter.runtime.telemetry.metrics import new_registry
-from kvrouter.runtime.telemetry.nats import NatsMetrics
-from kvrouter.runtime.telemetry.quarantine import metered_quarantine
-from kvrouter.runtime.telemetry.tls import TlsMetrics
-from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.telemetry.metrics import EventLoopMetrics, metered_quarantine, new_registry
+from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.scheduler.load.pools import rank_load_gauges
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.queue.queued_requests import queue_gauges

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 from kvrouter.net.rpc.server import BindFailed
-from kvrouter.runtime.process.shared_port import shared_port
+from kvrouter.runtime.process.hosting import shared_port
 
 
 def listener(port: int, *, share: bool) -> socket.socket:

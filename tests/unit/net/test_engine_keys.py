@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvrouter.net.auth.engine_keys import EngineKeys
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.net.secret_files import UnreadableSecret
 
 SECRET = "engine-secret"  # noqa: S105

@@ -2,7 +2,7 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.deadline import Backoff
 
 
 @given(st.integers(0, 1000), st.integers(1, 2000))

@@ -1,7 +1,7 @@
 """Which versions of etcd hold users to their permissions."""
 
 import pytest
-from kvrouter.runtime.process.etcd_version import is_outdated
+from kvrouter.runtime.process.context import is_outdated
 
 
 @pytest.mark.parametrize("version", ["3.4.44", "3.5.1", "3.5.32", "3.6.0", "3.6.13", "3.7.0", "3.6.5-rc.1"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.runtime.fair_bound import FREE, WANTING_S, FairBound
+from kvrouter.runtime.bounds import FREE, WANTING_S, FairBound
 
 
 def fill(bound: FairBound, tenant: str, weight: float = 1.0) -> int:

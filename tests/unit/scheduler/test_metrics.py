@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.runtime.telemetry.model_labels import MAX_MODELS, OTHER_MODELS
+from kvrouter.runtime.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from prometheus_client import CollectorRegistry
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from kvrouter.net import trace_context
-from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
 from prometheus_client import CollectorRegistry
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
 from prometheus_client import CollectorRegistry
 

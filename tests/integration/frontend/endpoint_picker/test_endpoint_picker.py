@@ -15,7 +15,7 @@ from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
 from kvrouter.v1.scheduler_pb2 import BusyThresholds, GetStatusRequest, SetBusyThresholdRequest
 from prometheus_client import CollectorRegistry

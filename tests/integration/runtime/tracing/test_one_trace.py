@@ -19,7 +19,7 @@ from kvrouter.devtools.system.stack import until_serving
 from kvrouter.net import trace_context
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.runtime.tracing import tracer
-from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

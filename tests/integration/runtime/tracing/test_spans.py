@@ -8,7 +8,7 @@ import re
 import pytest
 from kvrouter.net import trace_context
 from kvrouter.runtime.tracing import Kind, current_span, request_span, span
-from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
 from kvrouter.runtime.tracing.spans import OFF
 from kvrouter.v1.errors import NoWorkers

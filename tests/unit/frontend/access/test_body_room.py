@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kvrouter.frontend.access import body_room
 from kvrouter.frontend.access.body_room import BodyRoom, BodyRooms
-from kvrouter.runtime.fair_bound import FairBound
+from kvrouter.runtime.bounds import FairBound
 from kvrouter.v1.errors import Overloaded
 
 

@@ -1,6 +1,6 @@
 import pytest
 from kvrouter.indexer.api.requests import check_prompt, encoded_dump_response, scope_of
-from kvrouter.runtime.component_field import component_name
+from kvrouter.runtime.request_fields import component_name
 from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.indexer_pb2 import DumpResponse, FindMatchesRequest, LocalHashes, RankState, TokenIds

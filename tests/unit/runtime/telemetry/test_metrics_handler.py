@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from kvrouter.runtime.telemetry import metrics_handler
-from kvrouter.runtime.telemetry.metrics_handler import MetricsHandler
+from kvrouter.runtime.telemetry import metrics as metrics_handler
+from kvrouter.runtime.telemetry.metrics import MetricsHandler
 
 
 def serving(handler: MetricsHandler) -> TestServer:

@@ -37,7 +37,7 @@ from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
-from kvrouter.net.auth.engine_keys import EngineKeys
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import KvRouterError, UnknownModel
 from kvrouter.v1.frontend_pb2 import ListModelsRequest, Model

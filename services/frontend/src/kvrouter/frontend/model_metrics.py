@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
-from kvrouter.runtime.telemetry.model_labels import model_label
+from kvrouter.runtime.telemetry.metrics import model_label
 from prometheus_client import CollectorRegistry, Counter
 
 _REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)

@@ -29,10 +29,10 @@ from kvrouter.frontend.schedulers.client_sessions import kept_session, open_sess
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
-from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.request_fields import component_name
 from kvrouter.runtime.rpc import not_awaited_by_drain
 from kvrouter.v1.common_pb2 import Component, Stage
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError, SessionLost

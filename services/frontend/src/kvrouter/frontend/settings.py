@@ -11,11 +11,10 @@ from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tool_formats import ToolFormatName
-from kvrouter.net.auth.engine_keys import EngineKeys
 from kvrouter.net.engine_fields import INTERNAL
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.net.model_files import NAMES
-from kvrouter.runtime.config.engine_keys import ENGINE_KEYS_FILE, EngineKeysFile
-from kvrouter.runtime.config.files import can_be_written
+from kvrouter.runtime.config.fields import ENGINE_KEYS_FILE, EngineKeysFile, can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
 from kvrouter.runtime.config.static_workers import StaticEndpoints
 from pydantic import AfterValidator, AliasChoices, Field, StringConstraints, model_validator

@@ -24,11 +24,10 @@ from kvrouter.net.model_files import TOKENIZER
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
-from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
+from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.runtime.telemetry.callers import CallerMetrics
-from kvrouter.runtime.telemetry.grpc_servers import expose_servers
+from kvrouter.runtime.telemetry.connections import CallerMetrics, expose_servers
 from kvrouter.runtime.tracing import tracer
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry

@@ -6,8 +6,8 @@ from typing import Literal
 
 from kvrouter.mocker.poison import PoisonEffect
 from kvrouter.mocker.serving.settings import EngineServerSettings
+from kvrouter.runtime.config.fields import RoleOption, TransportOption
 from kvrouter.runtime.config.settings import Name
-from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
 from pydantic import Field, model_validator
 
 

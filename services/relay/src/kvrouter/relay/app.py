@@ -16,10 +16,9 @@ from kvrouter.relay.engine_sockets import EndpointRefused, Endpoints
 from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.relay.relaying import EventSource, RelayedRanks, relaying
 from kvrouter.relay.settings import RelaySettings
-from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
+from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.runtime.telemetry.callers import CallerMetrics
-from kvrouter.runtime.telemetry.grpc_servers import expose_servers
+from kvrouter.runtime.telemetry.connections import CallerMetrics, expose_servers
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry

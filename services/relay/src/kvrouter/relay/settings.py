@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from kvrouter.publisher.adapters.zmq_events import Dialect
-from kvrouter.runtime.config.addresses import check_socket_endpoint
+from kvrouter.runtime.config.fields import RoleOption, TransportOption, check_socket_endpoint
 from kvrouter.runtime.config.settings import Name, ServiceSettings
-from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
 from pydantic import Field, field_validator
 
 

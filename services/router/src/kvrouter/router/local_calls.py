@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.message import Message
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc.method_names import methods_by_python_name
+from kvrouter.runtime.rpc.methods import methods_by_python_name
 from kvrouter.v1 import frontend_pb2
 
 _NAMES = {

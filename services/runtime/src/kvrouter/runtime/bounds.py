@@ -1,8 +1,10 @@
-"""How full the bounded parts of a process are: queues, buffers, connection limits and caches."""
+"""Bounds of queues and rooms: what they hold, their limits, and fair shares of them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -71,3 +73,79 @@ def bounds_of(registry: CollectorRegistry) -> Bounds:
     if found is None:
         found = _bounds[registry] = Bounds(registry)
     return found
+
+
+WANTING_S = 5.0
+"""Time for which a refused tenant counts as active, seconds: clients retry after one second."""
+
+FREE = 0.75
+"""Part of the bound that anybody may fill. The rest is left for tenants below their share: with equal weights, three
+quarters taken by one tenant leave the others room until it has shrunk."""
+
+
+@dataclass(slots=True)
+class _Use:
+    amount: float
+    requests: int
+    weight: float
+
+
+class FairBound:
+    """The bound. It knows amounts and no requests."""
+
+    def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Starts empty; ``most`` is what may be in use, 0 for no limit, and ``clock`` returns seconds."""
+        self._clock = clock
+        self._wanting: dict[str, tuple[float, float]] = {}
+        """Weight of refused tenants, and the time until which they count."""
+        self.most = most
+        self.used = 0.0
+        self._tenants: dict[str, _Use] = {}
+
+    def try_add(self, tenant: str, weight: float, amount: float, *, requests: int = 1) -> bool:
+        """Adds an amount of a tenant. Returns False, and adds nothing, if there is no room for it.
+
+        ``requests`` is 0 if more is added for a request that has an amount already.
+        """
+        if self.most and self.used and not self._has_room(tenant, weight, amount):
+            self._wanting[tenant] = weight, self._clock() + WANTING_S
+            return False
+        self.add(tenant, weight, amount, requests=requests)
+        return True
+
+    def add(self, tenant: str, weight: float, amount: float, *, requests: int = 1) -> None:
+        """Adds an amount of a tenant whether there is room for it or not."""
+        self._wanting.pop(tenant, None)
+        use = self._tenants.get(tenant)
+        if use is None:
+            use = self._tenants[tenant] = _Use(0.0, 0, weight)
+        use.amount += amount
+        use.requests += requests
+        use.weight = weight
+        self.used += amount
+
+    def remove(self, tenant: str, amount: float, *, requests: int = 1) -> None:
+        """Removes an amount that was added; ``requests`` is 0 if its request keeps a rest."""
+        use = self._tenants[tenant]
+        use.amount -= amount
+        use.requests -= requests
+        self.used -= amount
+        if not use.requests:
+            del self._tenants[tenant]
+        if not self._tenants:
+            self.used = 0.0  # Sums of fractions leave a rest.
+
+    def _has_room(self, tenant: str, weight: float, amount: float) -> bool:
+        after = self.used + amount
+        if after > self.most:
+            return False
+        if after <= self.most * FREE:
+            return True
+        now = self._clock()
+        for name in [name for name, (_, until) in self._wanting.items() if until < now]:
+            del self._wanting[name]
+        weights = {name: each[0] for name, each in self._wanting.items()}
+        weights |= {name: each.weight for name, each in self._tenants.items()}
+        weights[tenant] = weight
+        own = self._tenants[tenant].amount if tenant in self._tenants else 0.0
+        return own + amount <= self.most * weight / sum(weights.values())

@@ -21,8 +21,7 @@ from kvrouter.net.rpc.server import BindFailed
 from kvrouter.net.tls import Tls, warn_if_exposed
 from kvrouter.net.token_bucket import TokenBucket
 from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.http_refusals import JsonRequestHandler, ending
-from kvrouter.runtime.http_strangers import END_OF_HEADERS, MAX_HELD_BYTES, StrangerTurns
+from kvrouter.runtime.http_connections import END_OF_HEADERS, MAX_HELD_BYTES, JsonRequestHandler, StrangerTurns, ending
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 MAX_CONNECTIONS = 16_384

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
-from kvrouter.runtime.telemetry.model_labels import model_label
+from kvrouter.runtime.telemetry.metrics import model_label
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector

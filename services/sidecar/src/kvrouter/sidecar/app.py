@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import aiohttp
-from kvrouter.net.auth.engine_keys import EngineKeys
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.relay.metrics import RelayMetrics
-from kvrouter.runtime.telemetry.callers import CallerMetrics
-from kvrouter.runtime.telemetry.grpc_servers import expose_servers
+from kvrouter.runtime.telemetry.connections import CallerMetrics, expose_servers
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.sidecar.engine_options import options_of_engines
 from kvrouter.sidecar.engines.http import EngineHttp

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvrouter.publisher.adapters.translation import TranslationOptions
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.relay.relaying import EventSource
-from kvrouter.runtime.config.worker_options import ROLES, TRANSPORTS
+from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.tracing import tracer
 from kvrouter.sidecar.engines.description import EngineDescription, Overrides
 from kvrouter.sidecar.settings import SidecarSettings

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from kvrouter.runtime.config.addresses import check_socket_endpoint
-from kvrouter.runtime.config.engine_keys import ENGINE_KEYS_FILE, EngineKeysFile
+from kvrouter.runtime.config.fields import (
+    ENGINE_KEYS_FILE,
+    EngineKeysFile,
+    RoleOption,
+    TransportOption,
+    check_socket_endpoint,
+)
 from kvrouter.runtime.config.settings import Name, ServiceSettings
-from kvrouter.runtime.config.worker_options import RoleOption, TransportOption
 from kvrouter.sidecar.engines.description import NO_EVENTS
 from kvrouter.sidecar.engines.detection import EngineKindOption
 from pydantic import Field, field_validator, model_validator

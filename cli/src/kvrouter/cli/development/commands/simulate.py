@@ -125,7 +125,7 @@ def simulate_command(
     """Run a workload against simulated engines, with any routing policy, in virtual time."""
     from kvrouter.cli.development import simulate
     from kvrouter.mocker.engine.config import EngineConfig
-    from kvrouter.runtime.config.files import can_be_written
+    from kvrouter.runtime.config.fields import can_be_written
     from kvrouter.scheduler.request.options import RoutingOptions
     from kvrouter.simulator.plan import InvalidPolicy, Plan, routing_options
     from kvrouter.simulator.simulation import Setting

@@ -70,7 +70,7 @@ def tune_command(
     from kvrouter.cli.development.simulate import time_model_of, workload_of
     from kvrouter.cli.development.tune import gain, present_options, show
     from kvrouter.mocker.engine.config import EngineConfig
-    from kvrouter.runtime.config.files import can_be_written
+    from kvrouter.runtime.config.fields import can_be_written
     from kvrouter.scheduler.request.options import Thresholds
     from kvrouter.simulator.tuning.candidates import Candidate, candidates
     from kvrouter.simulator.tuning.configuration import toml_of

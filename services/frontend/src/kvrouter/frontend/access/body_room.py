@@ -15,7 +15,7 @@ from contextvars import ContextVar, Token
 from typing import NamedTuple
 
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant
-from kvrouter.runtime.fair_bound import FREE, FairBound
+from kvrouter.runtime.bounds import FREE, FairBound
 from kvrouter.v1.errors import Overloaded, TooLarge
 
 WAIT_SECONDS = 5.0

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 
 from kvrouter.frontend.access.body_room import MAX_WAITING, BodyRoom, BodyRooms, current_room
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant
-from kvrouter.runtime.bounds import bounds_of
+from kvrouter.runtime.bounds import FairBound, bounds_of
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.fair_bound import FairBound
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.errors import Overloaded
 from prometheus_client import CollectorRegistry, Counter

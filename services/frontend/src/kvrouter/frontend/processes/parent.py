@@ -21,13 +21,12 @@ from kvrouter.frontend.processes.merged_metrics import MergedMetrics
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
 from kvrouter.net.tls import Tls
-from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.deadline import Backoff
+from kvrouter.runtime.http_connections import nobody
 from kvrouter.runtime.http_server import HttpLimits, serving_http
-from kvrouter.runtime.http_strangers import nobody
+from kvrouter.runtime.process.hosting import shared_port
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.runtime.process.shared_port import shared_port
-from kvrouter.runtime.telemetry.metrics import new_registry
-from kvrouter.runtime.telemetry.metrics_handler import MetricsHandler
+from kvrouter.runtime.telemetry.metrics import MetricsHandler, new_registry
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 log = structlog.get_logger(component="frontend")

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from kvrouter.net.calls import NotSent
 from kvrouter.net.loop_budget import loop_budget
-from kvrouter.runtime.discovery.openai_server import connection_failure
+from kvrouter.runtime.openai_server import connection_failure
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 
 _CONNECT_SECONDS = 10.0

@@ -42,13 +42,12 @@ from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net import trace_context
-from kvrouter.net.auth.engine_keys import EngineKeys
 from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.net.engine_fields import HARMLESS_HEADERS, quotes_internal, shown_failure
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.discovery.openai_server import is_openai_server
-from kvrouter.runtime.engine_health import is_alive
+from kvrouter.runtime.openai_server import is_alive, is_openai_server
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvrouter.frontend.workers.failures import WorkerFailure
-from kvrouter.runtime.backoff import Backoff
-from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.deadline import Backoff, Deadline
 
 _MAX_NOT_SENT = 16
 """Attempts that never reach their worker and cost nothing; bounds the changes between pools of unreachable workers."""

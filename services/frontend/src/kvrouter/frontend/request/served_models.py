@@ -10,7 +10,7 @@ from kvrouter.frontend.request.validation import resolve_model
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.discovery.openai_server import is_openai_server
+from kvrouter.runtime.openai_server import is_openai_server
 from kvrouter.v1.errors import NoWorkers, UnknownModel
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration

@@ -23,8 +23,7 @@ from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
 from kvrouter.net import trace_context
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
-from kvrouter.runtime.backoff import Backoff
-from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.deadline import Backoff, Deadline
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import (

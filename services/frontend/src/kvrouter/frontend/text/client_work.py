@@ -15,8 +15,7 @@ from enum import StrEnum
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvrouter.frontend.text.turns import FairTurns, Owner
-from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.fair_bound import FairBound
+from kvrouter.runtime.bounds import FairBound, bounds_of
 from kvrouter.v1.errors import KvRouterError, Overloaded, RateLimited
 from prometheus_client import CollectorRegistry, Counter
 

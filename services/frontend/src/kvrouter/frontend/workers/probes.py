@@ -16,7 +16,7 @@ from kvrouter.frontend.workers.connection import Probe
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.pool import WorkerPool
 from kvrouter.frontend.workers.stall_trials import StallTrials
-from kvrouter.runtime.config.addresses import is_url
+from kvrouter.runtime.config.fields import is_url
 from kvrouter.runtime.discovery.directory import Directory
 
 log = structlog.get_logger(component="frontend")

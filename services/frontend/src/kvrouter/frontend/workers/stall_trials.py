@@ -16,7 +16,7 @@ from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import ObservedWorker
 from kvrouter.frontend.workers.pool import WorkerPool
-from kvrouter.runtime.config.addresses import is_url
+from kvrouter.runtime.config.fields import is_url
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Role, Stage
 from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest

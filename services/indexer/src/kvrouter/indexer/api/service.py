@@ -17,9 +17,9 @@ from kvrouter.indexer.replica.replica import Replica
 from kvrouter.indexer.snapshots.coordinator import AWAY, NothingApplied, OthersLive
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.indexer.snapshots.lock import LockLost
-from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.packed_hashes import pack_local_hashes
+from kvrouter.runtime.request_fields import component_name
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.errors import (

@@ -13,7 +13,7 @@ from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer
 from kvrouter.indexer.ingest.read_position import CatchUp, Position, Recreate, StreamView, is_behind, plan
-from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.deadline import Backoff
 
 log = structlog.get_logger(component="indexer")
 

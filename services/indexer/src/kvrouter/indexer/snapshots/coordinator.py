@@ -34,7 +34,7 @@ from kvrouter.indexer.snapshots.store import SnapshotStore
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import AWAY as ETCD_AWAY
 from kvrouter.net.etcd import EtcdAccess, connect
-from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.deadline import Backoff
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor

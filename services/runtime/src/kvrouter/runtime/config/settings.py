@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from kvrouter.net.etcd import EtcdAccess
 from kvrouter.net.nats.access import NatsAccess
 from kvrouter.net.tls import Tls, TlsOptions
-from kvrouter.runtime.config.addresses import Address, Name, OptionalAddress
+from kvrouter.runtime.config.fields import Address, Name, OptionalAddress
 from kvrouter.runtime.config.sources import SettingsError, load, load_all
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, read_static_file, static_component
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvrouter.net.engine_fields import EngineName
-from kvrouter.runtime.config.addresses import AddressOrUrl, Name, is_url
-from kvrouter.runtime.config.worker_options import RoleOption
+from kvrouter.runtime.config.fields import AddressOrUrl, Name, RoleOption, is_url
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 

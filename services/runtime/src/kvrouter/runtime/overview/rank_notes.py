@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrouter.runtime.overview.durations import duration
 from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.scheduler_pb2 import RankStatus
@@ -78,3 +77,17 @@ def _of_index(stats: RankStats) -> Iterator[Note]:
     if stats.silent:
         heard = f"for {duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "yet"
         yield Note("error", f"no heartbeat {heard}")
+
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+
+
+def duration(seconds: float) -> str:
+    """Formats a time: ``3 ms``, ``1.2 s``, ``48 s``, ``5 min``, ``3.5 h``, ``12 d``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < _MINUTE:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < _HOUR:
+        return f"{seconds / _MINUTE:.0f} min"
+    return f"{seconds / _HOUR:.1f} h" if seconds < _DAY else f"{seconds / _DAY:.0f} d"

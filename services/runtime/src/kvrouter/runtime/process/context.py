@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import structlog
+from aetcd import rpc
 from kvrouter.net.auth import CallerCheck, ServiceToken, showing
-from kvrouter.net.etcd import LeasedKeys
+from kvrouter.net.etcd import AWAY, EtcdAccess, LeasedKeys, connect
 from kvrouter.net.nats.connection import connect_nats
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
-from kvrouter.runtime.process.etcd_version import warn_if_outdated
-from kvrouter.runtime.telemetry.call_streams import CallStreamMetrics
-from kvrouter.runtime.telemetry.callers import CallerMetrics
-from kvrouter.runtime.telemetry.metrics import new_registry
-from kvrouter.runtime.telemetry.nats import NatsMetrics
-from kvrouter.runtime.telemetry.quarantine import metered_quarantine
+from kvrouter.runtime.telemetry.connections import CallerMetrics, CallStreamMetrics, NatsMetrics
+from kvrouter.runtime.telemetry.metrics import metered_quarantine, new_registry
 from kvrouter.runtime.tracing.configuration import tracing
 from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 _WITHDRAW_SECONDS = 5.0
 """Maximum time to delete registrations at the end; if etcd is away, the lease expires instead."""
@@ -137,3 +137,37 @@ async def _running(
             yield runtime
         finally:
             await runtime.close()
+
+
+log = structlog.get_logger(component="discovery")
+
+_CALL_SECONDS = 3.0
+REPAIRED = ((3, 5, 33), (3, 6, 14), (3, 7, 1))
+"""First release of each series that is not affected by CVE-2026-33343, -33413, -44283 and -73499."""
+
+
+def is_outdated(version: str) -> bool:
+    """Returns whether users of this version of etcd can evade their permissions; False for an unknown form."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if found is None:
+        return False
+    numbers = tuple(map(int, found.groups()))
+    return numbers < next((first for first in REPAIRED if first[:2] >= numbers[:2]), (0,))
+
+
+async def warn_if_outdated(etcd: EtcdAccess) -> None:
+    """Logs ``etcd.outdated`` if this process has a user in an etcd whose users can evade their permissions."""
+    if not etcd.user:
+        return
+    async for attempt in AsyncRetrying(
+        retry=retry_if_exception_type(AWAY), wait=wait_random_exponential(multiplier=0.5, max=30)
+    ):
+        with attempt:
+            async with connect(etcd) as client:
+                # Not `client.status`, which asks for the members as well: only administrators may list them.
+                status = client.maintenancestub.Status
+                answer = await status(rpc.StatusRequest(), metadata=client.metadata, timeout=_CALL_SECONDS)
+                version = str(answer.version)
+    if is_outdated(version):
+        advice = f"use {', '.join('.'.join(map(str, each)) for each in REPAIRED)} or newer"
+        log.warning("etcd.outdated", version=version, consequence="users read and write all keys", advice=advice)

@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamClient
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
+from kvrouter.runtime.rpc.methods import full_path, methods_by_python_name
 from kvrouter.v1.errors import DeadlineExceeded, Internal
 
 

@@ -21,8 +21,7 @@ from kvrouter.net.calls import CallStreamClient, CallStreamCounts
 from kvrouter.net.http2.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc.metadata_channel import MetadataChannel
-from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
+from kvrouter.runtime.rpc.methods import full_path, methods_by_python_name
 from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError
 
@@ -259,3 +258,57 @@ async def _end(rpc: Any, sending: asyncio.Task[None]) -> None:
     sending.cancel()
     await asyncio.wait([sending])
     _failure_of(sending)  # Retrieves the exception, so that asyncio does not report it.
+
+
+class MetadataChannel(grpc.aio.Channel):
+    """Adds an entry to the metadata of every call of another channel, which it closes with itself."""
+
+    def __init__(self, channel: grpc.aio.Channel, entry: Callable[[], tuple[str, str]]) -> None:
+        """``entry`` returns the entry for a call; one without a value is left out."""
+        self._channel = channel
+        self._entry = entry
+
+    async def __aenter__(self) -> MetadataChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Implements grpc.aio.Channel."""
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Implements grpc.aio.Channel."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Implements grpc.aio.Channel."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Implements grpc.aio.Channel."""
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
+        """Implements grpc.aio.Channel."""
+        return self._extended(self._channel.unary_unary(*arguments, **named))
+
+    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
+        """Implements grpc.aio.Channel."""
+        return self._extended(self._channel.unary_stream(*arguments, **named))
+
+    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
+        """Implements grpc.aio.Channel."""
+        return self._extended(self._channel.stream_unary(*arguments, **named))
+
+    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
+        """Implements grpc.aio.Channel."""
+        return self._extended(self._channel.stream_stream(*arguments, **named))
+
+    def _extended(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, metadata: Any = None, **named: Any) -> Any:
+            entry = self._entry()
+            return method(*arguments, metadata=(*(metadata or ()), *([entry] if entry[1] else ())), **named)
+
+        return call

@@ -8,9 +8,10 @@ out, the method is cancelled and its async generator closed.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import ipaddress
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 from inspect import isawaitable
@@ -22,16 +23,14 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from kvrouter.net import trace_context
 from kvrouter.net.auth import CallerCheck
-from kvrouter.net.calls import CallStreamCounts, CallStreamServer
+from kvrouter.net.calls import CallStreamCounts, CallStreamServer, ServerCall
 from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.server import GrpcServer, received_trace_context
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc.call_handlers import call_handler
 from kvrouter.runtime.rpc.guard import UNGUARDED, Guard, GuardedPeers
-from kvrouter.runtime.rpc.method_names import full_path, methods_by_python_name
-from kvrouter.runtime.rpc.request_parsing import request_parser
+from kvrouter.runtime.rpc.methods import full_path, methods_by_python_name, request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.tracing import STARTS_TRACES, Kind, request_span, span
 from kvrouter.v1.error_encoding import set_error
@@ -303,3 +302,58 @@ def _is_any(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return host in {"", "*"}
+
+
+def call_handler(
+    path: str,
+    bound: Callable[..., Any],
+    parse: Callable[[bytes], Message],
+    guard: Guard | None = None,
+) -> Callable[[bytes, ServerCall], bytes | Coroutine[Any, Any, bytes]]:
+    """Returns the handler of a method for ``CallStreamServer.add_unary``. A plain function is answered in one step.
+
+    Args:
+        path: The method's path on the wire, for logs.
+        bound: The method of the object.
+        parse: Parses a request.
+        guard: Decides whether a call may run; None for always.
+    """
+    waits = inspect.iscoroutinefunction(bound)
+    takes_connection = "connection" in inspect.signature(bound).parameters
+
+    def handle(encoded: bytes, call: ServerCall) -> bytes | Coroutine[Any, Any, bytes]:
+        try:
+            admitted = UNGUARDED if guard is None else guard.admit(path, call.stream.metadata, len(encoded))
+        except KvRouterError as error:
+            raise refused(error) from None
+        deadline = Deadline.never() if call.time_left is None else Deadline.after(call.time_left)
+        if waits:
+            return answer(encoded, deadline, admitted, trace_context.checked(call.trace_context))
+        context = {"connection": call.stream} if takes_connection else {}
+        try:
+            with admitted:
+                return _encoded(bound(parse(encoded), deadline=deadline, **context))
+        except Exception as error:
+            raise refused(error) from None
+
+    async def answer(
+        encoded: bytes, deadline: Deadline, admitted: AbstractContextManager[None], traceparent: str
+    ) -> bytes:
+        try:
+            with admitted, trace_context.entered(traceparent), span(path[1:], Kind.SERVER):
+                return _encoded(await bound(parse(encoded), deadline=deadline))
+        except Exception as error:
+            raise refused(error) from None
+
+    def refused(error: Exception) -> KvRouterError:
+        if isinstance(error, KvRouterError):
+            log.debug("call.refused", method=path, code=error.code.name, cause=error.message)
+            return error.untraced()
+        log.error("call.failed", method=path, exc_info=error)
+        return INTERNAL_ERROR.untraced()
+
+    return handle
+
+
+def _encoded(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()

@@ -7,25 +7,31 @@ test starts with an empty registry.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 
 import structlog
 from aiohttp import web
 from kvrouter import core
+from kvrouter.net.decoding import Quarantine
+from kvrouter.net.rpc.peer_conduct import EvictableCalls
 from kvrouter.net.tls import Tls
+from kvrouter.net.token_bucket import TokenBucket
+from kvrouter.runtime.http_connections import nobody
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
-from kvrouter.runtime.http_strangers import nobody
-from kvrouter.runtime.telemetry.event_loop import EventLoopMetrics
+from kvrouter.runtime.telemetry.connections import TlsMetrics
 from kvrouter.runtime.telemetry.health import HealthBoard
-from kvrouter.runtime.telemetry.metrics_handler import MetricsHandler
-from kvrouter.runtime.telemetry.tls import TlsMetrics
+from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.version import VERSION
 from prometheus_client import (
+    CONTENT_TYPE_LATEST,
     GC_COLLECTOR,
     PLATFORM_COLLECTOR,
     PROCESS_COLLECTOR,
     CollectorRegistry,
+    Counter,
+    Gauge,
     Info,
     generate_latest,
 )
@@ -114,3 +120,106 @@ async def _serving(
     ) as (_, bound):
         log.info("http.listening", address=f"{host}:{bound}", encrypted=tls is not None)
         yield f"{host}:{bound}"
+
+
+_MOST_UNREAD = 16
+"""Responses that are sent at once. A further one ends the oldest."""
+_SECONDS = 10.0
+"""Time for a client to read a response, seconds."""
+_SHARE = 0.05
+"""Share of a core that expositions may use for good. Beyond it, requests get the newest one."""
+_BURST_SECONDS = 1.0
+"""CPU time that they may use at once, seconds."""
+
+
+class MetricsHandler:
+    """Handles requests for metrics with the newest exposition."""
+
+    def __init__(self, exposition: Callable[[], Awaitable[bytes]]) -> None:
+        """``exposition`` returns all metrics as Prometheus text."""
+        self._exposition = exposition
+        self._newest = b""
+        self._time = TokenBucket(_SHARE, _BURST_SECONDS)
+        self._exposing = asyncio.Lock()
+        self.sending = EvictableCalls(_MOST_UNREAD)
+        """Responses that are being sent."""
+
+    async def send(self, request: web.Request) -> web.StreamResponse:
+        """Sends the metrics."""
+        body = await self._current()
+        response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE_LATEST})
+        response.content_length = len(body)
+        try:
+            async with asyncio.timeout(_SECONDS) as timeout:
+                with self.sending.running(timeout):
+                    await response.prepare(request)
+                    await response.write(body)
+                    await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _current(self) -> bytes:
+        async with self._exposing:
+            if self._time.level() > 0 or not self._newest:
+                began = time.thread_time()
+                self._newest = await self._exposition()
+                self._time.take(time.thread_time() - began)
+            return self._newest
+
+
+PERIOD_S = 0.1
+"""Interval between two measurements, seconds."""
+
+_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+async def lateness() -> AsyncIterator[float]:
+    """Yields every ``PERIOD_S`` how many seconds late a timer of the event loop was."""
+    while True:
+        due = time.monotonic() + PERIOD_S
+        await asyncio.sleep(PERIOD_S)
+        yield max(0.0, time.monotonic() - due)
+
+
+class EventLoopMetrics:
+    """The lateness of a process's event loop as a histogram."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._late = LoopHistogram(
+            "kvrouter_event_loop_late_seconds",
+            "Lateness of a timer of the event loop: the time that a new connection, a lease or a probe waits.",
+            buckets=_BUCKETS,
+            registry=registry,
+        ).of()
+
+    async def run(self) -> None:
+        """Measures until cancelled."""
+        async for seconds in lateness():
+            self._late.observe(seconds)
+
+
+MAX_MODELS = 256
+"""Models with series of their own."""
+OTHER_MODELS = "other"
+"""Label of further models."""
+
+
+def model_label(model: str, labelled: Collection[str]) -> str:
+    """Returns the label of a model: its name, or ``OTHER_MODELS`` if too many others have series already."""
+    return model if model in labelled or len(labelled) < MAX_MODELS else OTHER_MODELS
+
+
+def metered_quarantine(registry: CollectorRegistry) -> Quarantine:
+    """Returns the quarantine of a process, which counts its rejections in the registry."""
+    rejected = Counter(
+        "kvrouter_quarantined",
+        "Entries of etcd and messages of NATS that were quarantined because they cannot be decoded.",
+        ["source", "reason"],
+        registry=registry,
+    )
+    entries = Gauge("kvrouter_quarantined_entries", "Keys and subjects in quarantine.", registry=registry)
+    quarantine = Quarantine(lambda source, reason: rejected.labels(source=source, reason=reason).inc())
+    entries.set_function(lambda: quarantine.size)
+    return quarantine

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvrouter.runtime.config.settings import ServiceSettings
-from kvrouter.runtime.tracing.metrics import TracingMetrics
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 
 class TracingNotInstalled(Exception):
@@ -44,3 +43,16 @@ async def tracing(settings: ServiceSettings, registry: CollectorRegistry) -> Asy
     }
     async with recording(settings.otlp_endpoint, settings.trace_sample_ratio, resource, metrics):
         yield
+
+
+class TracingMetrics:
+    """Counts spans, so that it shows if a collector is away or too slow."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.ended = Counter("kvrouter_trace_spans", "Spans that were sampled and have ended.", registry=registry)
+        self.exported = Counter(
+            "kvrouter_trace_spans_exported",
+            "Spans by outcome of their export: exported or failed. Those that are neither are queued or were dropped.",
+            ["outcome"],
+            registry=registry,
+        )

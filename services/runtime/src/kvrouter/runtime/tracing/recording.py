@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import structlog
 from kvrouter.net import trace_context
 from kvrouter.net.span_context import parent_context, traceparent_of
-from kvrouter.runtime.tracing.metrics import TracingMetrics
+from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.spans import Attribute, Kind, Span, current, install
 from kvrouter.runtime.version import VERSION
 from kvrouter.v1.errors import KvRouterError

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import structlog
 from kvrouter.net.etcd import AWAY, EtcdAccess, connect
-from kvrouter.runtime.component_field import component_name
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.request_fields import component_name
 from kvrouter.scheduler.load.pools import Components
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import Component

@@ -7,7 +7,7 @@ overloaded Scheduler stays so until the mean is below half of the limit.
 
 from __future__ import annotations
 
-from kvrouter.runtime.telemetry.event_loop import PERIOD_S, lateness
+from kvrouter.runtime.telemetry.metrics import PERIOD_S, lateness
 
 SECONDS = 2.0
 """Time constant of the mean, seconds."""

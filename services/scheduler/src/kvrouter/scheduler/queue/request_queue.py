@@ -15,7 +15,7 @@ request with room passes one without, and its rank is chosen when it leaves.
 
 Order: the smallest priority, then the fewest tokens of KV cache to add; waiting time counts at AGING.
 The tenant of least use is next (``fair_order``), and tenants share the capacity of the queue
-(``kvrouter.runtime.fair_bound``).
+(``kvrouter.runtime.bounds``).
 
 No request starves. Once a request has waited PATIENCE_S, the oldest one goes to its cheapest rank even without KV
 cache for it: one at a time, the next when it has started, or after STALL_S. A request behind k older ones therefore
@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvrouter.core import Rank
-from kvrouter.runtime.fair_bound import FairBound
+from kvrouter.runtime.bounds import FairBound
 from kvrouter.scheduler.policies.interface import Choice, Wait
 from kvrouter.scheduler.queue.fair_order import Entry, FairOrder, Place
 from kvrouter.scheduler.request.options import Tenant

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.deadline import Backoff
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.replication.announced_bookings import AnnouncedBookings
 from kvrouter.scheduler.replication.incarnations import RETRY_SECONDS

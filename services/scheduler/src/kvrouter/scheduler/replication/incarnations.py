@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvrouter.runtime.backoff import Backoff
+from kvrouter.runtime.deadline import Backoff
 
 RETRY_SECONDS = (0.25, 30.0)
 """First and longest pause before a Scheduler is asked again, seconds."""

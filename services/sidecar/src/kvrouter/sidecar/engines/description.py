@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvrouter.relay.engine_sockets import Endpoints
-from kvrouter.runtime.config.worker_options import RoleOption
+from kvrouter.runtime.config.fields import RoleOption
 
 EngineKind = Literal["vllm", "sglang"]
 

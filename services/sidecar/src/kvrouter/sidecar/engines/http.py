@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 from kvrouter.net import trace_context
-from kvrouter.runtime.engine_health import is_alive
+from kvrouter.runtime.openai_server import is_alive
 
 _MOST_BYTES = 32 << 20
 """Limit of an answer about the engine itself."""

@@ -28,7 +28,7 @@ from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
-from kvrouter.net.auth.engine_keys import EngineKeys
+from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.packed_hashes import local_hashes_message

@@ -25,7 +25,7 @@ from kvrouter.net.rpc.standard_services import SERVICE as HEALTH_SERVICE
 from kvrouter.net.rpc.standard_services import HealthService, add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.telemetry.grpc_servers import expose_conduct
+from kvrouter.runtime.telemetry.connections import expose_conduct
 from kvrouter.v1.errors import KvRouterError
 from prometheus_client import CollectorRegistry
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from kvrouter.relay.engine_sockets import Endpoints
-from kvrouter.runtime.config.worker_options import RoleOption
+from kvrouter.runtime.config.fields import RoleOption
 from kvrouter.sidecar.engines.description import Discovered
 from kvrouter.sidecar.engines.event_endpoints import at_host, tcp
 from kvrouter.sidecar.engines.http import EngineHttp, UnexpectedAnswer

@@ -1,11 +1,17 @@
-"""Types of options that are names or addresses."""
+"""Types of options that several services have."""
 
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
+from kvrouter.net.engine_keys import EngineKeys
+from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import InvalidName, check_name
 from pydantic import AfterValidator
 
@@ -69,3 +75,38 @@ AddressOrUrl = Annotated[str, AfterValidator(_checked_address_or_url)]
 """host:port of a gRPC service, or URL of an OpenAI API without its /v1."""
 OptionalAddress = Annotated[str, AfterValidator(_checked_optional_address)]
 """host:port, with an IPv6 host in brackets, or empty."""
+
+
+ENGINE_KEYS_FILE: Final = (
+    'File with the keys that engines demand at their HTTP APIs, lines COMPONENT = "KEY" of TOML, of mode 0600 or 0640; '
+    "a change is used at once."
+)
+
+
+def _checked(path: str) -> str:
+    EngineKeys(path)
+    return path
+
+
+EngineKeysFile = Annotated[str, AfterValidator(_checked)]
+"""Path of a file that ``EngineKeys`` can read; empty for none."""
+
+
+RoleOption: TypeAlias = Literal["both", "prefill", "decode"]
+TransportOption: TypeAlias = Literal["default", "durable", "core-nats"]
+
+ROLES: Mapping[RoleOption, Role] = MappingProxyType(
+    {"both": Role.ROLE_BOTH, "prefill": Role.ROLE_PREFILL, "decode": Role.ROLE_DECODE}
+)
+TRANSPORTS: Mapping[TransportOption, Transport] = MappingProxyType(
+    {
+        "default": Transport.TRANSPORT_UNSPECIFIED,
+        "durable": Transport.TRANSPORT_DURABLE,
+        "core-nats": Transport.TRANSPORT_CORE_NATS,
+    }
+)
+
+
+def can_be_written(path: Path) -> bool:
+    """Returns whether a file can be written or created. Call it at the start, so that no work is lost at the end."""
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)

@@ -1,10 +1,27 @@
-"""Checks ids of requests, which become headers and parts of log lines."""
+"""Fields of requests that several services read: component and request id."""
 
 from __future__ import annotations
 
 import re
 
+from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import BadRequest
+from kvrouter.v1.names import ComponentName, InvalidName
+
+
+def component_name(component: Component) -> ComponentName:
+    """Returns the component's name.
+
+    Raises:
+        BadRequest: a part of the name is invalid.
+    """
+    try:
+        return ComponentName(component.namespace, component.name)
+    except InvalidName as error:
+        raise BadRequest(
+            str(error)[:512], field="component", advice="Send a valid namespace and a valid name."
+        ) from None
+
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, line breaks, and halves of pairs, as which Python reads bytes that are not UTF-8."""

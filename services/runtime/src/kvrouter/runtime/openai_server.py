@@ -1,7 +1,4 @@
-"""Listed servers that have an OpenAI API and nothing else: no WorkerService, no events.
-
-Their registration has the URL of that API as ``endpoint`` too, which identifies them.
-"""
+"""Asks servers that have only an OpenAI API what they serve, and whether they live."""
 
 from __future__ import annotations
 
@@ -75,3 +72,21 @@ async def served_models(
         return answer.status, [model.id for model in _MODELS.decode(body).data] if body else None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return answer.status, None
+
+
+_ANSWER = aiohttp.ClientTimeout(total=0.5)
+"""Longest wait for an answer. The request waits meanwhile for its next attempt."""
+
+
+async def is_alive(session: aiohttp.ClientSession, url: str) -> bool:
+    """Returns False if an engine refuses connections, or says at ``/health`` that it has failed.
+
+    The server of a vLLM whose engine has died lives a moment longer. A late answer says nothing.
+    """
+    try:
+        async with session.get(f"{url.rstrip('/')}/health", timeout=_ANSWER) as answer:
+            return answer.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    except TimeoutError:
+        return True
+    except aiohttp.ClientError:
+        return False

@@ -1,14 +1,30 @@
-"""Parses requests within their size limits."""
+"""Methods of services: their names in Python and on the wire, and the parsing of their requests."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import lru_cache
 
-from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.message_limits import InvalidMessage, MessageLimits, TooManyElements
+
+_WORD_START = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+@lru_cache(maxsize=64)
+def methods_by_python_name(service: ServiceDescriptor) -> dict[str, MethodDescriptor]:
+    """Returns a service's methods by their names in ``kvrouter.runtime.contracts``: FindMatches is find_matches."""
+    return {_WORD_START.sub("_", method.name).lower(): method for method in service.methods}
+
+
+def full_path(method: MethodDescriptor) -> str:
+    """Returns the method's path on the wire, such as /kvrouter.v1.IndexerService/FindMatches."""
+    return f"/{method.containing_service.full_name}/{method.name}"
+
 
 _BY_THE_CONTRACT = "Encode it as the .proto files define, which reflection serves."
 
