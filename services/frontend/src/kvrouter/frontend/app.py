@@ -81,7 +81,7 @@ async def running(
     """Runs a Frontend with its Scheduler sessions and worker probes while the context lasts; yields the service.
 
     ``indexer`` is one in this process, which is asked instead of the registered ones. ``shared_limits`` has
-    the counters of limits that other processes share.
+    the counters of limits shared with other processes.
     """
     metrics = FrontendMetrics(runtime.registry)
     links = SchedulerLinks(
@@ -259,14 +259,14 @@ async def _serving_endpoint_picker(
 def request_limits(settings: FrontendSettings) -> MessageLimits:
     """Returns the size limits of a gRPC request to a Frontend.
 
-    They are half of what Scheduler and worker accept, because the requests that the Frontend sends them are larger.
+    They are half of what Scheduler and worker accept, because the requests the Frontend sends them are larger.
     """
     return MessageLimits(settings.max_prompt_tokens, DEFAULT_LIMITS.besides_bytes // 2, DEFAULT_LIMITS.records // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPorts:
-    """How a process serves that shares its ports with others of the same Frontend."""
+    """Serving of a process that shares its ports with others of the same Frontend."""
 
     metrics: Callable[[], Awaitable[bytes]]
     """Returns the metrics of all processes."""
@@ -288,7 +288,7 @@ async def serving_http(
     """Serves the HTTP API while the context lasts; yields its address, host:port.
 
     A client that disconnects cancels its request. When the context ends, running requests may finish. ``scheduler`` is
-    one of this process that is not registered; the web page shows it.
+    one of this process not registered; the web page shows it.
 
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
@@ -343,7 +343,7 @@ async def serve(
 
     Args:
         settings: The options.
-        stopping: Event that stops it.
+        stopping: Event to stop it.
         shared: Set if other processes share the ports.
         started: Called when it listens, with its metrics and with what returns whether it is ready.
 

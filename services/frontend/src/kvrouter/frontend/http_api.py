@@ -49,10 +49,10 @@ _T = TypeVar("_T")
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_TOKEN_BYTES = 8
-"""Maximum size of a text that is tokenized here, bytes for each token that a prompt may have. Escaped Chinese has six
+"""Maximum size of a text tokenized here, bytes for each token a prompt may have. Escaped Chinese has six
 to eight. Decoding a text holds the GIL, about 1 ms for each MiB."""
 _LONG_BODY_BYTES = 64 << 10
-"""Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
+"""Maximum size of a body parsed on the event loop: about 0.3 ms of work."""
 _ADMIN_SECONDS = 10.0
 """Deadline of administrative calls: a few round trips to etcd."""
 
@@ -79,7 +79,7 @@ class HttpApi:
             registry: Metrics of this process.
             body_seconds: Maximum pause within a request's body.
             requests_usage: Whether the usage of forwarded streams is requested for the Frontend's own purpose.
-            engine_keys: Keys that the OpenAI APIs of workers demand; None for none.
+            engine_keys: Keys the OpenAI APIs of workers demand; None for none.
             metrics: Returns the metrics to expose instead of the registry's.
             page: Routes of the web page; none if it is not served.
             allowed_origins: Origins whose pages may call the API.
@@ -129,7 +129,7 @@ class HttpApi:
         handler: Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]],
         limit: Callable[[], int] = lambda: _MAX_BODY_BYTES,
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Returns a handler that reads the body, up to ``limit()`` bytes, into room that it holds until its end."""
+        """Returns a handler reading the body, up to ``limit()`` bytes, into room it holds until its end."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             room = self._frontend.runner.admission.room()
@@ -173,7 +173,7 @@ class HttpApi:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Lists the models that are served, each once, and their LoRA adapters."""
+        """Lists the served models, each once, and their LoRA adapters."""
         answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
         return web.json_response({"object": "list", "data": list(model_objects(answer.models).values())})
 
@@ -201,7 +201,7 @@ class HttpApi:
         return web.json_response(shown(requested.model, in_force))
 
     async def list_busy_thresholds(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Lists the thresholds of all models that have one."""
+        """Lists the thresholds of all models with one."""
         thresholds = await self._frontend.busy_thresholds(deadline=Deadline.after(_ADMIN_SECONDS))
         return web.json_response(listed(thresholds))
 

@@ -104,7 +104,7 @@ class FrontendMetrics:
         )
 
     def ended(self, model: str, code: str) -> Counter:
-        """Returns the counter of requests for a model that is served, with an outcome.
+        """Returns the counter of requests for a served model, with an outcome.
 
         To look it up by its labels takes longer.
         """

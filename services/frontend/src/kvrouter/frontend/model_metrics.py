@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 _REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _PARTS = 16
-"""Parts of a bucket, so that the web page's quantiles are right within a few milliseconds."""
+"""Parts of a bucket, so the web page's quantiles are right within a few milliseconds."""
 _TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -86,11 +86,11 @@ class MetricsByModel:
         self._models: dict[str, ModelMetrics] = {}
 
     def label(self, model: str) -> str:
-        """Returns the label of a model that is served: its name, or ``OTHER_MODELS`` if there are too many."""
+        """Returns the label of a served model: its name, or ``OTHER_MODELS`` if there are too many."""
         return model_label(model, self._models)
 
     def of(self, model: str) -> ModelMetrics:
-        """Returns the metrics of a model that is served."""
+        """Returns the metrics of a served model."""
         found = self._models.get(model)
         if found is None:
             label = self.label(model)

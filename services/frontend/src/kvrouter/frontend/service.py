@@ -92,7 +92,7 @@ class FrontendService:
         access: Access | None = None,
     ) -> None:
         self.models = models
-        """The models that are served."""
+        """The served models."""
         self.runner = runner
         """Runs requests."""
         self.indexers = indexers
@@ -152,7 +152,7 @@ class FrontendService:
             del running  # Its exception's traceback refers to this frame.
 
     async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
-        """Returns the rank that a request would go to. A named booking is made, in the session or under a lease.
+        """Returns the rank a request would go to. A named booking is made, in the session or under a lease.
 
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
@@ -190,7 +190,7 @@ class FrontendService:
             return BestWorkerResponse(selection=selection, session_opened=True)
 
     async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
-        """Returns the load that each rank would have with a request.
+        """Returns the load each rank would have with a request.
 
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker,
@@ -230,7 +230,7 @@ class FrontendService:
         return ReleaseResponse(known=any(answer.known for answer in answers))
 
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
-        """Returns the models that are served."""
+        """Returns the served models."""
         models = describe_models(self._directory.components)
         return ListModelsResponse(models=models if self.access is None else visible(self.access.caller(), models))
 
@@ -319,7 +319,7 @@ class FrontendService:
         return (await scheduler.set_busy_threshold(request, deadline=deadline)).thresholds
 
     async def busy_thresholds(self, *, deadline: Deadline) -> dict[str, BusyThresholds]:
-        """Returns the busy thresholds in force, for every model that has one.
+        """Returns the busy thresholds in force, for every model with one.
 
         Raises:
             KvRouterError: a Scheduler does not answer.

@@ -288,7 +288,7 @@ class FrontendSettings(RoutingSettings):
         return self
 
     def pinned_files(self) -> dict[str, Files]:
-        """Returns the files that the operator demands by model."""
+        """Returns the files the operator demands by model."""
         found: dict[str, Files] = {}
         for name, sha256 in sorted(self.pinned_model_files.items()):
             model, _, file = name.rpartition("/")
@@ -306,5 +306,5 @@ class FrontendSettings(RoutingSettings):
         return EngineKeys(self.engine_keys_file)
 
     def lacks_scheduler(self) -> bool:
-        """Returns whether workers are listed but no Scheduler is, so that no request could be routed."""
+        """Returns whether workers are listed but no Scheduler is, so no request could be routed."""
         return bool(self.static_workers) and not self.static_schedulers

@@ -1,1 +1,1 @@
-"""Who may do what at a Frontend: API keys, tokens, roles, and the limits of keys and tenants."""
+"""Access to a Frontend: API keys, tokens, roles, the limits of keys and tenants, and admission."""

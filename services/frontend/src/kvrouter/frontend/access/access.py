@@ -1,6 +1,6 @@
 """Authenticates and authorizes the calls of a Frontend.
 
-A call that this module does not list as a client's needs the role admin, so that a new call is protected until somebody
+A call this module does not list as a client's needs the role admin, so a new call is protected until somebody
 decides otherwise.
 """
 
@@ -28,7 +28,7 @@ class TokenVerifier(Protocol):
     """Verifies tokens and maps their claims to a caller."""
 
     def authenticate(self, token: str, tenants: Mapping[str, TenantEntry]) -> Caller:
-        """Returns the caller that a token names.
+        """Returns the caller a token names.
 
         Raises:
             CredentialRefused: the token is not valid.
@@ -92,12 +92,12 @@ class Access:
             refusals: Counts and logs.
             quotas: Limits of the callers.
             salts: Computes the salts of caches; None if no tenant is isolated.
-            fields: The fields that clients may set in requests to engines; None for the harmless ones.
+            fields: The fields clients may set in requests to engines; None for the harmless ones.
         """
         self.salts = salts
         """Computes the salts of caches; None if no tenant is isolated."""
         self.fields = fields or FieldRules()
-        """The fields that clients may set in requests to engines."""
+        """The fields clients may set in requests to engines."""
         self._quotas = quotas
         self._keys = keys
         self._tokens = tokens
@@ -140,10 +140,10 @@ class Access:
         return acting_for(caller)
 
     def admit_to_engine(self, path: str, headers: Sequence[tuple[str, str]]) -> tuple[Caller, Grant | None]:
-        """Admits a request that a gateway passes on to an engine.
+        """Admits a request a gateway passes on to an engine.
 
-        Returns its caller and its part of the caller's limits, which must end; None for a path that runs no model.
-        Engines have administrative calls too, so only the paths that run a model are a client's.
+        Returns its caller and its part of the caller's limits, which must end; None for a path running no model.
+        Engines have administrative calls too, so only the paths running a model are a client's.
 
         Raises:
             Unauthenticated, PermissionDenied.
@@ -185,7 +185,7 @@ class Access:
         return True
 
     def require_role(self, caller: Caller, call: str, *, is_client_call: bool) -> None:
-        """Checks that the role of a caller permits a call.
+        """Checks the permission of a caller for a call.
 
         Raises:
             PermissionDenied: it does not.
@@ -200,7 +200,7 @@ class Access:
         )
 
     def caller(self) -> Caller:
-        """Returns the caller of the call that runs in this task.
+        """Returns the caller of the call running in this task.
 
         Raises:
             Unauthenticated: none was authenticated.
@@ -240,7 +240,7 @@ class Access:
             self.refuse(reached.why, reached, caller=caller, call=call)
 
     def count(self, tokens: int, call: str, *, passes_empty: bool = True) -> Grant:
-        """Counts a sequence of the request that runs in this task; see ``Grant.add_sequence``. Returns its grant.
+        """Counts a sequence of the request running in this task; see ``Grant.add_sequence``. Returns its grant.
 
         Raises:
             Unauthenticated: there is no caller.
@@ -256,7 +256,7 @@ class Access:
         return grant
 
     def refuse_unsalted(self, model: str, path: str) -> NoReturn:
-        """Refuses a request of an isolated tenant that no engine of the model serves apart from those of others.
+        """Refuses a request of an isolated tenant no engine of the model serves apart from those of others.
 
         Raises:
             PermissionDenied.
@@ -281,7 +281,7 @@ class Access:
 
 
 class _Counted:
-    """The context of a call that counts against the limits of its caller while it lasts."""
+    """The context of a call counting against the limits of its caller while it lasts."""
 
     __slots__ = ("_access", "_acting", "_call", "_caller", "_grant", "_runs", "_size")
 
@@ -303,6 +303,6 @@ class _Counted:
 
 
 def _content_length(headers: Mapping[str, str]) -> int:
-    """Returns the declared size of a body; 0 if none is declared, so that it is known only while the body is read."""
+    """Returns the declared size of a body; 0 if none is declared, so it is known only while the body is read."""
     declared = headers.get("content-length", "")
     return int(declared) if declared.isdecimal() and len(declared) < _MAX_DIGITS else 0

@@ -34,7 +34,7 @@ class ApiKeys:
         return len(self._keys)
 
     def authenticate(self, credential: str) -> Caller:
-        """Returns the caller that an API key belongs to.
+        """Returns the caller an API key belongs to.
 
         Raises:
             CredentialRefused: the key is malformed, unknown, wrong, revoked or expired. To the client an unknown id and

@@ -1,10 +1,10 @@
-"""Room for the bodies of requests: a body is read, and decompressed, only into bytes that were taken before.
+"""Room for the bodies of requests: a body is read, and decompressed, only into bytes taken before.
 
 The bytes are those of the bound of prompts in flight, which holders share (``FairBound``). A body that finds no room
 waits for WAIT_SECONDS at most, those of one holder in the order of their arrival. Room is taken as bytes arrive, so a
-client holds no more than about twice what it has sent. Bodies that wait for each other to end would all be refused: the
+client holds no more than about twice what it has sent. Bodies waiting for each other to end would all be refused: the
 oldest one that is being read always gets room, so the bound may be exceeded by one body. Where callers are known, the
-bodies of one holder take three quarters of the bound at most, so that slow ones leave room for others.
+bodies of one holder take three quarters of the bound at most, so slow ones leave room for others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvrouter.runtime.bounds import FREE, FairBound
 from kvrouter.v1.errors import Overloaded, TooLarge
 
 WAIT_SECONDS = 5.0
-"""Maximum time that a body waits for room, seconds."""
+"""Maximum time a body waits for room, seconds."""
 MAX_WAITING = 1024
-"""Maximum number of bodies that wait. Each has some 128 KiB in the buffer of its connection."""
+"""Maximum number of bodies waiting. Each has some 128 KiB in the buffer of its connection."""
 
 
 class BodyTooLarge(TooLarge):
@@ -43,13 +43,13 @@ class BodyRooms:
         self._refusal = refusal
         self._waiting: list[_Waiting] = []
         self._reading: dict[BodyRoom, None] = {}
-        """Bodies that are being read and have room, the oldest first."""
+        """Bodies with room that are being read, the oldest first."""
         self._used: dict[str, int] = {}
         """Room of the bodies of each known holder."""
 
     @property
     def waiting(self) -> int:
-        """Number of bodies that wait for room."""
+        """Number of bodies waiting for room."""
         return len(self._waiting)
 
     async def take(self, room: BodyRoom, amount: int) -> None:
@@ -75,19 +75,19 @@ class BodyRooms:
                 self._waiting.remove(waiting)
 
     def give_back(self, room: BodyRoom, amount: int) -> None:
-        """Gives room back, and serves bodies that wait."""
+        """Gives room back, and serves waiting bodies."""
         room.size -= amount
         self._bound.remove(room.holder, amount, requests=int(not room.size))
         self._note(room.holder, -amount)
         self._serve()
 
     def remove_prompt(self, holder: str, size: int) -> None:
-        """Removes a prompt from the bound, and serves bodies that wait."""
+        """Removes a prompt from the bound, and serves waiting bodies."""
         self._bound.remove(holder, size)
         self._serve()
 
     def end_reading(self, room: BodyRoom) -> None:
-        """Notes that a body needs no further room."""
+        """Notes the end of a body: it needs no further room."""
         if room in self._reading:
             del self._reading[room]
             self._serve()
@@ -135,7 +135,7 @@ _ROOM: ContextVar[BodyRoom | None] = ContextVar("kvrouter_body_room", default=No
 
 
 def current_room() -> BodyRoom | None:
-    """Returns the room of the body of the request that runs in this task; None if it has none."""
+    """Returns the room of the body of the request running in this task; None if it has none."""
     return _ROOM.get()
 
 
@@ -154,7 +154,7 @@ class BodyRoom:
         """Who has a share of the bound; empty if callers are not known."""
         self.weight = weight
         self.size = 0
-        """Bytes that are taken."""
+        """Taken bytes."""
 
     def __enter__(self) -> BodyRoom:
         self._token = _ROOM.set(self)
@@ -174,7 +174,7 @@ class BodyRoom:
             await self._rooms.take(self, size - self.size)
 
     def is_read(self, size: int) -> None:
-        """Notes that the whole body has so many bytes, and gives back what it does not need."""
+        """Notes that the whole body has so many bytes, and gives the rest of its room back."""
         if self.size > size:
             self._rooms.give_back(self, self.size - size)
         self._rooms.end_reading(self)

@@ -1,4 +1,4 @@
-"""Keyed salts of caches: what engines, events and the index have in the place of a tenant and the salt of a client.
+"""Keyed salts of caches, which engines, events and the index have in the place of a tenant and a client's salt.
 
 Engines share cached blocks among requests of one salt. A keyed salt cannot be guessed from names, and no client can
 send one: whatever a client sends is keyed again.
@@ -40,7 +40,7 @@ class CacheSalts:
         self._key = key
 
     def read(self, path: Path) -> None:
-        """Takes the key of a file from now on. Nothing finds what was cached with the former one.
+        """Takes the key of a file from now on. Blocks cached with the former one are never found.
 
         Raises:
             KeyFileError: as for ``of_file``. The former key stays.

@@ -1,4 +1,4 @@
-"""Who makes a call, and what that caller may do."""
+"""The maker of a call, with its permissions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """What kinds of calls a caller may make."""
+    """The kinds of calls a caller may make."""
 
     CLIENT = "client"
     """Requests to models."""
@@ -42,10 +42,10 @@ class Caller:
     name: str
     """Id of its key, or issuer and subject of its token. Never a secret; logs and metrics may have it."""
     tenant: str = ""
-    """Tenant that it belongs to; empty for none."""
+    """Tenant it belongs to; empty for none."""
     role: Role = Role.CLIENT
     models: tuple[str, ...] | None = None
-    """Names of the models and adapters that it may use; ``*`` stands for any characters. None for all."""
+    """Names of the models and adapters it may use; ``*`` stands for any characters. None for all."""
     min_priority: int | None = None
     """Smallest priority of its requests, and so their first place in queues; None for any."""
     isolated: bool = False
@@ -81,19 +81,19 @@ _CALL: ContextVar[_Call | None] = ContextVar("kvrouter_call", default=None)
 
 
 def current_caller() -> Caller | None:
-    """Returns the caller of the call that runs in this task; None if none was authenticated."""
+    """Returns the caller of the call running in this task; None if none was authenticated."""
     call = _CALL.get()
     return None if call is None else call.caller
 
 
 def current_grant() -> Grant | None:
-    """Returns what the call that runs in this task takes of its caller's limits; None if nothing is limited."""
+    """Returns the part of its caller's limits taken by the call of this task; None if nothing is limited."""
     call = _CALL.get()
     return None if call is None else call.grant
 
 
 class acting_for:  # noqa: N801 - used as a function; a generator would take three times as long
-    """Makes ``caller`` the current one while the context lasts, in tasks that are started meanwhile too."""
+    """Makes ``caller`` the current one while the context lasts, in tasks started meanwhile too."""
 
     __slots__ = ("_call", "_token")
 

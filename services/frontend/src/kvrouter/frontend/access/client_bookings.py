@@ -1,9 +1,9 @@
-"""Counts the bookings that clients make with BestWorker, and their sessions, against the limits of their callers.
+"""Counts the bookings clients make with BestWorker, and their sessions, against the limits of their callers.
 
 A booking counts as a running request of its caller with its tokens until it is released, its lease is over, or its
-session has ended. Its prompt is charged then, because its rank was kept free for it; output that it was booked for is
-given back. Leases are counted from the calls that this process received: a booking that is released at another process
-counts here until its lease is over, and one of a session that no call keeps here as if it had the longest lease.
+session has ended. Its prompt is charged then, because its rank was kept free for it; output it was booked for is
+given back. Leases are counted from the calls this process received: a booking released at another process
+counts here until its lease is over, and one of a session no call keeps here as if it had the longest lease.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrouter.v1.errors import BadRequest, DeadlineExceeded, DependencyAway
 from prometheus_client import CollectorRegistry
 
 _DEFAULT_LEASE_SECONDS = 3600.0
-"""Lease of a booking that names none, as the contract defines it."""
+"""Lease of a booking naming none, as the contract defines it."""
 _RETRY_SECONDS = 1.0
 
 _Key = tuple[str, int, int]
@@ -51,7 +51,7 @@ class _Booking:
     prompt_tokens: int
     output_tokens: int
     made: bool = False
-    """Whether a Scheduler may have it, so that a release ends it."""
+    """Whether a Scheduler may have it, so a release ends it."""
     timer: asyncio.TimerHandle | None = None
 
 
@@ -63,7 +63,7 @@ class ClientBookings:
         self._access = access
         self._bookings: dict[_Key, _Booking] = {}
         self._kept: Counter[str] = Counter()
-        """Calls that keep each session open."""
+        """Calls keeping each session open."""
         self._bookings_of: Counter[str] = Counter()
         self._sessions_of: Counter[str] = Counter()
         bounds = bounds_of(registry)
@@ -71,7 +71,7 @@ class ClientBookings:
         bounds.add("sessions_of_a_caller", lambda: max(self._sessions_of.values(), default=0), limits.sessions)
 
     def __len__(self) -> int:
-        """Returns the number of bookings that count."""
+        """Returns the number of counted bookings."""
         return len(self._bookings)
 
     def lease_ms(self, requested: int) -> int:
@@ -93,11 +93,11 @@ class ClientBookings:
     def booking(
         self, booking: BookingKey, session_id: str, lease_ms: int, prompt_tokens: int, output_tokens: int
     ) -> Iterator[None]:
-        """Counts a booking that the current caller makes in the context. One that counts already is renewed.
+        """Counts a booking the current caller makes in the context. One counting already is renewed.
 
         Args:
             booking: Its key.
-            session_id: Session that owns it; empty for a lease.
+            session_id: The session owning it; empty for a lease.
             lease_ms: Its lease, milliseconds.
             prompt_tokens: Tokens of its prompt.
             output_tokens: Maximum number of its output tokens; 0 if unknown.
@@ -209,7 +209,7 @@ class ClientBookings:
 
 
 class KeptSession:
-    """A session that a call keeps open."""
+    """A session a call keeps open."""
 
     grace_seconds = 0.0
     """Time for which the Schedulers keep the bookings when it has ended."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason
 
 HEADERS = ("authorization", "x-api-key")
-"""Headers that may have the credential, in lower case."""
+"""Headers for the credential, in lower case."""
 _MAX_BYTES = 16 << 10
 
 

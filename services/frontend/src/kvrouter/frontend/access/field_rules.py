@@ -26,7 +26,7 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class FieldRules:
-    """The fields that clients may set: the harmless ones of each path, and those that the operator permits."""
+    """The fields clients may set: the harmless ones of each path, and those the operator permits."""
 
     def __init__(self, permitted: Collection[str] = ()) -> None:
         """``permitted`` are further fields, none of them internal."""
@@ -52,7 +52,7 @@ class FieldRules:
             _refuse(_part_fields(body.get(name)), f"{name}.content.")
 
     def check_options(self, options_json: str) -> None:
-        """Checks options that only the engine interprets. What is no JSON object is left for the worker to refuse.
+        """Checks options for the engine alone. Anything but a JSON object is left for the worker to refuse.
 
         Raises:
             RuleBroken: an option is not permitted.

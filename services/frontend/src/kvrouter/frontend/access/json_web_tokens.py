@@ -1,6 +1,6 @@
 """Verifies JSON Web Tokens with the keys of an issuer, and maps their claims to a caller.
 
-Only the listed algorithms are accepted, and each only with a key of its own kind, so that a public key is never taken
+Only the listed algorithms are accepted, and each only with a key of its own kind, so a public key is never taken
 for the secret of an HMAC. Verified tokens are remembered until they expire.
 """
 
@@ -30,18 +30,18 @@ _MAX_NAME = 64
 
 
 class InvalidKeys(Exception):
-    """A JSON Web Key Set that cannot be used. The message has no key."""
+    """An unusable JSON Web Key Set. The message has no key."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What a token must be."""
+    """Requirements of a token."""
 
     issuer: str
     audience: str
     algorithms: frozenset[str]
     leeway_seconds: float
-    """Difference of clocks that is allowed for."""
+    """Difference of clocks allowed for."""
     tenant_claim: str = "tenant"
     models_claim: str = "models"
     role_claim: str = "role"
@@ -51,7 +51,7 @@ class TokenRules:
 class _SigningKey:
     kind: str
     algorithm: str
-    """The only algorithm that it is for; empty for each of its kind."""
+    """The only algorithm it is for; empty for each of its kind."""
     key: Any
 
 
@@ -111,12 +111,12 @@ class JsonWebTokens:
     def __init__(self, rules: TokenRules) -> None:
         self.keys: SigningKeys | None = None
         self.unknown_key = False
-        """Whether a token named a key that is not known, so that the issuer may have a new one."""
+        """Whether a token named an unknown key, so the issuer may have a new one."""
         self._rules = rules
         self._remembered: dict[bytes, _Remembered] = {}
 
     def authenticate(self, token: str, tenants: Mapping[str, TenantEntry]) -> Caller:
-        """Returns the caller that a token names.
+        """Returns the caller a token names.
 
         Args:
             token: The token.

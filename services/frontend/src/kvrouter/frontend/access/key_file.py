@@ -44,7 +44,7 @@ _Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class KeyFileError(Exception):
-    """The file cannot be used. The message says why and what to do; it never has a hash or a key."""
+    """The file cannot be used. The message says why, and how to mend it; it never has a hash or a key."""
 
 
 class _Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -72,7 +72,7 @@ class KeyEntry(_Limits, frozen=True, kw_only=True):
 
 
 class TenantEntry(_Limits, frozen=True, kw_only=True):
-    """What holds for all callers of a tenant together."""
+    """The settings of a tenant, for all of its callers together."""
 
     name: str
     min_priority: _Priority | None = None
@@ -90,7 +90,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     tenants: list[TenantEntry] = []
 
     def check(self) -> None:
-        """Checks what the types do not.
+        """Checks beyond the types.
 
         Raises:
             KeyFileError: an id, tenant or hash is malformed, or one is there twice.
@@ -142,7 +142,7 @@ class KeyVerifier:
         self._salt, self._digest = _parts_of(key)
 
     def matches(self, secret: str) -> bool:
-        """Returns whether that is the key's secret."""
+        """Returns whether a text is the key's secret."""
         return hmac.compare_digest(hashlib.sha256(self._salt + secret.encode()).digest(), self._digest)
 
 
@@ -157,7 +157,7 @@ def _parts_of(key: KeyEntry) -> tuple[bytes, bytes]:
 
 
 def read_protected(path: Path, *, secret: bool) -> bytes:
-    """Reads a file that others cannot write, and if it is secret cannot read either.
+    """Reads a file others cannot write, and if it is secret cannot read either.
 
     Raises:
         KeyFileError: it cannot be read, is too long, or its mode is another one.

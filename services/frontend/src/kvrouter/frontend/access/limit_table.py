@@ -1,7 +1,7 @@
-"""Counters of limits in memory that the processes of a Frontend share, so that a limit holds for all of them together.
+"""Counters of limits in memory the processes of a Frontend share, so a limit holds for all of them together.
 
 Each key and tenant with a limit has a row: two rates and the running requests of each process. A rate is a leaky
-bucket: ``used`` drains at the permitted rate, and a request is admitted if what it adds fits. A row of zeros is
+bucket: ``used`` drains at the permitted rate, and a request is admitted if its amount fits. A row of zeros is
 unused.
 """
 
@@ -60,7 +60,7 @@ class LimitTable:
     def __init__(
         self, descriptor: int = -1, process: int = 0, processes: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Opens the table; requests that an earlier process of that number ran are not counted any more.
+        """Opens the table; requests an earlier process of that number ran are not counted any more.
 
         Args:
             descriptor: The shared file; -1 for a table of this process alone.
@@ -108,9 +108,9 @@ class LimitTable:
         Args:
             row: The row.
             rate: REQUESTS or TOKENS.
-            amount: What is to be added; more than ``most`` fits into an unused rate.
+            amount: The amount to add; more than ``most`` fits into an unused rate.
             per_second: The permitted rate.
-            most: What may be used at once.
+            most: Maximum use at once.
         """
         used = self._drained(row, rate, per_second)
         return max(0.0, used + min(amount, most) - most) / per_second

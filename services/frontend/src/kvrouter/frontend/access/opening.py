@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpenedAccess:
-    """Authentication with what keeps it current."""
+    """Authentication, and the tasks keeping it current."""
 
     access: Access
     keys: FollowedKeys
@@ -46,12 +46,12 @@ class OpenedAccess:
 def open_access(
     settings: FrontendSettings, registry: CollectorRegistry, limits: LimitTable | None = None
 ) -> OpenedAccess | None:
-    """Returns the authentication that the options require; None if they require none.
+    """Returns the authentication the options require; None if they require none.
 
     Args:
         settings: The options.
         registry: Registry for the metrics.
-        limits: Counters of limits that other processes share; None if there are none.
+        limits: Counters of limits, shared with other processes; None if there are none.
 
     Raises:
         StartRefused: a file of keys cannot be used.

@@ -4,7 +4,7 @@
     bounds of a model = max_work * KV cache of its workers, tokens of work
                         max_work * slots of its ranks, requests
 
-The mean is that of the last requests that ended (EWMA), so that a high ``max_tokens`` does not count in full. Prefixes
+The mean is that of the last requests that ended (EWMA), so a high ``max_tokens`` does not count in full. Prefixes
 that requests share are counted in each: with long shared prefixes the bound must be higher. Slots are the requests
 that ranks run at once (``max_sequences``), without those of prefill workers, which a request leaves after its prompt. A
 bound does not apply while the size of the KV cache of a worker, or the slots of a rank, are unknown.
@@ -40,7 +40,7 @@ class OverloadLimits:
 
 
 class CountedRequest:
-    """A request that counts until it is ended. End it once."""
+    """A request counting until it is ended. End it once."""
 
     __slots__ = ("_bounds", "_bytes", "_model", "_tenant", "_work")
 
@@ -143,7 +143,7 @@ class OverloadBounds:
             self._rooms.remove_prompt(tenant, size)
 
     def _highest_work_share(self) -> float:
-        """Returns the part of its fuller bound that the model with most work has in use, 0 to about 1."""
+        """Returns the part of its fuller bound the model with most work has in use, 0 to about 1."""
         bounds = [bound for model in self._models.values() for bound in (model.work, model.slots)]
         return max((bound.used / bound.most for bound in bounds if bound.most), default=0.0)
 
@@ -164,7 +164,7 @@ def _cache_tokens(views: Sequence[ComponentView]) -> int:
 
 
 def _slots(views: Sequence[ComponentView]) -> int:
-    """Returns the requests that the ranks run at once, without prefill workers; 0 if the number is not known of one."""
+    """Returns the requests the ranks run at once, without prefill workers; 0 if the number is not known of one."""
     slots = [
         worker.max_sequences
         for view in views

@@ -11,7 +11,7 @@ from kvrouter.frontend.access.refusals import RefusalReason
 from kvrouter.v1.errors import RateLimited
 
 TOKEN_BYTES = 4
-"""Bytes of a request that stand for a token until its tokens are known: the typical length of one."""
+"""Bytes of a request standing for a token until its tokens are known: the typical length of one."""
 _BURST_SECONDS = 1.0
 """Requests of so many seconds may arrive at once."""
 _MINUTE_SECONDS = 60.0
@@ -36,7 +36,7 @@ class LimitReached(RateLimited):
 
 
 class Grant:
-    """What one request takes of its caller's limits, from its arrival to its end.
+    """The part of its caller's limits taken by one request, from its arrival to its end.
 
     It counts as one running request with an estimate of its tokens, until its prompts are known. Then each of its
     sequences is a request with its own tokens.
@@ -80,18 +80,18 @@ class Grant:
         self._running += running
 
     def end_sequence(self, unused_tokens: int) -> None:
-        """Gives the tokens back that a sequence did not use."""
+        """Gives the tokens back a sequence did not use."""
         self._quotas.give_back(self._subjects, unused_tokens)
 
     def handed_over(self) -> Grant:
-        """Returns a grant that has all of this one, which ends without effect."""
+        """Returns a grant with all of this one, which ends without effect."""
         grant = Grant(self._quotas, self._subjects, self._running, self._estimate)
         grant._has_sequences = self._has_sequences
         self._subjects = ()
         return grant
 
     def end(self) -> None:
-        """Ends the request. Tokens that are only estimated are given back."""
+        """Ends the request. Merely estimated tokens are given back."""
         subjects, self._subjects = self._subjects, ()
         if subjects:
             self._quotas.end(subjects, self._running, self._estimate)
@@ -182,7 +182,7 @@ class Quotas:
             self._give_back(subjects, tokens)
 
     def end(self, subjects: tuple[_Subject, ...], running: int, unused_tokens: float) -> None:
-        """Ends running requests, and gives back the tokens that they did not use."""
+        """Ends running requests, and gives back the tokens they did not use."""
         with self._table.locked():
             for _, row, _ in subjects:
                 self._table.end(row, running)

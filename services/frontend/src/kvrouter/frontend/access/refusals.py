@@ -52,7 +52,7 @@ _MESSAGES = {
 
 
 class CredentialRefused(Unauthenticated):
-    """A credential that is not valid."""
+    """An invalid credential."""
 
     def __init__(self, why: RefusalReason, caller: str = "", detail: str = "") -> None:
         """Creates the error.
@@ -60,7 +60,7 @@ class CredentialRefused(Unauthenticated):
         Args:
             why: Why it was refused.
             caller: Id of the key, if there is such a key; for the log.
-            detail: What is wrong, for the client. Without any part of the credential.
+            detail: The cause, for the client. Without any part of the credential.
         """
         super().__init__(_MESSAGES[why] + (f": {detail}" if detail else ""))
         self.why = why
@@ -68,7 +68,7 @@ class CredentialRefused(Unauthenticated):
 
 
 class RuleBroken(PermissionDenied):
-    """A request that its caller may not make."""
+    """A request its caller may not make."""
 
     def __init__(
         self, why: RefusalReason, message: str, *, field: str = "", advice: str = "Use a key that has this permission."
@@ -98,9 +98,9 @@ class Refusals:
 
         Args:
             why: The reason.
-            error: What the client gets.
+            error: The client's error.
             caller: Name of the caller; empty if it is not known.
-            call: The method or path that was called.
+            call: The called method or path.
         """
         self._counter.labels(reason=why.value).inc()
         now = self._clock()

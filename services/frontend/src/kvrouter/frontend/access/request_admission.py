@@ -18,7 +18,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 
 
 class AdmittedRequest:
-    """A request that counts until it is ended. End it once."""
+    """A request counting until it is ended. End it once."""
 
     __slots__ = ("_counted", "_grant", "_max_output_tokens", "_prompt_tokens")
 

@@ -1,4 +1,4 @@
-"""What a caller may ask for in a request. Pure: each rule raises, or returns after keying the request's salt."""
+"""Rules for the requests of a caller. Pure: each one raises, or returns after keying the request's salt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARK = ":"
 
 
 def check_model(caller: Caller, model: str) -> None:
-    """Checks that a caller may use a model or adapter. The error is the same whether the model exists or not.
+    """Checks the permission of a caller for a model or adapter. The error is the same whether the model exists or not.
 
     Raises:
         RuleBroken: it may not.
@@ -47,7 +47,7 @@ def check_routing(
 ) -> None:
     """Checks a routing request for a model, and keys its salt.
 
-    Hashes that a client computed itself may be those of any tenant's prompts, so the overlap would reveal what another
+    Hashes a client computed itself may be those of any tenant's prompts, so the overlap would reveal what another
     tenant has cached.
 
     Raises:
@@ -81,7 +81,7 @@ def check_engine_request(
         caller: The caller.
         model: Model of the request.
         priority: Its priority.
-        fields: The fields that clients may set.
+        fields: The fields clients may set.
         path: Path of the engine's API.
         body: Fields of the body, encoded.
 
@@ -94,17 +94,17 @@ def check_engine_request(
 
 
 def own_booking(caller: Caller, booking: BookingKey) -> None:
-    """Makes a client's booking id one of its tenant, so that no tenant can end another's booking."""
+    """Makes a client's booking id one of its tenant, so no tenant can end another's booking."""
     booking.request_id = owned_id(caller, booking.request_id)
 
 
 def owned_id(caller: Caller, chosen: str) -> str:
-    """Returns an id that a client chose, as one that only its tenant can name. An empty one stays empty."""
+    """Returns an id a client chose, as one that only its tenant can name. An empty one stays empty."""
     return f"{caller.tenant}{_MARK}{chosen}" if chosen else ""
 
 
 def visible(caller: Caller, models: Iterable[Model]) -> list[Model]:
-    """Returns the models that a caller may use, or of which it may use an adapter, with only those adapters."""
+    """Returns the models a caller may use, or of which it may use an adapter, with only those adapters."""
     if caller.models is None:
         return list(models)
     shown = []

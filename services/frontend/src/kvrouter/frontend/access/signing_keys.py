@@ -1,4 +1,4 @@
-"""Keeps the signing keys of an issuer current: from a file that is followed, or from a URL that is fetched again."""
+"""Keeps the signing keys of an issuer current: from a file followed, or from a URL fetched again."""
 
 from __future__ import annotations
 

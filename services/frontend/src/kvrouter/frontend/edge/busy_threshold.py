@@ -1,8 +1,8 @@
 """Request and response bodies of ``/busy_threshold``.
 
-``POST`` sets the thresholds that are given. A threshold of null is cleared, an absent one is left as it is; a body
+``POST`` sets the given thresholds. A threshold of null is cleared, an absent one is left as it is; a body
 without thresholds only reads. The response has the thresholds in force, null if there is none. ``GET`` lists the
-models that have a threshold.
+models with a threshold.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def as_engine_renders(messages: list[dict[str, Any]], rule: ChatRule, *, continu
 
 
 def with_text_content(message: dict[str, Any], separator: str) -> dict[str, Any]:
-    """Returns a message whose content is a text: that of its parts, if it is a list."""
+    """Returns a message whose content is a text, made of its parts if it is a list."""
     content = message["content"]
     if not isinstance(content, list):
         return message

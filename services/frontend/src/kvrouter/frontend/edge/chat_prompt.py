@@ -43,7 +43,7 @@ class ChatPrompt:
             messages: The messages.
             tools: The tools.
             tool_choice: Which of them are called, and so, with some engines, which the template describes.
-            documents: Documents that the template may use.
+            documents: Documents the template may use.
             add_generation_prompt: Whether the prompt ends with the begin of the model's message. By default it does,
                 unless the final message is continued.
             continue_final_message: Whether the prompt ends within the final message.

@@ -53,7 +53,7 @@ class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=
         """Returns which tool calls the output may have; None if none is looked for.
 
         Raises:
-            BadRequest: ``tool_choice`` is malformed, or names a tool that is not given.
+            BadRequest: ``tool_choice`` is malformed, or names a missing tool.
         """
         return read_tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 

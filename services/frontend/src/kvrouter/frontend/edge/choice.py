@@ -45,7 +45,7 @@ class ChoiceSink(Protocol):
 
 
 class Choice:
-    """An OutputReceiver that turns the output of one sequence into text."""
+    """An OutputReceiver turning the output of one sequence into text."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Choice:
             raise OutputComplete
 
     def _marks(self, text: ModelText) -> list[str]:
-        """Returns the special tokens that the parsers look for."""
+        """Returns the special tokens the parsers look for."""
         marks = list(text.tool_format.special) if self._parser is not None and text.tool_format is not None else []
         if self._reasoning is not None and text.reasoning_format is not None:
             marks += [text.reasoning_format.begin, text.reasoning_format.end]

@@ -21,11 +21,11 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 DEFAULT_MAX_TOKENS = 16
 
 _TEXTS = re.compile(rb'\s*(?:"|\[\s*["\[])')
-"""Begin of a prompt that is not a list of token ids: a text, or a list of texts or lists."""
+"""Begin of a prompt other than a list of token ids: a text, or a list of texts or lists."""
 
 
 class CompletionFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of the body. Fields that only an engine understands are refused instead of silently dropped."""
+    """Fields of the body. Fields for engines alone are refused instead of silently dropped."""
 
     prompt: msgspec.Raw
     max_tokens: UInt32 | None = None

@@ -1,11 +1,11 @@
-"""A response of server-sent events, or other bytes, that is written without a coroutine for each event.
+"""A response of server-sent events, or other bytes, written without a coroutine for each event.
 
 aiohttp writes a part of a response in a coroutine. Events come from the reader of a worker's connection, which calls
 and does not wait. So this class writes the response to the transport itself, with the other events of the step, and
 aiohttp takes it as already written.
 
 A message of a worker has tokens for many clients. Each write is a system call, and wakes its client up. Writes cost
-less back to back than between the work that makes the events. All that one client gets in a step is one write.
+less back to back than between the work making the events. All that one client gets in a step is one write.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STREAM_TYPE = "text/event-stream"
 _EVENT_HEADERS = {"Content-Type": STREAM_TYPE, "Cache-Control": "no-cache"}
 _END_OF_BODY = b"0\r\n\r\n"
 _FRAMING_BYTES = len(b"data: \n\n")
-"""What an event adds to its data."""
+"""Framing of an event's data."""
 _MAX_DIGITS = 10
 """Digits of the largest number of 32 bits."""
 
 
 def too_much_unread(unread_bytes: int) -> TooLarge:
-    """Returns the error of a client that leaves more than ``MAX_UNREAD_BYTES`` of output unread."""
+    """Returns the error of a client leaving more than ``MAX_UNREAD_BYTES`` of output unread."""
     return TooLarge(
         f"the client has not read {unread_bytes} bytes of output; the limit is {MAX_UNREAD_BYTES}",
         advice="Read the output as it arrives.",
@@ -38,7 +38,7 @@ def too_much_unread(unread_bytes: int) -> TooLarge:
 
 
 class StepWriter:
-    """Collects what a step of the event loop writes. The order of what one client gets does not change."""
+    """Collects the writes of a step of the event loop. Each client gets them in order."""
 
     def __init__(self) -> None:
         self._pending: dict[asyncio.Transport, list[bytes]] = {}
@@ -55,7 +55,7 @@ class StepWriter:
             before.append(data)
 
     def flush(self) -> None:
-        """Writes at once what was collected. What belongs to clients that have left is dropped."""
+        """Writes everything collected at once. Output of departed clients is dropped."""
         pending, self._pending = self._pending, {}
         for transport, data in pending.items():
             if not transport.is_closing():  # Otherwise aiohttp cancels the handler.
@@ -63,7 +63,7 @@ class StepWriter:
 
 
 class NumberedEvents:
-    """Writes events that differ only in a number. What surrounds it is formatted once, for each number of digits."""
+    """Writes events differing only in a number. The rest is formatted once, for each number of digits."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class NumberedEvents:
             writer: Writes the events.
             transport: Connection to the client.
             protocol: Says whether the client reads.
-            heads: What precedes the number, by its number of digits.
-            tail: What follows it.
+            heads: The bytes before the number, by its number of digits.
+            tail: The bytes after it.
         """
         self._write = writer.write
         self._transport = transport
@@ -98,7 +98,7 @@ class NumberedEvents:
 
 
 class EventStream(web.StreamResponse):
-    """A response that begins with its first event, or other bytes. The handler ends it, and returns it to aiohttp."""
+    """A response beginning with its first event, or other bytes. The handler ends it, and returns it to aiohttp."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class EventStream(web.StreamResponse):
         self._is_new = request.version >= HttpVersion11
         self._chunked = self._is_new and not has_length
         self._after = b"\n\n\r\n" if self._chunked else b"\n\n"
-        """What follows the data of an event."""
+        """The bytes after the data of an event."""
         # Without chunks and length, the end of the connection is the end of the body.
         self._keeps_connection = request.keep_alive and (self._chunked or has_length)
 
@@ -160,7 +160,7 @@ class EventStream(web.StreamResponse):
 
     @property
     def is_full(self) -> bool:
-        """Whether the client has not read what was written. More should be kept until ``drain`` returns."""
+        """Whether the client leaves output unread. More should be kept until ``drain`` returns."""
         return self._protocol.writing_paused
 
     def write_event(self, data: bytes) -> None:
@@ -181,7 +181,7 @@ class EventStream(web.StreamResponse):
         self._writer.write(self._transport, text)
 
     def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
-        """Returns a writer of events that differ only in a number of 32 bits, such as a token id.
+        """Returns a writer of events differing only in a number of 32 bits, such as a token id.
 
         Args:
             before: The data before the number, without a line break.
@@ -197,7 +197,7 @@ class EventStream(web.StreamResponse):
         return NumberedEvents(self._writer, self._transport, self._protocol, heads, after + self._after)
 
     def _before(self, size: int) -> bytes:
-        """Returns what precedes an event's data of this size: each event is a chunk of its own."""
+        """Returns the bytes before an event's data of this size: each event is a chunk of its own."""
         return b"%x\r\ndata: " % (size + _FRAMING_BYTES) if self._chunked else b"data: "
 
     def end(self, *, close: bool = False) -> None:
@@ -208,7 +208,7 @@ class EventStream(web.StreamResponse):
         self._writer.flush()  # What follows on this connection is written by aiohttp.
 
     async def drain(self) -> None:
-        """Returns when the client has read most of what was written.
+        """Returns when the client has read most of the response so far.
 
         Raises:
             ConnectionError: it disconnected.

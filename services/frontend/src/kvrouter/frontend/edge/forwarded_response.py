@@ -15,14 +15,14 @@ from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 
 
 class ForwardedResponse:
-    """An OutputReceiver that passes on the bytes of each piece. Nothing is kept: engines wait for ``drain``."""
+    """An OutputReceiver passing on the bytes of each piece. Nothing is kept: engines wait for ``drain``."""
 
     def __init__(self, request: web.Request, writer: StepWriter, routed_on: RoutedOn) -> None:
-        """``routed_on`` says what a decision knows of the prompt."""
+        """``routed_on`` is the decision's knowledge of the prompt."""
         self.routing: dict[str, Any] = {}
         """How the request was routed, as responses say it."""
         self.headers: dict[str, str] = {}
-        """Headers that the response has besides the engine's."""
+        """Headers the response has besides the engine's."""
         self.stream: EventStream | None = None
         """The response as aiohttp gets it; None until an engine answers."""
         self._request = request
@@ -67,7 +67,7 @@ class ForwardedResponse:
             self.stream.end()
 
     def fail(self, error: dict[str, Any]) -> None:
-        """Ends a response that has begun: a stream of events with an error as its last event.
+        """Ends a begun response: a stream of events with an error as its last event.
 
         For any other response the connection is closed, since no byte can say that it ended early.
         """

@@ -26,7 +26,7 @@ FINISH_REASONS: dict[int, str | None] = {
     FinishReason.FINISH_REASON_ERROR: "error",
 }
 _STAND_IN = "\ufffd"
-"""What stands in a text for bytes that are no whole character."""
+"""Stand-in for bytes of a part of a character."""
 
 
 class WithLogprobs(Protocol):
@@ -148,7 +148,7 @@ class ResponseFrame:
         }
 
     def logprobs(self, output: WithLogprobs, offset: int) -> dict[str, Any] | None:
-        """Returns the log probabilities of tokens that begin at an offset of the text; None if there are none."""
+        """Returns the log probabilities of tokens beginning at an offset of the text; None if there are none."""
         values = output.logprobs
         if not self.request.logprobs or len(values) != len(output.token_ids):
             return None

@@ -45,7 +45,7 @@ class OutputBuffer(ResponseBuffer):
 
 
 class TextOutput:
-    """An OutputReceiver that passes each piece on with its text."""
+    """An OutputReceiver passing each piece on with its text."""
 
     def __init__(
         self, receiver: OutputReceiver, detokenizer: Detokenizer, stop: Sequence[str], *, min_tokens: int
@@ -87,7 +87,7 @@ async def with_text(
 
     Raises:
         UnknownModel: no component serves the model.
-        NoWorkers: the model has no live worker, so that nothing is known of its tokenizer.
+        NoWorkers: the model has no live worker, so nothing is known of its tokenizer.
         BadRequest: the model has no tokenizer here, or there are token ids beside a text.
         PromptTooLong: the text has too many tokens.
         RateLimited, Overloaded: too much text waits for the tokenizer.

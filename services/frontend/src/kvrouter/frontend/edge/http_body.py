@@ -1,6 +1,6 @@
 """Reads the body of an HTTP request within limits of size, time and room.
 
-aiohttp's own decompression must be off: with compressed data that ends early, its handler waits forever.
+aiohttp's own decompression must be off: with compressed data ending early, its handler waits forever.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from kvrouter.frontend.access.body_room import BodyRoom, BodyTooLarge
 from kvrouter.v1.errors import BadRequest
 
 _PART_BYTES = 64 << 10
-"""Least room that is taken for a body whose size is not known."""
+"""Least room taken for a body whose size is not known."""
 _STEP_BYTES = 1 << 20
 """Bytes to decompress before other requests may run: about 3 ms of work."""
 _MAX_MEMBERS = 1024
-"""Maximum number of concatenated gzip members in one body. An empty member takes 20 bytes, so that a small body could
+"""Maximum number of concatenated gzip members in one body. An empty member takes 20 bytes, so a small body could
 otherwise keep the loop busy."""
 _MAX_RATIO = 50
 """Maximum size of a body of more than ``_STEP_BYTES`` in multiples of its compressed size. Texts and lists of token ids
 compress to a third or a tenth, a body made to fill memory to a thousandth."""
 _LEAST_BYTES_PER_SECOND = 16 << 10
-"""Slowest upload, besides pauses of one ``idle_seconds`` in all: who sends less holds room that others wait for."""
+"""Slowest upload, besides pauses of one ``idle_seconds`` in all: who sends less holds room others wait for."""
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""Encodings that can be decompressed, with the window that zlib takes."""
+"""Encodings for decompression, with the window of zlib."""
 
 
 async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_seconds: float) -> bytearray:
@@ -71,7 +71,7 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
 
 
 async def inflated(body: bytes | bytearray, encoding: str, room: BodyRoom, *, limit: int) -> bytearray:
-    """Returns a body that has arrived as a whole, decompressed.
+    """Returns a whole body, decompressed.
 
     Args:
         body: The body as it was sent.
@@ -108,7 +108,7 @@ class _Upload:
 
     @property
     def buffered(self) -> int:
-        """Bytes that have arrived and were not read."""
+        """Unread bytes."""
         return self._content.total_bytes - self._received
 
     async def next_part(self, most: int) -> bytes:
@@ -144,7 +144,7 @@ class _Upload:
 
 
 class _Inflate:
-    """Decompresses a body in steps, so that other requests can run in between."""
+    """Decompresses a body in steps, so other requests can run in between."""
 
     def __init__(self, encoding: str) -> None:
         """Raises BadRequest if the encoding is not supported."""

@@ -98,7 +98,7 @@ def _error_type(status: int) -> str:
 
 
 def counting_errors(errors: Counter) -> Middleware:
-    """Returns a middleware that counts failed responses by status and code."""
+    """Returns a middleware counting failed responses by status and code."""
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -28,7 +28,7 @@ def decode_json(
     """Decodes a body.
 
     Args:
-        decoder: Decoder of the structure that the body must have.
+        decoder: Decoder of the structure the body must have.
         body: UTF-8.
         advice: Returns the advice for an invalid field, by its path; the path is empty if the whole body is invalid.
 
@@ -54,7 +54,7 @@ def decode_json(
 
 
 def check_uint64(value: int | None, field: str) -> None:
-    """Checks that an integer fits into 64 bits. msgspec accepts integers of any size, and limits up to 2^63 only.
+    """Checks the size of an integer: 64 bits. msgspec accepts integers of any size, and limits up to 2^63 only.
 
     Raises:
         BadRequest: the value is out of range.

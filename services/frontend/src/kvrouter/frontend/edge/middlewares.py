@@ -29,7 +29,7 @@ def cross_origin_headers(request: web.BaseRequest) -> dict[str, str]:
 
 
 def allowing(origins: Collection[str]) -> Any:
-    """Returns the middleware that answers preflights of these origins, before anything else sees them."""
+    """Returns the middleware answering preflights of these origins, before anything else sees them."""
 
     @web.middleware
     async def allow(
@@ -56,7 +56,7 @@ def allowing(origins: Collection[str]) -> Any:
 
 
 async def add_cross_origin_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Adds the headers to a response that is about to begin."""
+    """Adds the headers to a response before it begins."""
     response.headers.update(cross_origin_headers(request))
 
 

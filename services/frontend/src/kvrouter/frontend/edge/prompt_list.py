@@ -1,6 +1,6 @@
-"""Parses a prompt that is a text, or a list of texts and lists of token ids.
+"""Parses a prompt: a text, or a list of texts and lists of token ids.
 
-Elements are parsed one by one, so that a list of millions ends at the first that is too many.
+Elements are parsed one by one, so a list of millions ends at the first too many.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def parse_prompts(raw: bytes, *, add_special_tokens: bool, limit: int) -> list[PromptSource]:
-    """Returns the prompts of a JSON value that begins with a text or a list of texts or lists.
+    """Returns the prompts of a JSON value beginning with a text or a list of texts or lists.
 
     Args:
         raw: The value.
-        add_special_tokens: Whether texts get the tokens that the tokenizer adds to a prompt.
+        add_special_tokens: Whether texts get the tokens the tokenizer adds to a prompt.
         limit: Maximum number of tokens of a prompt.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Fields that completions and chats have in common."""
+"""Common fields of completions and chats."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _UNSUPPORTED = "Leave it out: workers that receive tokens do not support it."
 
 
 OnlyDefault = Annotated[Any, msgspec.Meta(description="accepted at its default only")]
-"""Type of a field that no worker that receives tokens could obey: its default, null and empty lists are accepted."""
+"""Type of a field no worker that receives tokens could obey: its default, null and empty lists are accepted."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stream carries besides tokens."""
+    """Contents of a stream besides tokens."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -173,7 +173,7 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return stop
 
     def check(self, prompts: int) -> None:
-        """Checks what the decoder does not.
+        """Checks values beyond the decoder's checks.
 
         Raises:
             BadRequest: a field is out of range or not supported.
@@ -273,7 +273,7 @@ def with_headers(fields: _F, request: web.BaseRequest) -> _F:
 
 
 def requested_id(headers: Mapping[str, str]) -> str:
-    """Returns the id that a client chose for its request, in ``x-request-id``; empty if it chose none.
+    """Returns the id a client chose for its request, in ``x-request-id``; empty if it chose none.
 
     Raises:
         BadRequest: it has control characters or is not UTF-8, or it is too long.
@@ -305,7 +305,7 @@ def checked_request_id(request: web.BaseRequest) -> str:
 
 
 def requested_rank(headers: Mapping[str, str]) -> int | None:
-    """Returns the data-parallel rank that a client names as for vLLM, in ``x-data-parallel-rank``; None for any.
+    """Returns the data-parallel rank a client names as for vLLM, in ``x-data-parallel-rank``; None for any.
 
     Raises:
         BadRequest: it is not a number.
@@ -335,7 +335,7 @@ def check_top_logprobs(number: int, field: str) -> None:
 
 
 def _check_defaults(fields: SharedFields) -> None:
-    """Checks the fields that are accepted at their default only.
+    """Checks the fields accepted at their default only.
 
     Raises:
         BadRequest: one has another value.
@@ -357,7 +357,7 @@ def _defaults(kind: type[SharedFields]) -> tuple[dict[str, object], attrgetter[t
 
 
 def unsupported(name: str) -> BadRequest:
-    """Returns the error for a field that workers here cannot obey."""
+    """Returns the error for a field workers here cannot obey."""
     return BadRequest(f"{name}: not supported by the workers of this model", field=name, advice=_UNSUPPORTED)
 
 

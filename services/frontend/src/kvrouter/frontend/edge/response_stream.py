@@ -1,4 +1,4 @@
-"""A response as a stream of chunks: how it begins and ends, and the output that its client does not read."""
+"""A response as a stream of chunks: how it begins and ends, and the output its client does not read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ResponseStream(ABC):
         self._events.end(close=self._flushing is not None)
 
     def close(self) -> None:
-        """Drops the output that the client has not read."""
+        """Drops the output the client has not read."""
         if self._flushing is not None:
             self._flushing.cancel()
 
@@ -66,7 +66,7 @@ class ResponseStream(ABC):
             self._head = msgspec.json.encode(self._frame.envelope())[:-1]
 
     def _kept(self, size: int) -> None:
-        """Counts output that was kept, and writes it when the client reads again.
+        """Counts kept output, and writes it when the client reads again.
 
         Raises:
             TooLarge: the client has left too much unread.

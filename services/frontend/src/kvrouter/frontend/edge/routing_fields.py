@@ -41,7 +41,7 @@ def migration_notice(routing: RoutingInfo) -> bytes:
 
 
 def routing_headers(routing: RoutingInfo) -> dict[str, str]:
-    """Returns the headers that say where a request ran."""
+    """Returns the headers saying where a request ran."""
     headers = {
         "x-request-id": routing.request_id,
         "x-kvrouter-worker": _name(routing.rank),
@@ -54,7 +54,7 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
 
 
 def routed_on_text(routed_on: RoutedOn) -> str:
-    """Returns what a decision knew of the prompt, as responses say it."""
+    """Returns a decision's knowledge of the prompt, as responses say it."""
     return RoutedOn.Name(routed_on).removeprefix("ROUTED_ON_").lower()
 
 

@@ -1,4 +1,4 @@
-"""Reads what an output must look like: OpenAI's ``response_format`` and the fields of vLLM."""
+"""Reads the required form of an output: OpenAI's ``response_format`` and the fields of vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADVICE = "Send one constraint: a JSON schema, json_object, a regular expression
 def read_structured_output(
     *, response_format: Mapping[str, Any] | None, structured_outputs: object, guided: Mapping[str, object]
 ) -> tuple[str, StructuredOutput] | None:
-    """Returns the field that has a constraint, and the constraint; None if the output may be anything.
+    """Returns the field with a constraint, and the constraint; None if the output may be anything.
 
     Args:
         response_format: The field of that name.
@@ -85,7 +85,7 @@ def _constraint(field: str, kind: str, value: object) -> StructuredOutput:
 
 
 def _schema(field: str, value: object) -> str:
-    """Returns a JSON schema as text. It may be an object, or a text that has one."""
+    """Returns a JSON schema as text. It may be an object, or a text with one."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         if isinstance(parsed, dict):

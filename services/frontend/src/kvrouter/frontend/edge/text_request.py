@@ -86,7 +86,7 @@ class TextRequest:
         return options is not None and bool(options.include_usage)
 
     def needs_text(self) -> str:
-        """Returns the field that needs a tokenizer; empty if none does."""
+        """Returns the field needing a tokenizer; empty if none does."""
         if self.is_chat:
             return "messages"
         if self.fields.stop_strings():

@@ -38,7 +38,7 @@ class WholeResponse:
         self._sequences: dict[int, _Sequence] = {}
 
     def routed(self, index: int, routing: RoutingInfo) -> None:
-        """Adds where a sequence runs. What it has already stays when it continues on another worker."""
+        """Adds where a sequence runs. Its output so far stays when it continues on another worker."""
         self._frame.routed(index, routing)
         self._sequences.setdefault(index, _Sequence())
 
@@ -107,7 +107,7 @@ def _tool_calls(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
 
 
 class StreamedResponse(ResponseStream):
-    """A ChoiceSink that writes each piece as a chunk when it arrives."""
+    """A ChoiceSink writing each piece as a chunk when it arrives."""
 
     def __init__(self, frame: ResponseFrame, events: EventStream) -> None:
         super().__init__(frame, events)

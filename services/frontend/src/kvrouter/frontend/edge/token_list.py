@@ -19,7 +19,7 @@ _LONGEST = 12
 """Bytes of the longest token id with a comma and a space."""
 
 ADVICE = "Send a text, a list of token ids, or a list of these."
-"""What a client does about an invalid prompt. Whether a model takes texts is checked elsewhere."""
+"""Advice about an invalid prompt. Whether a model takes texts is checked elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Prompt:
         Args:
             text: JSON.
             limit: Maximum number of tokens; parsing stops beyond it.
-            field: Field of the request that has the array, for errors.
+            field: Field of the request with the array, for errors.
 
         Raises:
             BadRequest: it is not an array, or an element is not a token id; the error has the element's index.

@@ -52,7 +52,7 @@ class WholeCompletion:
 
 
 class CompletionStream(ResponseStream):
-    """An OutputReceiver that writes each piece as a chunk when it arrives. Kept tokens become one chunk."""
+    """An OutputReceiver writing each piece as a chunk when it arrives. Kept tokens become one chunk."""
 
     def __init__(self, request: CompletionRequest, events: EventStream) -> None:
         super().__init__(ResponseFrame.of_tokens(request), events)

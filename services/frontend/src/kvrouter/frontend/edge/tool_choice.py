@@ -17,7 +17,7 @@ def read_tool_use(tools: Sequence[Mapping[str, Any]] | None, choice: object, *, 
     """Returns which calls the output may have; None if none is looked for.
 
     Raises:
-        BadRequest: the choice is malformed, or names a tool that is not given.
+        BadRequest: the choice is malformed, or names a missing tool.
     """
     if choice == "none" or (choice in (None, "auto") and not tools):
         return None

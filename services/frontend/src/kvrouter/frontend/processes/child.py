@@ -1,8 +1,8 @@
 """One of several processes of a Frontend. The parent starts it as ``python -m kvrouter.frontend.processes.child``.
 
-The parent writes the ``Assignment`` as a line of JSON to standard input, then a line for each report that it wants. The
+The parent writes the ``Assignment`` as a line of JSON to standard input, then a line for each report it wants. The
 child answers each with a line of JSON, a ``Report``, on standard output; the first one comes when it listens. It drains
-when its input ends, so that it does not outlive its parent.
+when its input ends, so it does not outlive its parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _METRICS_SECONDS = 5.0
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """What a parent tells a child."""
+    """Message of a parent to a child."""
 
     settings: str
     """The options, as JSON. The ports are those of the parent."""
@@ -42,7 +42,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a child tells its parent."""
+    """Message of a child to its parent."""
 
     ready: bool
     """Whether it can route requests."""

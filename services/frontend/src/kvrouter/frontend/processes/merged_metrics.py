@@ -1,6 +1,6 @@
 """Merges the metrics of several processes into one exposition.
 
-Counters and histograms are summed, including what processes had counted that died since: Prometheus takes a sum that
+Counters and histograms are summed, including the counts of processes that died since: Prometheus takes a sum that
 falls for a restart. Gauges keep one series for each process, with the label ``process``: only some of them add up.
 """
 
@@ -27,14 +27,14 @@ class MergedMetrics(Collector):
         self._families: dict[str, tuple[str, str]] = {}
         """Help text and type of each summed family."""
         self._ended: dict[str, dict[_Series, float]] = {}
-        """What processes that died had counted, by family."""
+        """Counts of processes that died, by family."""
 
     def report(self, process: str, text: str) -> None:
         """Replaces the metrics of a process by the given exposition."""
         self._current[process] = list(text_string_to_metric_families(text))
 
     def end(self, process: str) -> None:
-        """Keeps what a process counted that has died, and drops its gauges."""
+        """Keeps the counts of a process that has died, and drops its gauges."""
         for family in self._current.pop(process, ()):
             if family.type in _SUMMED:
                 self._families[family.name] = family.documentation, family.type

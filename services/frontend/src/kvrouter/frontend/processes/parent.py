@@ -41,7 +41,7 @@ _STEADY_SECONDS = 60.0
 _KILL_SECONDS = 5.0
 """Time beyond its draining after which a child is killed."""
 _BASE_LENGTH = 48
-"""Length to which the parent's instance id is cut, so that those of its children are valid."""
+"""Length to which the parent's instance id is cut, so those of its children are valid."""
 _PARENT = "parent"
 """Label ``process`` of the parent's own gauges."""
 
@@ -61,7 +61,7 @@ class ProcessMetrics:
 
 
 class FrontendProcesses:
-    """Several processes that serve as one Frontend."""
+    """Several processes serving as one Frontend."""
 
     def __init__(self, settings: FrontendSettings) -> None:
         self._settings = settings
@@ -94,7 +94,7 @@ class FrontendProcesses:
                     group.create_task(keeping, name=f"frontend-process {number}")
 
     async def _keep(self, name: str, shared: dict[str, object], metrics_url: str, stopping: asyncio.Event) -> None:
-        """Keeps one child running; each start has an instance id of its own, so that sessions are not confused."""
+        """Keeps one child running; each start has an instance id of its own, so sessions are not confused."""
         back_off = Backoff(_FIRST_RESTART_SECONDS, _LONGEST_RESTART_SECONDS)
         starts = 0
         while not stopping.is_set():
@@ -132,7 +132,7 @@ class FrontendProcesses:
         )
 
     async def _follow(self, child: _Child, stopping: asyncio.Event) -> None:
-        """Reads the child's reports until it dies or ``stopping`` is set. Kills a child that no longer reports."""
+        """Reads the child's reports until it dies or ``stopping`` is set. Kills a child without reports."""
         reading = asyncio.create_task(self._read(child))
         stopped = asyncio.create_task(stopping.wait())
         watching = asyncio.create_task(self._kill_when_silent(child))

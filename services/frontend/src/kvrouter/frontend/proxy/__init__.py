@@ -1,1 +1,1 @@
-"""Requests that engines with an OpenAI API answer: forwarded by the Frontend, or sent there by a gateway."""
+"""Requests for engines with an OpenAI API: forwarded by the Frontend, or sent there by a gateway."""

@@ -119,7 +119,7 @@ class EngineBody:
         return options
 
     def with_usage(self) -> bytes | None:
-        """Returns a body that requests the usage of its stream; None for no stream, or one with options of its own."""
+        """Returns the body with a request for the usage of its stream; None for no stream, or one with own options."""
         shape = self._shape
         if shape is None or not shape.stream or shape.stream_options is not msgspec.UNSET:
             return None

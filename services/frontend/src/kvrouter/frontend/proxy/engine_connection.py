@@ -17,13 +17,13 @@ _CHUNK_US = 60
 """CPU time to pass a chunk of a response on, microseconds."""
 _BYTES_PER_US = 50
 _MAX_FAILURE_BYTES = 64 << 10
-"""Bytes of an engine's error that are read."""
+"""Maximum size of an engine's error, bytes."""
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL)
 _BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 
 
 class EngineFailed(Exception):
-    """An engine failed a request that it had received: it broke the connection, or answered with an error."""
+    """An engine failed a request it had received: it broke the connection, or answered with an error."""
 
 
 @asynccontextmanager

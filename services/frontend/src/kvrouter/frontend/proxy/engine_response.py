@@ -7,7 +7,7 @@ from kvrouter.frontend.proxy.usage import Usage, UsageReader, UsageRemover
 
 
 class EngineResponse:
-    """Reads the usage of a response, and removes fields that its client must not see or did not request."""
+    """Reads the usage of a response, and removes fields its client must not see or did not request."""
 
     def __init__(
         self, *, is_stream: bool, status: int = 200, removes_usage: bool = False, hides_internal: bool = False
@@ -49,5 +49,5 @@ class EngineResponse:
         return passed + self._remover.rest() if ends else passed
 
     def usage(self) -> Usage | None:
-        """Returns the usage that the engine has reported; None if it has not."""
+        """Returns the usage the engine has reported; None if it has not."""
         return self._reader.usage()

@@ -20,7 +20,7 @@ class EventReader:
         return len(self._begun)
 
     def take(self, piece: bytes) -> list[bytes]:
-        """Returns the events that end in a further piece, each with its end."""
+        """Returns the events ending in a further piece, each with its end."""
         scanned = max(0, len(self._begun) - _LONGEST_END)
         self._begun += piece
         events, at = [], 0

@@ -1,4 +1,4 @@
-"""Forwards requests to workers that have an OpenAI API of their own, with the body unchanged and the response as it is.
+"""Forwards requests to workers with an OpenAI API of their own, with the body unchanged and the response as it is.
 
 The request is booked, retried and accounted for as any other. The bytes of its worker go to the client unchanged, and
 each event of a stream counts as a token. Such a request is retried until the client gets the first byte; a whole
@@ -65,14 +65,14 @@ _NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upg
 _ENCODING = frozenset({"accept-encoding"})
 _LENGTH = frozenset({"content-length"})
 _KEPT_OF_ERRORS = ("Content-Type", "Content-Encoding", "Retry-After")
-"""Headers that an engine's error keeps, if no engine serves the request."""
+"""Headers an engine's error keeps, if no engine serves the request."""
 _JSON_TYPE = "application/json"
 _BUSY_STATUS = 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
 _MAX_WHOLE_BYTES = 1 << 20
-"""Size up to which a response that is no stream is kept until it is complete, so that another engine can give it."""
+"""Size up to which a response that is no stream is kept until it is complete, so another engine can give it."""
 _MOST_COUNTED = 1 << 20
-"""Maximum number of output tokens that a usage may report."""
+"""Maximum number of output tokens a usage may report."""
 _MAX_PREFILL_BYTES = 16 << 20
 """Maximum size of the response of a prefill engine."""
 
@@ -83,7 +83,7 @@ def generate_request(
     """Returns a forwarded request as the Frontend's contract defines it, without the prompt.
 
     Args:
-        body: What routing needs of the request.
+        body: The request as routing needs it.
         request_id: Its id.
         pools: Components of its model, whose workers are excluded that may not run it.
     """
@@ -129,8 +129,8 @@ class EngineCalls:
             worker_at: Returns the worker with an address, in any pool.
             routed: The parts of the body that routing needs.
             requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
-            engine_keys: Keys that the workers' OpenAI APIs demand.
-            is_authenticated: Whether the client has a key, so that it neither sets nor sees internal fields of engines.
+            engine_keys: Keys the workers' OpenAI APIs demand.
+            is_authenticated: Whether the client has a key, so it neither sets nor sees internal fields of engines.
         """
         self.health = workers.health
         self.is_estimated = not routed.is_tokenized
@@ -154,7 +154,7 @@ class EngineCalls:
         self._migration_blocker = fields.migration_blocker(request.path)
         self._tokens = None if self._migration_blocker else TokenStream(routed.max_output_tokens)
         self._engine_error: web.Response | None = None
-        """The error of the engine that was called last; None if it gave none that the client may see."""
+        """The error of the engine called last; None if it gave none the client may see."""
         self._engine_keys = engine_keys
         self._is_authenticated = is_authenticated
 
@@ -169,7 +169,7 @@ class EngineCalls:
         return self._migration_blocker and f"it was forwarded as it is: {self._migration_blocker}"
 
     def describe_sampling(self, request: FrontendServiceGenerateRequest) -> None:
-        """Adds the options that make a continuation inexact. The body has all options."""
+        """Adds the options making a continuation inexact. The body has all options."""
         if self._tokens is not None:
             request.sampling_options.CopyFrom(self._fields.sampling_state())
 
@@ -323,7 +323,7 @@ class EngineCalls:
         receiver.on_end()
 
     async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
-        """Passes on the response of the engine that generates the output."""
+        """Passes on the response of the engine generating the output."""
         is_stream = answer.content_type == STREAM_TYPE
         tokens = self._tokens if is_stream else None
         if self._tokens is not None and tokens is None and self._response.has_begun:

@@ -1,4 +1,4 @@
-"""Compares the tokens of probe chats with those that engines give them, once for each engine.
+"""Compares the tokens of probe chats with those engines give them, once for each engine.
 
 Forwarded chats find their prefix only if the Frontend renders and tokenizes them as their engine does. vLLM and SGLang
 say how they do it at ``/tokenize``. An engine without it is not compared.
@@ -62,7 +62,7 @@ PROBES: Final[Mapping[str, Mapping[str, Any]]] = {
         "tools": [_TOOL],
     },
 }
-"""Chats by what each has."""
+"""Chats by their contents."""
 
 
 class _Answer(msgspec.Struct):
@@ -77,7 +77,7 @@ class _Unanswered(Exception):
 
 
 class PromptComparison:
-    """The differences that were found. ``run`` must be running."""
+    """The found differences. ``run`` must be running."""
 
     def __init__(
         self, directory: Directory, texts: TextModels, engine_keys: EngineKeys, registry: CollectorRegistry
@@ -148,7 +148,7 @@ class PromptComparison:
     async def _tokens(
         self, session: aiohttp.ClientSession, worker: WorkerRegistration, text: ModelText
     ) -> AsyncIterator[tuple[str, list[int], list[int]]]:
-        """Yields the tokens of each probe that both render: here, and at the engine.
+        """Yields the tokens of each probe both render: here, and at the engine.
 
         Raises:
             _Unanswered: the engine cannot be reached.

@@ -1,7 +1,7 @@
-"""What routing needs of an OpenAI request body that its engine parses itself. Everything else is the engine's business.
+"""The fields of an OpenAI request body for routing. Everything else is the business of the engine that parses it.
 
-The prompt is tokenized only to find the worker that has its prefix. Whatever cannot be tokenized here, such as images,
-is routed on load: the engine knows more fields and contents, and says itself what it refuses.
+The prompt is tokenized only to find the worker with its prefix. Whatever cannot be tokenized here, such as images,
+is routed on load: the engine knows more fields and contents, and refuses bad ones itself.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _TOKEN_LIST = re.compile(rb'\[\s*[^"\[\]\s]')
-"""The beginning of a list that has no texts and no lists."""
+"""The beginning of a list with no texts and no lists."""
 _TOKEN_LISTS = re.compile(rb'\[[\s\[]*[^"{\[\]\s]')
 """The beginning of a list of token ids, or of a list of these: neither texts nor objects."""
 _MODEL_PART = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
 """The model in a form, as transcriptions of speech are requested."""
 _DATA_URL = re.compile(rb'"data:[^"]{512,}"')
 _MEDIUM_BYTES = 256 * TOKEN_BYTES
-"""Bytes that stand for an image or sound in a prompt that is not tokenized: engines make some 256 tokens of one."""
+"""Bytes standing for an image or sound in an untokenized prompt: engines make some 256 tokens of one."""
 LONG_BODY_BYTES = 64 << 10
-"""Maximum size of a body that is parsed on the event loop: about 0.3 ms of work."""
+"""Maximum size of a body parsed on the event loop: about 0.3 ms of work."""
 _MAX_TOKENS = (1 << 32) - 1
 _PRIORITIES = range(-(1 << 31), 1 << 31)
 
@@ -84,7 +84,7 @@ _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
 @dataclass(frozen=True, slots=True)
 class RoutedBody:
-    """The parts of a request body that decide where it goes."""
+    """The parts of a request body deciding where it goes."""
 
     model: str
     """Name of the model or LoRA adapter; empty if the body names none."""
@@ -93,12 +93,12 @@ class RoutedBody:
     typical length, and prompts with the same beginning have the same first blocks. No engine reports such blocks, so
     where workers publish events the request is routed on load; in approximate mode it follows its prefix."""
     is_tokenized: bool = True
-    """Whether the token ids are those that the engine computes with."""
+    """Whether the token ids are those the engine computes with."""
     has_prompt: bool = True
     source: PromptSource | None = field(default=None, repr=False)
-    """What can be tokenized; None for a list of token ids, and where only the engine knows the tokens."""
+    """The prompt to tokenize; None for a list of token ids, and where only the engine knows the tokens."""
     listed_ids: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Token ids that the client lists, by field, packed: those of all of its prompts."""
+    """Token ids the client lists, by field, packed: those of all of its prompts."""
     max_output_tokens: int = 0
     is_stream: bool = False
     """Whether the response is to be a stream."""
@@ -108,7 +108,7 @@ class RoutedBody:
     """Path at which the engine must separate caches by salt, since the tenant is isolated; empty if it need not."""
     priority: int = 0
     dp_rank: int | None = None
-    """Data-parallel rank that the client names in a header; None for any."""
+    """Data-parallel rank the client names in a header; None for any."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -120,7 +120,7 @@ class RoutedBody:
         return not self.salted_path or has_salt(worker.engine, self.salted_path)
 
     def routed_on(self, view: ComponentView) -> RoutedOn:
-        """Returns what a decision knows of the prompt. Workers with events report tokens, in which no text is found."""
+        """Returns a decision's knowledge of the prompt. Workers with events report tokens: no text is found there."""
         if self.is_tokenized:
             return RoutedOn.ROUTED_ON_TOKENS
         if not self.has_prompt:
@@ -162,7 +162,7 @@ class RoutedBody:
 
     @classmethod
     def unread(cls, body: bytes | bytearray) -> RoutedBody:
-        """Returns what is known of a body that is not JSON, which counts as much as an image."""
+        """Returns a body other than JSON, which counts as much as an image."""
         form_model = _MODEL_PART.search(body)
         digest = hashlib.shake_128(body[:LONG_BODY_BYTES]).digest(_MEDIUM_BYTES)
         model = form_model[1].decode(errors="replace") if form_model else ""
@@ -185,7 +185,7 @@ class RoutedBody:
         return await work.run(parse, Lane.BODIES, size=len(body))
 
     async def tokenized(self, texts: TextModels | None, model: str, *, max_prompt_tokens: int) -> RoutedBody:
-        """Returns the body with the tokens of its prompt, as far as they can be known here. Checks those that it lists.
+        """Returns the body with the tokens of its prompt, as far as they can be known here. Checks those it lists.
 
         Args:
             texts: Tokenizers of the served models.
@@ -193,7 +193,7 @@ class RoutedBody:
             max_prompt_tokens: Maximum number of tokens.
 
         Raises:
-            BadRequest: the model does not have a token that the body lists.
+            BadRequest: the model does not have a token the body lists.
             RateLimited, Overloaded: too much text waits.
         """
         vocabulary = 0 if texts is None else texts.vocabulary_size(model)

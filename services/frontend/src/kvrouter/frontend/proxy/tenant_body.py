@@ -23,13 +23,13 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 async def permitted(
     access: Access | None, routed: RoutedBody, body: bytes | bytearray, path: str, work: ClientWork
 ) -> tuple[RoutedBody, bytes]:
-    """Returns what routing needs and the body for the engine, after checking that the caller may send it.
+    """Returns the fields for routing and the body for the engine, after checking the caller's permissions.
 
-    The body is encoded again, so that the engine reads what was checked: each field once, its name without escapes.
+    The body is encoded again, so the engine reads the checked fields: each field once, its name without escapes.
 
     Args:
         access: Authentication; None if everybody may send everything, unchanged.
-        routed: What routing needs of the body.
+        routed: The fields for routing.
         body: A JSON object.
         path: Path of the engine's API.
         work: Checks a long body, when it is the tenant's turn.
@@ -71,10 +71,10 @@ def _permitted(access: Access, routed: RoutedBody, body: bytes | bytearray, path
 
 
 _OF_CONNECTIONS = frozenset({"host", "content-length", "transfer-encoding", "connection", "te", "x-request-id"})
-"""Headers that a gateway sets for its own connection, or whose value is checked apart."""
+"""Headers a gateway sets for its own connection, or whose value is checked apart."""
 _OF_GATEWAYS = (":", "x-forwarded-", "x-envoy-")
 _REQUEST_ID = re.compile(r"(?!.*__)[A-Za-z0-9._:~-]{1,128}")
-"""Ids that engines get. A connector of vLLM reads addresses from ids, marked by several underscores."""
+"""Ids engines get. A connector of vLLM reads addresses from ids, marked by several underscores."""
 
 
 def may_reach_engine(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The stream of a forwarded completion whose events have token ids, so that another engine can continue it. Pure.
+"""The stream of a forwarded completion whose events have token ids, so another engine can continue it. Pure.
 
 The events of the first engine pass unchanged. Those of a later one get the head of the first event, and the usage of
 the whole response, since its prompt has the output so far at its end.
@@ -45,11 +45,11 @@ class Tokens(NamedTuple):
 
     output: DetailedOutput
     failure: DependencyAway | None
-    """What the engine reports after these events, if it has failed."""
+    """The failure the engine reports after these events."""
 
 
 class TokenStream:
-    """One response, over all engines that serve it. ``engine_begins`` must be called for each."""
+    """One response, over all engines serving it. ``engine_begins`` must be called for each."""
 
     def __init__(self, max_tokens: int) -> None:
         """``max_tokens`` is the limit of the whole output."""
@@ -109,7 +109,7 @@ class TokenStream:
         return Tokens(output, failure)
 
     def end_of_output(self) -> bytes:
-        """Returns the events that end a stream whose engine was lost after its last token."""
+        """Returns the events ending a stream whose engine was lost after its last token."""
         choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "token_ids": []}
         last = self._head | {"object": "text_completion", "choices": [choice]}
         return (b"" if self._has_finish_reason else _encoded(last)) + b"data: %b\n\n" % _DONE

@@ -1,4 +1,4 @@
-"""Removes from an engine's response what a client with a key must not see: how engines hand KV blocks over, and salts.
+"""Removes the secret fields of an engine's response for a client with a key: transfers of KV blocks, and salts.
 
 The value of such a field becomes null, as in a response without a transfer. An error that quotes such a field, because
 it quotes the request, is replaced by one without the quotation. All other bytes stay as they are.
@@ -24,7 +24,7 @@ _OPENING = tuple(map(bytearray, (b"{", b"[", b'"')))
 _SCALAR = re.compile(rb"[^,}\]\s]+")
 _ERROR_EVENT = re.compile(rb'data:\s*\{\s*"(?:error"|object"\s*:\s*"error")')
 _MAX_HELD_BYTES = 4 << 20
-"""Maximum size of an event, an error or a value that is held until it is complete."""
+"""Maximum size of an event, an error or a value held until it is complete."""
 _FIRST_ERROR = 400
 
 
@@ -39,7 +39,7 @@ class TransferFilter:
         self._held = bytearray()
 
     def take(self, piece: bytes, *, ends: bool = False) -> bytes:
-        """Returns what to pass on after a further piece has arrived, which may be the last.
+        """Returns the bytes to pass on after a further piece has arrived, which may be the last.
 
         Raises:
             DependencyAway: an event, an error or a value is too long to be held.
@@ -77,7 +77,7 @@ def _replaced_error(status: int) -> bytes:
 
 
 def _without_values(held: bytearray, *, ends: bool) -> bytes:
-    """Takes from ``held`` what can be passed on, and returns it with null in the place of each value."""
+    """Takes the bytes to pass on from ``held``, and returns them with null in the place of each value."""
     passed = bytearray()
     at = 0
     while field := _FIELD.search(held, at):

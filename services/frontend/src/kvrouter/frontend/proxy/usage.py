@@ -1,4 +1,4 @@
-"""The usage that an engine reports in its response: read as bytes pass by, and removed if the Frontend requested it.
+"""The usage an engine reports in its response: read as bytes pass by, and removed if the Frontend requested it.
 
 The usage has the cached tokens, which are compared with the prediction. In a stream it is an event of its own, without
 choices, before the end.
@@ -12,9 +12,9 @@ import msgspec
 from kvrouter.frontend.proxy.event_reader import EventReader, data_of
 
 _MAX_BODY_BYTES = 16 << 20
-"""Maximum size of a whole response that is read for its usage."""
+"""Maximum size of a whole response read for its usage."""
 _END_BYTES = 64 << 10
-"""End of a stream that is read for its usage."""
+"""End of a stream read for its usage."""
 _MAX_EVENT_BYTES = 1 << 20
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -24,7 +24,7 @@ class _Details(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """What an engine reports of a request."""
+    """An engine's report of a request."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -32,7 +32,7 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens that the engine found in its cache; None if it does not report them."""
+        """Prompt tokens the engine found in its cache; None if it does not report them."""
         details = self.prompt_tokens_details
         return None if details is None or details.cached_tokens is None else max(0, details.cached_tokens)
 

@@ -24,14 +24,14 @@ from typing import Final
 
 MAX_KNOWN_BLOCKS: Final = 1 << 20
 """Blocks whose ids are remembered, the most recently used ones: 16 million tokens of 16-token blocks, as many as 60
-large engines cache. A block that returns after so many others gets a new id; no cache would have kept it either."""
+large engines cache. A block returning after so many others gets a new id; no cache would have kept it either."""
 
 _TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What is recorded of a request."""
+    """A request as it is recorded."""
 
     arrived_unix_ns: int
     model: str
@@ -41,7 +41,7 @@ class Outline:
     local_hashes: bytes
     """Hashes of the prompt's full blocks, packed little-endian u64."""
     output_tokens: int
-    """Tokens that were generated, at least 1."""
+    """Generated tokens, at least 1."""
 
     @property
     def blocks(self) -> int:
@@ -58,7 +58,7 @@ class BlockIds:
         self._ids: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
-        """Returns the number of blocks that are remembered."""
+        """Returns the number of remembered blocks."""
         return len(self._ids)
 
     def of(self, outline: Outline) -> list[int]:
@@ -88,7 +88,7 @@ class Written:
     """Result of writing a batch."""
 
     requests: int
-    """Requests that were written."""
+    """Written requests."""
     size: int
     """Size of the file in bytes."""
     full: bool = False

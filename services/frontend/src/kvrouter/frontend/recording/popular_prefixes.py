@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 _HASH_BYTES = 8
 MAX_BLOCKS = 1024
-"""Longest prefix that is counted, in blocks."""
+"""Longest counted prefix, in blocks."""
 _SAME = 0.9
 """Share of a prefix's requests from which a longer prefix stands for it."""
 
@@ -26,7 +26,7 @@ class _Counter:
 
 @dataclass(frozen=True, slots=True)
 class PopularPrefix:
-    """A prefix that several requests began with."""
+    """A prefix several requests began with."""
 
     prefix_id: int
     """Hash of the model and the prefix."""
@@ -52,7 +52,7 @@ class PopularPrefixes:
         self._counters: dict[int, _Counter] = {}
 
     def __len__(self) -> int:
-        """Returns the number of prefixes that are counted."""
+        """Returns the number of counted prefixes."""
         return len(self._counters)
 
     def wants_next(self) -> bool:

@@ -20,7 +20,7 @@ MAX_ABORTS = 16_384
 
 
 class AbandonedPrefills:
-    """Aborts in the background, so that a request that ends need not wait. ``run`` must be running.
+    """Aborts in the background, so the end of a request need not wait. ``run`` must be running.
 
     A worker that cannot be reached, such as one behind a connection that fell silent, is tried again until it leaves.
     """

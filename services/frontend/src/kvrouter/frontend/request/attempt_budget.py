@@ -17,7 +17,7 @@ class AttemptBudget:
 
     A failure without output costs an attempt, and the request is retried. A failure after output costs a migration: the
     request continues on another worker, with a new set of attempts. A worker that cannot be reached costs nothing: the
-    request has not failed there, and several may be gone before their registrations end. Nor does one that an operator
+    request has not failed there, and several may be gone before their registrations end. Nor does one an operator
     drains. Deaths of workers are counted besides, by ``RequestDeaths``.
     """
 
@@ -40,7 +40,7 @@ class AttemptBudget:
         self.migrations = 0
         """Migrations so far, those from drained workers included."""
         self.silent_worker_id: int | None = None
-        """Worker that the latest attempt left because it stopped answering."""
+        """Worker the latest attempt left because it stopped answering."""
         self._max_attempts = max_attempts
         self._migration_limit = migration_limit
         self._pinned = pinned
@@ -84,7 +84,7 @@ class AttemptBudget:
         return ""
 
     def failed(self, failure: WorkerFailure, *, with_output: bool) -> None:
-        """Counts a failed attempt that another one follows."""
+        """Counts a failed attempt before another one."""
         if with_output:
             self.migrations += 1
             self._failed_migrations += not failure.is_drained
@@ -102,7 +102,7 @@ def _pinned() -> str:
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
 _ANSWER_SECONDS = 0.5
-"""What is left of the deadline for the answer, so that the client learns why its request was not served."""
+"""The rest of the deadline for the answer, so the client learns why its request was not served."""
 
 
 class RestartWait:
@@ -112,7 +112,7 @@ class RestartWait:
         """Has not waited yet. ``limit_seconds`` is the longest time to wait in sum."""
         self.limit_seconds = limit_seconds
         self.has_lost_workers = False
-        """Whether a worker died with the request, or refused the connection, so that it may be starting again."""
+        """Whether a worker died with the request, or refused the connection, so it may be starting again."""
         self._waited = 0.0
         self._pauses = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
 

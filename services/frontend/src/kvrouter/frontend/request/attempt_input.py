@@ -1,4 +1,4 @@
-"""What the attempts of a request send: the prompt with the output so far, to the Scheduler as hashes."""
+"""The input of a request's attempts: the prompt with the output so far, to the Scheduler as hashes."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class AttemptInput:
     def __init__(
         self, request: FrontendServiceGenerateRequest, prompt: bytes, view: ComponentView, *, is_estimated: bool = False
     ) -> None:
-        """Begins with the prompt that the client sent, a packed buffer, in the pool of ``view``.
+        """Begins with the prompt the client sent, a packed buffer, in the pool of ``view``.
 
         ``is_estimated``: whether its length is an estimate.
         """
         self._request = request
         self._is_estimated = is_estimated
         self.client_prompt_tokens = len(prompt) // TOKEN_BYTES
-        """Tokens of the prompt that the client sent."""
+        """Tokens of the prompt the client sent."""
         self.prompt = prompt
-        """The prompt that the client sent, and the output of earlier attempts."""
+        """The prompt the client sent, and the output of earlier attempts."""
         self.component = view.name
         """The pool."""
         self.block_size = view.descriptor.block_size
         self.client_hashes = hash_prompt(prompt, request, self.block_size)
-        """Hashes of the prompt that the client sent."""
+        """Hashes of the prompt the client sent."""
         self.hashes = self.client_hashes
         """Hashes of the prompt."""
         self.routing = self._routing_in(view)
-        """What the Scheduler receives."""
+        """The Scheduler's request."""
         self._never = list(self.routing.constraints.excluded_worker_ids)
-        """Workers of the pool that no attempt may use."""
+        """Workers of the pool no attempt may use."""
         self._stop = request.stop_conditions
 
     @property
@@ -69,7 +69,7 @@ class AttemptInput:
         return routing_request(self._request, view, self.hashes, self.prompt_tokens, is_estimated=self._is_estimated)
 
     def append_output(self, output: bytes) -> None:
-        """Puts all output so far, a packed buffer, at the end of the prompt that the client sent."""
+        """Puts all output so far, a packed buffer, at the end of the prompt the client sent."""
         self.prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES] + output
         self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.hashes)
         self._stop = remaining(self._request.stop_conditions, len(output) // TOKEN_BYTES)
@@ -98,11 +98,11 @@ class AttemptInput:
         constraints.avoided_reasons[:] = unhealthy.values()
 
     def live_booking(self, key: BookingKey, selection: SelectWorkerResponse) -> LiveBooking:
-        """Returns the booking that a Scheduler made."""
+        """Returns the booking a Scheduler made."""
         return LiveBooking.of(key, selection, self.hashes, self.prompt_tokens, self.block_size)
 
     def for_worker(self, booking: LiveBooking, transfer_params: TransferParams | None) -> WorkerServiceGenerateRequest:
-        """Returns what the worker receives beside the prompt.
+        """Returns the worker's request, without the prompt.
 
         Args:
             booking: The booking of the attempt.

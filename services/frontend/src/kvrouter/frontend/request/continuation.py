@@ -1,4 +1,4 @@
-"""Decides how a request continues on another worker after it has output: with what, and whether it can."""
+"""Decides whether a request with output continues on another worker, and with which input."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The lifecycle of one request: book a rank, stream from its worker, report its prefill complete, free the booking.
 
-An attempt books a rank and streams from its worker. A worker that fails or stops answering before the first token costs
+An attempt books a rank and streams from its worker. A worker which fails or falls silent before the first token costs
 an attempt, and the request is retried on another worker. After the first token the request migrates: it continues on
 another worker, with its output so far at the end of its prompt. An error that is the client's fault is passed on and
-never counts against the worker. Workers that this gateway found unhealthy are avoided unless no other is eligible.
+never counts against the worker. Workers this gateway found unhealthy are avoided unless no other is eligible.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WHOLE = Stage.STAGE_WHOLE
 _DECODE = Stage.STAGE_DECODE
 
 BOOKED_ID_MARK = "~"
-"""Separates a client's request id from the suffix that makes it unique to bookings and workers: clients may reuse an
+"""Separates a client's request id from the suffix making it unique to bookings and workers: clients may reuse an
 id, but the key of a freed booking cannot be booked again."""
 
 
@@ -100,7 +100,7 @@ class Generation:
             budget: Limits the attempts.
             deaths: Counts the workers that die while they run the request, and ends it at the second one.
             prefill: Has the prompt computed by prefill workers; None if the component is not disaggregated.
-            pools: Every component that serves the model; None if there is only one.
+            pools: Every component serving the model; None if there is only one.
             restart_seconds: Longest time to wait for a pool that restarts as a whole, seconds.
             is_estimated: Whether the length of the prompt is an estimate.
         """
@@ -144,7 +144,7 @@ class Generation:
         return self._output_tokens
 
     def outline(self) -> Outline | None:
-        """Returns what a recording stores of the request; None while it has no output."""
+        """Returns the request as a recording stores it; None while it has no output."""
         if not self._output_tokens:
             return None
         return Outline(
@@ -237,7 +237,7 @@ class Generation:
         return self._progress is not None and self._progress.output_tokens > 0
 
     def _final(self, failure: WorkerFailure, attempt: int) -> KvRouterError:
-        """Returns the error for the client after a failure that no attempt follows."""
+        """Returns the error for the client after a failure without a further attempt."""
         if self._attempt_has_output:
             why = f"the request cannot continue on another worker: {self._budget.migration_refusal()}"
         else:
@@ -383,7 +383,7 @@ class Generation:
     def _after(self, failure: WorkerFailure, error: KvRouterError) -> KvRouterError:
         """Returns the error for the client if an attempt after a failure cannot be made.
 
-        A continuation that is refused, such as one that is too long, is no fault of the client's.
+        A refused continuation, such as one too long, is no fault of the client's.
         """
         if self._output_tokens and FAULTS.get(error.code) is Fault.REQUEST:
             why = f"the request cannot continue on another worker: {error.message}"

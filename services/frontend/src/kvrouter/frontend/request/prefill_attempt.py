@@ -30,7 +30,7 @@ class PrefillLost(PrefillFailed):
 
 
 class PrefillAttempt:
-    """A prefill that is booked. ``end`` must follow."""
+    """A booked prefill. ``end`` must follow."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PrefillAttempt:
         self._attempt.ended.add_done_callback(lambda ended: self._settle(ended.result()))
 
     async def transfer_params(self) -> TransferParams:
-        """Returns what the decode worker needs, as soon as it is known.
+        """Returns the parameters for the decode worker, as soon as they are known.
 
         Raises:
             PrefillFailed: the worker has failed, or has not sent it.

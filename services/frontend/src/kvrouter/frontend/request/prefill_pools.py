@@ -1,4 +1,4 @@
-"""The prefill pools of a decode pool, and the hand-over of engines that run a request at the same time. Pure.
+"""The prefill pools of a decode pool, and the hand-over of engines running a request at the same time. Pure.
 
 Both workers, of SGLang for example, receive the prefill worker's bootstrap address and the number of a room to meet in.
 """

@@ -1,6 +1,6 @@
 """The prefill of one request by prefill workers, over all attempts of the request.
 
-A prefill worker that fails is replaced by another one once; then the decode worker computes the prompt itself. It does
+A failing prefill worker is replaced by another one once; then the decode worker computes the prompt itself. It does
 so as well if no prefill worker is live, or if all of them are busy.
 """
 
@@ -40,7 +40,7 @@ log = structlog.get_logger(component="frontend")
 MAX_FAILURES = 2
 """Prefill workers that may fail a request before its decode worker computes the prompt."""
 _NEEDS_WORKER = "direct"
-"""Mode that takes the worker from the request, which names a decode worker."""
+"""Mode taking the worker from the request, which names a decode worker."""
 
 
 class Disaggregation:
@@ -84,7 +84,7 @@ class PrefillStage:
         self.reason = ""
         """Why a prefill worker computes the prompt of the latest attempt or not, in English."""
         self.params: TransferParams | None = None
-        """What the decode worker needs to receive the blocks; None if it computes the prompt itself."""
+        """Parameters by which the decode worker receives the blocks; None if it computes the prompt itself."""
         self.spent_ns = 0
         """Time until these parameters were known, nanoseconds."""
         self.sent = False
@@ -119,7 +119,7 @@ class PrefillStage:
         return self._failures < MAX_FAILURES and bool(self._find_pools().views)
 
     def begin(self) -> bool:
-        """Returns whether a prefill worker can be used in the attempt that begins."""
+        """Returns whether a prefill worker can be used in the next attempt."""
         self.reason, self.params, self.spent_ns = "", None, 0
         if self._failures >= MAX_FAILURES:
             return self._fall_back("failed", self._last_failure)
@@ -190,7 +190,7 @@ class PrefillStage:
         return (time.perf_counter_ns() - computed_ns) // 1000 if computed_ns else 0
 
     def watch(self, fail: Callable[[PrefillLost], bool]) -> None:
-        """Calls ``fail`` if a prefill that runs beside its decode worker fails, or has failed already.
+        """Calls ``fail`` if a prefill running beside its decode worker fails, or has failed already.
 
         ``fail`` returns whether the decode worker needs the prefill still.
         """
@@ -213,7 +213,7 @@ class PrefillStage:
             self._abandoned.abort(self._workers, running.endpoint, running.booking.key.request_id)
 
     async def is_lost(self) -> bool:
-        """Returns whether the prefill worker of the attempt does not answer, so that nobody gets its blocks."""
+        """Returns whether the prefill worker of the attempt does not answer, so nobody gets its blocks."""
         return self._running is not None and not await self._workers.answers(self._running.endpoint)
 
     def failed(self, message: str) -> None:

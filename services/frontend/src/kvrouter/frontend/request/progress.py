@@ -16,7 +16,7 @@ from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 
 class OutputComplete(Exception):
-    """Raised by a receiver that needs no further output, such as after a stop string. The request has succeeded."""
+    """Raised by a receiver needing no further output, such as after a stop string. The request has succeeded."""
 
 
 class OutputReceiver(Protocol):
@@ -38,7 +38,7 @@ class OutputReceiver(Protocol):
 
 
 _MAX_PIECES = 512
-"""Pieces that are kept before ``compact`` packs their tokens."""
+"""Pieces kept before ``compact`` packs their tokens."""
 
 
 class KeptOutput:
@@ -66,7 +66,7 @@ class KeptOutput:
 
 
 class Progress:
-    """What an attempt has output so far. ``end`` must follow."""
+    """The output of an attempt so far. ``end`` must follow."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Progress:
         self.output_tokens = 0
         """Output tokens of this attempt."""
         self.cached_tokens: int | None = None
-        """Prompt tokens that the worker found cached; None while it has not said so."""
+        """Prompt tokens the worker found cached; None while it has not said so."""
         self._booking = booking
         self._link = link
         self._metrics = metrics
@@ -109,15 +109,15 @@ class Progress:
         self._continues = continues
         self._handover_us = handover_us
         self._frees_when_prefilled = False
-        """Whether the first output was also the last, so that the free reports the computed prompt as well."""
+        """Whether the first output was also the last, so the free reports the computed prompt as well."""
         self._first_output_ns = self._last_output_ns = 0
         self._counted_tokens = 0
-        """Output tokens that the metric includes."""
+        """Output tokens the metric includes."""
         self._room = -booking.prompt_tokens % booking.block_size
-        """Output tokens that fit into the blocks that are booked."""
+        """Output tokens that fit into the booked blocks."""
 
     def pass_on(self, output: Output) -> None:
-        """Passes a piece of the output on. Runs for every token, so it defers what can wait for a full block."""
+        """Passes a piece of the output on. Runs for every token, so it defers most work to full blocks."""
         tokens = output.tokens
         if tokens:
             now_ns = time.perf_counter_ns()
@@ -165,7 +165,7 @@ class Progress:
             self._link.prefill_complete(self._booking)
 
     def _report(self) -> None:
-        """Reports that the request needs a further block."""
+        """Reports the need of a further block."""
         booking = self._booking
         self._link.report_output(booking, self.output_tokens)
         self._room = self.output_tokens + -(booking.prompt_tokens + self.output_tokens) % booking.block_size

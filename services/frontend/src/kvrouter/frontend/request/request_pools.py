@@ -34,7 +34,7 @@ class RequestPools:
 
         Args:
             request: The request, without token ids.
-            views: Returns the pools that serve its model now, at least one, the largest first.
+            views: Returns the pools serving its model now, at least one, the largest first.
             choice: Compares pools.
             health: Health of the workers.
             prefill_stage: Returns the request's prefill stage in a pool; None where it has none.

@@ -33,7 +33,7 @@ def routing_info(
         added_us: Time since the arrival of the request or the failure of the worker before, microseconds.
         earlier_ranks: Ranks of the attempts before.
         migrations: Migrations before.
-        inexact: Whether a continuation on another worker may differ from the output that the first one would have had.
+        inexact: Whether a continuation on another worker may differ from the output the first one would have had.
         prefill: The prefill stage; None if the pool is not disaggregated.
     """
     routing = RoutingInfo(
@@ -72,7 +72,7 @@ def routing_request(
     *,
     is_estimated: bool = False,
 ) -> RoutingRequest:
-    """Returns what a Scheduler needs of a request: hashes, lengths and options, no tokens.
+    """Returns a request for a Scheduler: hashes, lengths and options, no tokens.
 
     ``is_estimated``: whether the number of prompt tokens is an estimate.
     """

@@ -1,4 +1,4 @@
-"""Finds what serves a model: its component, its tokenizer, and the API of its workers."""
+"""Finds a model's component, its tokenizer, and the API of its workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 
 class ServedModels:
-    """The models and LoRA adapters that are registered, as far as the caller may use them."""
+    """The registered models and LoRA adapters, as far as the caller may use them."""
 
     def __init__(self, directory: Directory, texts: TextModels, access: Access | None) -> None:
         self.texts = texts
@@ -31,9 +31,9 @@ class ServedModels:
         self._only_forwarding: set[ComponentName] = set()
 
     def resolve(self, model: str) -> tuple[ComponentView, str]:
-        """Returns the component that serves a model or LoRA adapter, and the adapter's name; empty for a base model.
+        """Returns the component serving a model or LoRA adapter, and the adapter's name; empty for a base model.
 
-        Of several components it is the one with the most live workers: all of a model share what texts need.
+        Of several components it is the one with the most live workers: all of a model share its tokenizer.
 
         Raises:
             UnknownModel: no component serves it.
@@ -42,7 +42,7 @@ class ServedModels:
         return views[0], lora_name
 
     def resolve_all(self, model: str) -> tuple[list[ComponentView], str]:
-        """Returns the components that serve a model or LoRA adapter, and the adapter's name; empty for a base model.
+        """Returns the components serving a model or LoRA adapter, and the adapter's name; empty for a base model.
 
         Raises:
             UnknownModel: no component serves it.
@@ -76,7 +76,7 @@ class ServedModels:
         return next((view for view in views if view.name in self._forwarding), None)
 
     def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
-        """Returns the components of a model or adapter that requests can be sent to; all if they can to none.
+        """Returns the components of a model or adapter requests can be sent to; all if they can to none.
 
         Args:
             model: Name of the model or adapter.
@@ -104,11 +104,11 @@ class ServedModels:
 
         Args:
             model: Name of the model or adapter.
-            field: Field of the request that needs them, for the error.
+            field: Field of the request needing them, for the error.
 
         Raises:
             UnknownModel: no component serves the model.
-            NoWorkers: the model has no live worker, so that nothing is known of its tokenizer.
+            NoWorkers: the model has no live worker, so nothing is known of its tokenizer.
             BadRequest: the model has no tokenizer here.
         """
         view, _ = self.resolve(model)
@@ -117,7 +117,7 @@ class ServedModels:
         return self.texts.get(view.descriptor.model, field)
 
     def _components(self) -> Mapping[ComponentName, ComponentView]:
-        """Returns the registered components. What was derived from earlier ones is derived anew."""
+        """Returns the registered components. Derived values are renewed when they change."""
         components = self._directory.components
         if components is not self._derived_from:
             self._derived_from = components

@@ -20,7 +20,7 @@ from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 MAX_REQUEST_ID_BYTES = 112
-"""The rest of a booking id's 128 bytes holds the suffix that makes it unique."""
+"""The rest of a booking id's 128 bytes holds the suffix making it unique."""
 MAX_MIGRATIONS = 16
 """Maximum migration limit of a request."""
 CONSTRAINT_FIELD = "sampling_options.structured_output"
@@ -46,7 +46,7 @@ class Limits:
 def pools_of_model(
     model: str, components: Mapping[ComponentName, ComponentView], stage: Stage = Stage.STAGE_WHOLE
 ) -> list[ComponentView]:
-    """Returns the components that serve a model in a stage, at least one, that with the most live workers first.
+    """Returns the components serving a model in a stage, at least one, that with the most live workers first.
 
     Raises:
         UnknownModel: no component serves the model.
@@ -72,7 +72,7 @@ def _largest_first(views: list[ComponentView]) -> list[ComponentView]:
 
 
 def resolve_model(model: str, components: Mapping[ComponentName, ComponentView]) -> tuple[list[ComponentView], str]:
-    """Returns the components that serve a model or LoRA adapter, and the adapter's name; empty for a base model.
+    """Returns the components serving a model or LoRA adapter, and the adapter's name; empty for a base model.
 
     There is at least one component. That with the most live workers is the first.
 
@@ -115,7 +115,7 @@ def fitting_pools(
 
 @contextmanager
 def prompt_limit(views: Sequence[ComponentView], limits: Limits) -> Iterator[int]:
-    """Yields how many tokens a prompt may have so that a pool of the model can run it, to tokenize it within.
+    """Yields the maximum number of tokens with which a pool of the model can run a prompt, to tokenize it within.
 
     Args:
         views: The pools, at least one. Those without live workers count only if none has any.
@@ -137,7 +137,7 @@ def prompt_limit(views: Sequence[ComponentView], limits: Limits) -> Iterator[int
 
 
 def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
-    """Returns the context length of the first pool that a prompt of that many tokens fits; 0 if it is not known."""
+    """Returns the context length of the first pool a prompt of that many tokens fits; 0 if it is not known."""
     lengths = [view.descriptor.max_model_len for view in views if view.workers]
     return next((length for length in lengths if not length or tokens < length), views[0].descriptor.max_model_len)
 
@@ -145,7 +145,7 @@ def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
 def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
     """Returns every model that has live workers, not only for prefill, in order of name.
 
-    A component's descriptor outlives its workers, so that its index stays valid. It must not appear as a model then.
+    A component's descriptor outlives its workers, so its index stays valid. It must not appear as a model then.
     """
     models = [
         Model(
@@ -205,8 +205,8 @@ def check_vocabulary(token_ids: TokenBuffer, vocabulary: int, field: str) -> Non
 
     Args:
         token_ids: Packed token ids.
-        vocabulary: Number of token ids that the model has; 0 if it is not known.
-        field: Field of the request that has the token ids, for the error.
+        vocabulary: Number of token ids the model has; 0 if it is not known.
+        field: Field of the request with the token ids, for the error.
 
     Raises:
         BadRequest: it has not; the error has the position of the first one.
@@ -225,7 +225,7 @@ def structured_workers(view: ComponentView, field: str = CONSTRAINT_FIELD) -> li
 
     Args:
         view: The component.
-        field: Field of the request that has the constraint, for the error.
+        field: Field of the request with the constraint, for the error.
 
     Raises:
         BadRequest: there are none.
@@ -241,7 +241,7 @@ def structured_workers(view: ComponentView, field: str = CONSTRAINT_FIELD) -> li
 
 
 def check_routing(request: RoutingRequest, limits: Limits) -> None:
-    """Checks a routing request. The Scheduler checks what depends on the component.
+    """Checks a routing request, as far as it does not depend on the component.
 
     Raises:
         BadRequest: an override is out of range.

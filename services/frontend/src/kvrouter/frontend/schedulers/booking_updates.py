@@ -1,8 +1,8 @@
 """The bookings of one session, and the numbered updates that inform a Scheduler of them.
 
 Only the client knows which of its bookings are live. Each opening of the session, at whichever Scheduler, has a higher
-opening number and lists every booking in use, so that the Scheduler can free those that ended while the session was
-elsewhere. Re-asserts then add the bookings that the Scheduler lacks. Updates are numbered over all openings, and sent
+opening number and lists every booking in use, so the Scheduler can free those that ended while the session was
+elsewhere. Re-asserts then add the bookings the Scheduler lacks. Updates are numbered over all openings, and sent
 again until a Scheduler has acknowledged them.
 """
 
@@ -46,11 +46,11 @@ class BookingUpdates:
         self._live: dict[Key, LiveBooking] = {}
         self._selecting: dict[Key, BookingKey] = {}
         self._first = 1
-        """Number of the oldest update that is not acknowledged."""
+        """Number of the oldest unacknowledged update."""
         self._sent: deque[BookingUpdate] = deque()
-        """Updates that were sent and are not acknowledged."""
+        """Sent and unacknowledged updates."""
         self._unsent: deque[BookingUpdate] = deque()
-        """Updates that follow those."""
+        """Updates following those."""
         self._asserting: dict[int, Key] = {}
         """Re-asserts without acknowledgement, by number."""
         self._refused: set[Key] = set()
@@ -62,22 +62,22 @@ class BookingUpdates:
 
     @property
     def asserting(self) -> int:
-        """Number of re-asserts that the current Scheduler has not acknowledged."""
+        """Number of re-asserts the current Scheduler has not acknowledged."""
         return len(self._asserting)
 
     @property
     def refused(self) -> int:
-        """Number of bookings that the current Scheduler refused, to be re-asserted."""
+        """Number of bookings the current Scheduler refused, to be re-asserted."""
         return len(self._refused)
 
     @property
     def waiting(self) -> int:
-        """Number of updates that are not acknowledged."""
+        """Number of unacknowledged updates."""
         return len(self._sent) + len(self._unsent)
 
     @property
     def overflowed(self) -> bool:
-        """Whether too many updates wait for their acknowledgement. The next opening drops those that it replaces."""
+        """Whether too many updates wait for their acknowledgement. The next opening drops those it replaces."""
         return self.waiting > MAX_UPDATES
 
     @property
@@ -107,7 +107,7 @@ class BookingUpdates:
         )
 
     def opened(self, response: OpenSessionResponse) -> None:
-        """Starts an opening: what the Scheduler lacks is sent again, and then each live booking is re-asserted."""
+        """Starts an opening: lost updates are sent again, and then each live booking is re-asserted."""
         while self._unsent and self._first <= response.acknowledged:
             self._unsent.popleft()
             self._first += 1
@@ -123,7 +123,7 @@ class BookingUpdates:
         return UpdateBookingsRequest(session_id=self._session_id, opening_number=self._opening_number)
 
     def assert_refused(self) -> int:
-        """Adds re-asserts of the bookings that the Scheduler refused before. Returns how many."""
+        """Adds re-asserts of the bookings the Scheduler refused before. Returns how many."""
         refused, self._refused = self._refused & self._live.keys(), set()
         for key in refused:
             self._reassert(key)

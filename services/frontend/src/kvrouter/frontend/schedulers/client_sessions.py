@@ -1,4 +1,4 @@
-"""Keeps the sessions of clients open at every Scheduler, so that the bookings of a client that dies are freed."""
+"""Keeps the sessions of clients open at every Scheduler, so the bookings of a client that dies are freed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_NAME_BYTES = 64
 
 
 def scheduler_session_id(session_id: str) -> str:
-    """Returns the id that a client's session has at the Schedulers, which differs from those of Frontends.
+    """Returns the id a client's session has at the Schedulers, which differs from those of Frontends.
 
     Raises:
         BadRequest: the id is empty or too long.

@@ -151,7 +151,7 @@ class StreamConnection:
 
     @property
     def running_calls(self) -> int:
-        """Number of calls that wait for their answer."""
+        """Number of calls waiting for their answer."""
         return self._client.running
 
     async def lost(self) -> None:

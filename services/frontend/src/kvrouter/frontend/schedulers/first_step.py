@@ -1,4 +1,4 @@
-"""Runs a call up to where it waits first, so that what only a waiting call needs is set up for those that wait."""
+"""Runs a call up to its first wait, so only waiting calls pay for their set-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class FirstStep(Generic[_Result]):
     """The first step of a coroutine, which runs at once. ``result`` or ``rest`` must follow."""
 
     def __init__(self, call: Coroutine[Any, Any, _Result]) -> None:
-        """Runs the step. Raises what the coroutine raises in it."""
+        """Runs the step. Raises the coroutine's exceptions."""
         self._call = call
         self.waits = True
         """Whether the coroutine waits for something now."""
@@ -22,11 +22,11 @@ class FirstStep(Generic[_Result]):
         except StopIteration as ended:
             self.waits = False
             self.result: _Result = ended.value
-            """What it returned, if it does not wait."""
+            """Its result, if it does not wait."""
 
     @coroutine
     def rest(self) -> Generator[Any, Any, _Result]:
-        """Waits, and runs the other steps. Returns what the coroutine returns."""
+        """Waits, and runs the other steps. Returns the coroutine's result."""
         call, waits_for = self._call, self._waits_for
         self._waits_for = None
         try:

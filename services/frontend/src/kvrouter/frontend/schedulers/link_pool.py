@@ -18,7 +18,7 @@ from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.names import ComponentName
 
 _WHOLE = 0
-"""Shard number of a component that is not sharded."""
+"""Shard number of an unsharded component."""
 
 
 class _Component:

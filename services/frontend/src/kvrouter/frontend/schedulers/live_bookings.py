@@ -1,4 +1,4 @@
-"""The load that this gateway has booked, so that it can be re-asserted at another Scheduler."""
+"""The load this gateway has booked, so it can be re-asserted at another Scheduler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def key_of(booking: BookingKey) -> Key:
 
 @dataclass(slots=True)
 class LiveBooking:
-    """A booking that is not freed, with the progress of its request."""
+    """A live booking, with the progress of its request."""
 
     key: BookingKey
     component: Component
@@ -29,7 +29,7 @@ class LiveBooking:
     """Packed u64, one for each full block of the prompt."""
     prompt_tokens: int
     prefill_tokens: int
-    """Prompt tokens that the rank had to compute when the request was booked."""
+    """Prompt tokens the rank had to compute when the request was booked."""
     block_size: int
     prefill_complete: bool = False
     output_tokens: int = 0
@@ -43,7 +43,7 @@ class LiveBooking:
         prompt_tokens: int,
         block_size: int,
     ) -> LiveBooking:
-        """Returns the booking that a selection made."""
+        """Returns the booking a selection made."""
         return cls(
             key=key,
             component=selection.component,
@@ -58,7 +58,7 @@ class LiveBooking:
 
     @property
     def predicted_cached_tokens(self) -> int:
-        """Prompt tokens that the Scheduler expected in the rank's cache."""
+        """Prompt tokens the Scheduler expected in the rank's cache."""
         return max(0, self.prompt_tokens - self.prefill_tokens)
 
     def fills_block(self, output_tokens: int) -> bool:

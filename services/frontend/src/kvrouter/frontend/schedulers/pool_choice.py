@@ -25,11 +25,11 @@ from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
 
 _Rating = tuple[bool, bool, bool, float, float]
-"""What components are sorted by; the lowest is first."""
+"""Sort key of components; the lowest is first."""
 
 
 class PoolChoice:
-    """Compares components by what their Schedulers answer."""
+    """Compares components by the answers of their Schedulers."""
 
     def __init__(self, links: SchedulerLinks, rng: Random | None = None) -> None:
         """``rng`` breaks ties."""

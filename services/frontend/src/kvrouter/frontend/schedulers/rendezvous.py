@@ -64,7 +64,7 @@ class LocalScheduler:
 
 
 class RemoteSchedulers:
-    """Source of the Schedulers that are registered and ready, which may include one in this process."""
+    """Source of the Schedulers registered and ready, which may include one in this process."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RemoteSchedulers:
         ``client_name`` names this Frontend in the logs of Schedulers; ``counts`` counts its call streams to them.
 
         The own Scheduler is called without a socket, and it is used while no Scheduler is ready. Otherwise rendezvous
-        hashing decides as for any other Scheduler, so that several processes with a Frontend and a Scheduler agree on
+        hashing decides as for any other Scheduler, so several processes with a Frontend and a Scheduler agree on
         one.
         """
         self._directory = directory

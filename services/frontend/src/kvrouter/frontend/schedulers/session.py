@@ -23,9 +23,9 @@ class Session:
         """``connection`` is that to the Scheduler."""
         self.connection = connection
         self.unanswered = 0
-        """Number of calls with updates that are not answered."""
+        """Number of calls with unanswered updates."""
         self._waiting: set[asyncio.Timeout] = set()
-        """The time limits of the selections that wait for the Scheduler."""
+        """The time limits of the selections waiting for the Scheduler."""
         self._ended = asyncio.Event()
         self._cause = ""
 

@@ -1,6 +1,6 @@
 """The Frontend's connection to the Scheduler of one component.
 
-A link keeps one session open. Selections are calls that name it; the progress of bookings travels in numbered updates
+A link keeps one session open. Selections are calls naming it; the progress of bookings travels in numbered updates
 (``kvrouter.frontend.schedulers.booking_updates``), which wait for nothing: those of one step of the event loop
 are sent together at its end, further ones together when these are acknowledged, or ahead of the next selection, so that
 a selection never overtakes an earlier free. When the Scheduler goes away or stops answering heartbeats, or when another
@@ -124,7 +124,7 @@ class SchedulerLink:
 
     @property
     def waiting_updates(self) -> int:
-        """Number of booking updates that are not acknowledged."""
+        """Number of unacknowledged booking updates."""
         return self._updates.waiting
 
     @property
@@ -144,7 +144,7 @@ class SchedulerLink:
             deadline: Time by which a rank must be chosen.
 
         Raises:
-            KvRouterError: the error that the Scheduler returned.
+            KvRouterError: the error the Scheduler returned.
             DependencyAway: no Scheduler was available before the deadline, or the only one answers no heartbeat.
             DeadlineExceeded: the Scheduler answers heartbeats, but did not decide before the deadline.
         """
@@ -220,7 +220,7 @@ class SchedulerLink:
         self._updates.keep(booking)
 
     def prefill_complete(self, booking: LiveBooking, *, handover_us: int = 0) -> None:
-        """Reports that the prompt is computed. Does not wait.
+        """Reports a computed prompt. Does not wait.
 
         Args:
             booking: The booking.
@@ -240,11 +240,11 @@ class SchedulerLink:
             self._send()
 
     def free(self, booking: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool = False) -> None:
-        """Frees a booking. Does not wait, so that a handler that is being cancelled can call it.
+        """Frees a booking. Does not wait, so a handler being cancelled can call it.
 
         Args:
             booking: The booking.
-            cached_tokens: Prompt tokens that the worker found in its cache; None if it did not say so.
+            cached_tokens: Prompt tokens the worker found in its cache; None if it did not say so.
             prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
         """
         self._updates.free(booking.key, cached_tokens, prefill_complete=prefill_complete)

@@ -3,9 +3,9 @@
 One deciding Scheduler accounts for all of a component's load at the moment of booking. Several learn of each other's
 load late or never. Requests are therefore sharded only if an operator requests it, or for FIRST_S after a Scheduler
 last reported overload. If it reports overload again within the same time after sharding ended, the next time is twice
-as long, up to LONGEST_S. This keeps a load that is too much for one Scheduler from switching back and forth.
+as long, up to LONGEST_S. This keeps a load too much for one Scheduler from switching back and forth.
 
-Requests are sharded by prompt prefix, so that requests with the same blocks go to the same Scheduler:
+Requests are sharded by prompt prefix, so requests with the same blocks go to the same Scheduler:
 
     shard = hash of the prompt's first d blocks, modulo SHARDS
 
@@ -16,7 +16,7 @@ two beyond a system prompt before it. Requests of a conversation are sharded by 
 the Scheduler stores the conversation's rank.
 
 Each Frontend counts its own requests only. Frontends agree on a prefix whose share is far from COMMON. Near COMMON, one
-Frontend may skip a prefix that another uses: two Schedulers then each see a part of its load, without further harm.
+Frontend may skip a prefix another uses: two Schedulers then each see a part of its load, without further harm.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sharding:
 
 
 SHARDS = 32
-"""Parts that a component's requests are split into; rendezvous hashing assigns each to a Scheduler. Enough for even
+"""Parts a component's requests are split into; rendezvous hashing assigns each to a Scheduler. Enough for even
 shares among a few Schedulers, and few enough for one session each."""
 
 COMMON = 1 / 8
@@ -64,7 +64,7 @@ WINDOW = 1024
 """Number of recent requests whose prefixes are counted."""
 
 LEAST = 8
-"""A prefix with fewer requests than this is never common, so that the first requests do not decide."""
+"""A prefix with fewer requests than this is never common, so the first requests do not decide."""
 
 _MAX_DEPTH = 1 << 14
 

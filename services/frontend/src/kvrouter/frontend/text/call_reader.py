@@ -1,4 +1,4 @@
-"""Reads the tool calls in one JSON value as its text arrives, so that their arguments can be passed on in pieces."""
+"""Reads the tool calls in one JSON value as its text arrives, so their arguments can be passed on in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"([\w.-]{1,256})\s*(?:\[CALL_ID\]\w{1,64}\s*)?(?:\[ARGS\]\s*
 _BEGINS_NAME = re.compile(r"[\w.-]{1,256}\s*(?:\[\w{0,16}(?:\]\w{0,64}\s*)?){0,2}")
 _ARGUMENTS = ("arguments", "parameters")
 _MAX_WAITING = 64 << 10
-"""Characters that may wait for the begin of a call's arguments, or for what follows them. The rest is text."""
+"""Characters that may wait for the begin of a call's arguments, or for the text after them. The rest is text."""
 
 _Steps = Generator[None, None, None]
 
@@ -52,7 +52,7 @@ class CallReader:
 
     @property
     def rest(self) -> str:
-        """The text that belongs to no call: all of it if none has begun, otherwise what follows the calls."""
+        """The text belonging to no call: all of it if none has begun, otherwise the text after the calls."""
         return self._text
 
     def feed(self, text: str) -> list[CallPart]:
@@ -137,7 +137,7 @@ class CallReader:
         self._text, self._at = self._text[self._at :], 0
 
     def _peek(self) -> Generator[None, None, str]:
-        """Waits for the next character that is no space, and returns it."""
+        """Waits for the next character but spaces, and returns it."""
         while True:
             space = _SPACE.match(self._text, self._at)
             self._at = self._at if space is None else space.end()
@@ -195,7 +195,7 @@ class CallReader:
             self._drop()
 
     def _skip(self, first: str) -> _Steps:
-        """Reads a value that has no meaning here."""
+        """Reads a value with no meaning here."""
         if first == '"':
             yield from self._string()
         elif first in "{[":

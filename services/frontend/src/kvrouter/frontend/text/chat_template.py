@@ -133,7 +133,7 @@ def _failed(message: str) -> BadRequest:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag ``generation``, which marks what the model wrote. It has no effect on the text."""
+    """The tag ``generation``, which marks the model's own text. It has no effect on the text."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

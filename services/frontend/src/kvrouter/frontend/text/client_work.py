@@ -1,4 +1,4 @@
-"""Runs the work that clients cause in threads and in slices, so that the event loop and other clients continue.
+"""Runs the work clients cause in threads and in slices, so the event loop and other clients continue.
 
 Bodies, short texts and long texts have a thread each: a prompt of a megabyte, which takes a second, does not delay
 short ones. In each, owners take turns of a slice, in proportion to their weights. Short jobs share a turn, and so the
@@ -27,11 +27,11 @@ Slices: TypeAlias = Generator[None, None, _T]
 SLICE = 16 << 10
 """Bytes or characters of a slice. Tokenizing one takes 10 to 30 ms if none of its words is known."""
 MAX_WORK = 256 << 20
-"""Bytes and characters of all jobs of a process that wait or run."""
+"""Bytes and characters of all waiting and running jobs of a process."""
 MAX_OWNER_WORK = 64 << 20
 """The same for the jobs of one authenticated owner."""
 _JOB_WORK = 4 << 10
-"""What a job counts besides its text, so that the number of jobs is bounded too."""
+"""Size of a job besides its text, so the number of jobs is bounded too."""
 _TURN_JOBS = 64
 _GIL_SECONDS = 0.0005
 """Time for which a thread may keep the GIL from the event loop, which needs it several times for a request; by default
@@ -40,7 +40,7 @@ _RETRY_MS = 1000
 
 
 class Lane(StrEnum):
-    """What a thread is for."""
+    """Purpose of a thread."""
 
     BODIES = "bodies"
     SHORT_TEXTS = "short_texts"
@@ -79,7 +79,7 @@ class ClientWork:
     async def run_slices(self, slices: Slices[_T], lane: Lane, *, size: int) -> _T:
         """Runs a job in a thread, and returns its result or raises its error.
 
-        A caller that is cancelled before its turn costs nothing.
+        A caller cancelled before its turn costs nothing.
 
         Args:
             slices: The job.
@@ -127,14 +127,14 @@ class _Job(Generic[_T]):
         self.done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
     def next_work(self) -> int:
-        """Returns the work of the next slice, which is then done. A job that is larger than its input has full ones."""
+        """Returns the work of the next slice, which is then done. A job larger than its input has full ones."""
         work = min(self.left or SLICE, SLICE)
         self.left -= min(self.left, work)
         return work
 
 
 class _Lane:
-    """A thread and the jobs that wait for it."""
+    """A thread and the jobs waiting for it."""
 
     def __init__(self, name: str, slices: Counter) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -184,7 +184,7 @@ class _Lane:
 
 
 def _run_turn(jobs: list[_Job[Any]], loop: asyncio.AbstractEventLoop) -> list[_Job[Any]]:
-    """Runs a slice of each job, and returns the jobs that need another turn."""
+    """Runs a slice of each job, and returns the jobs needing another turn."""
     unfinished = []
     for job in jobs:
         if job.done.cancelled():

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 PROMPT_TOKENS = 6
-"""Tokens at the end of a prompt that decide how the text of the output begins, for example with a space."""
+"""Tokens at the end of a prompt deciding how the text of the output begins, for example with a space."""
 
 
 class Detokenizer:
@@ -23,7 +23,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         shown: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Starts after the last tokens of the prompt. ``shown`` has the text of special tokens that are not skipped."""
+        """Starts after the last tokens of the prompt. ``shown`` has the text of special tokens not skipped."""
         self._shown = shown
         self._tokenizer = tokenizer
         self._vocabulary_size = tokenizer.get_vocab_size()
@@ -34,7 +34,7 @@ class Detokenizer:
         )
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """Returns the text that is complete with these tokens. Tokens that the tokenizer does not know have none."""
+        """Returns the text that is complete with these tokens. Tokens the tokenizer does not know have none."""
         return "".join(self.text_of(token) for token in token_ids)
 
     def text_of(self, token: int) -> str:

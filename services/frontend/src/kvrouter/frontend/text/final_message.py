@@ -1,4 +1,4 @@
-"""Cuts a rendered chat within its final message, so that the model continues this message.
+"""Cuts a rendered chat within its final message, so the model continues this message.
 
 A mark at the end of the message's text is rendered with it, and the prompt ends there, as in ``transformers``.
 """

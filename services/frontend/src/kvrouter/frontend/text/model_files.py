@@ -1,4 +1,4 @@
-"""Chooses the files of a model's tokenizer among those that its workers register, and fetches them from the workers."""
+"""Chooses the files of a model's tokenizer among those its workers register, and fetches them from the workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Files = tuple[DescribedFile, ...]
 
 
 def files_of(worker: WorkerRegistration) -> Files:
-    """Returns the usable files that a worker registers."""
+    """Returns the usable files a worker registers."""
     found = {file.name: file.sha256.hex() for file in worker.model_files if file.name in NAMES}
     return tuple(DescribedFile(name, sha256) for name, sha256 in sorted(found.items()))
 
@@ -51,14 +51,14 @@ def files_of(worker: WorkerRegistration) -> Files:
 def agreed_files(views: Iterable[ComponentView], in_use: Files, pinned: Files = ()) -> Files:
     """Returns which files of a model to use; empty for none.
 
-    Of each component, the files count that most of its workers register, if these are at least half of its workers. So
+    Of each component, the files count most of its workers register, if these are at least half of its workers. So
     one worker cannot give a larger component another chat template. Of several components the files with the most
     workers win. Files in use stay while no others have more workers, and while the model has no workers.
 
     Args:
-        views: The components that serve the model.
+        views: The components serving the model.
         in_use: The files used so far.
-        pinned: Files that the operator demands. They are used, and no others.
+        pinned: Files the operator demands. They are used, and no others.
     """
     if pinned:
         return pinned
@@ -109,7 +109,7 @@ async def _fetch(file: DescribedFile, workers: Sequence[WorkerRegistration], roo
 
 
 async def _fetch_from(endpoint: str, file: DescribedFile, room: int, tls: Tls | None) -> bytes:
-    """Returns what the worker sends, up to ``room`` bytes.
+    """Returns the worker's file, up to ``room`` bytes.
 
     Raises:
         KvRouterError: the worker does not answer.

@@ -65,11 +65,11 @@ class ModelText:
             self.no_template = str(error)
         published = _names(_json_object(files, OUTPUT_FORMAT))
         self.tool_format = tool_format(tool_call_format or published.get("tool_call_parser"), source)
-        """How the model writes tool calls; None if that is not known."""
+        """How the model writes tool calls; None if unknown."""
         self.reasoning_format = reasoning_format(reasoning_format_name or published.get("reasoning_parser"))
         """How the model marks reasoning; None if it is not separated."""
         self.chat_rule = chat_rule(engine)
-        """What the engine's template gets of a chat."""
+        """A chat as the engine's template gets it."""
 
     def of_domain(self, domain: str) -> ModelText:
         """Returns the same with the caches of an isolation domain, which no other domain can probe by time.
@@ -100,7 +100,7 @@ class ModelText:
         Args:
             prompt: The prompt.
             skip_special_tokens: Whether special tokens have no text.
-            marks: Special tokens that have one nevertheless.
+            marks: Special tokens with one nevertheless.
         """
         shown = {number: mark for mark in marks if (number := self.tokenizer.id_of(mark)) is not None}
         end = array("I", prompt[-PROMPT_TOKENS * _TOKEN_BYTES :])

@@ -1,4 +1,4 @@
-"""Remembers the tokens of pieces of prompts, so that a shared prefix is tokenized once.
+"""Remembers the tokens of pieces of prompts, so a shared prefix is tokenized once.
 
 A text is cut where its tokens are certain to be the same as without the cut. So the tokens of a text are those of its
 pieces. Where it is cut depends only on the text before and just after the cut. So texts with a common prefix have

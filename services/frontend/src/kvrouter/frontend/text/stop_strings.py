@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text on until one of the stop strings occurs. Text that may begin a stop string waits for what follows."""
+    """Passes text on until one of the stop strings occurs. Text that may begin a stop string waits for more."""
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
-        """``include`` says whether the text that is passed on ends with the stop string."""
+        """``include`` says whether the text passed on ends with the stop string."""
         self._stop = tuple(stop)
         self._include = include
         self._waiting = ""

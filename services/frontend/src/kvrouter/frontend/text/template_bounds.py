@@ -1,7 +1,7 @@
-"""Bounds what a chat template may do. A template is a program of whoever published the model.
+"""Bounds the work of a chat template. A template is a program of whoever published the model.
 
 Jinja's sandbox keeps a template away from Python's internals, but not from endless loops and huge values. Here every
-block of statements that runs costs a step, and every operation that makes a new text or container costs its size. What
+block of statements running costs a step, and every operation making a new text or container costs its size. What
 could exceed its bound is refused before it is executed.
 """
 
@@ -19,15 +19,15 @@ from jinja2.compiler import CodeGenerator
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 2_000_000
-"""Blocks of statements that a rendering may run: about a second. A chat of 1,000 messages takes some 20,000."""
+"""Blocks of statements a rendering may run: about a second. A chat of 1,000 messages takes some 20,000."""
 MAX_SECONDS = 2.0
-"""Time that a rendering may take."""
+"""Time a rendering may take."""
 MAX_SIZE = 16 << 20
-"""Characters that a text may have."""
+"""Characters a text may have."""
 MAX_ITEMS = 1 << 18
-"""Items that a container with its containers may have."""
+"""Items a container with its containers may have."""
 MAX_TOTAL = 256 << 20
-"""Characters and items that a rendering may make altogether."""
+"""Characters and items a rendering may make altogether."""
 _STEPS_PER_CLOCK = 256
 
 _PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
@@ -42,7 +42,7 @@ class TemplateTooExpensive(Exception):
 
 @dataclass(slots=True)
 class Allowance:
-    """What a rendering has left while it does not run."""
+    """Budget of a rendering while it does not run."""
 
     steps: int = field(default_factory=lambda: MAX_STEPS)
     characters: int = field(default_factory=lambda: MAX_TOTAL)
@@ -50,7 +50,7 @@ class Allowance:
 
 
 class _Budget(threading.local):
-    """What the rendering that runs in this thread has left."""
+    """Budget of the rendering in this thread."""
 
     def __init__(self) -> None:
         self.resume(Allowance())
@@ -62,12 +62,12 @@ class _Budget(threading.local):
         self._ends_at = time.monotonic() + allowance.seconds
 
     def pause(self) -> Allowance:
-        """Returns what the rendering has left, so that another one can run in this thread."""
+        """Returns the rest of the rendering's budget, so another one can run in this thread."""
         return Allowance(self._steps, self._left, self._ends_at - time.monotonic())
 
     @property
     def steps_left(self) -> int:
-        """Blocks of statements that the rendering may still run."""
+        """Blocks of statements the rendering may still run."""
         return self._steps
 
     def spend(self) -> None:
@@ -119,7 +119,7 @@ class _Budget(threading.local):
 
 
 class _Generator(CodeGenerator):
-    """Generates code that spends a step in each block of statements, and charges for what it makes."""
+    """Generates code that spends a step in each block of statements, and charges for new texts."""
 
     def blockvisit(self, nodes: Any, frame: Any) -> None:
         self.writeline("environment.budget.spend()")

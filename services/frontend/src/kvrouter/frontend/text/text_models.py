@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _RETRY_SECONDS = 5.0
 """Pause before files that could not be fetched or loaded are tried again."""
 SHORT_CHARACTERS = 64 << 10
-"""Maximum size of prompts that the thread for short texts takes."""
+"""Maximum size of prompts the thread for short texts takes."""
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 
 log = structlog.get_logger(component="frontend")
@@ -71,12 +71,12 @@ class TextModels:
             registry: Registry for the metrics.
             work: Threads for rendering and tokenizing.
             cache_bytes: Memory of the cache of each model's tokenizer.
-            pinned_files: Files by model that are used instead of those that most workers register.
+            pinned_files: Files by model used instead of those most workers register.
             tool_call_formats: Formats of tool calls by model, instead of that of the files or the chat template.
             reasoning_formats: Formats of reasoning by model, instead of that of the files.
         """
         self.work = work
-        """Threads for what clients send."""
+        """Threads for the work of clients."""
         self._directory = directory
         self._fetch = fetch
         self._directories = directories
@@ -146,7 +146,7 @@ class TextModels:
     ) -> list[bytes]:
         """Returns the tokens of prompts as packed buffers: at once if nearly all is known, otherwise from a thread.
 
-        What is known of earlier prompts depends on the caller's isolation, as its cache blocks do.
+        The cache of earlier prompts depends on the caller's isolation, as its cache blocks do.
 
         Args:
             text: The model's tokenizer and template.
@@ -177,7 +177,7 @@ class TextModels:
             return found + await self.work.run_slices(slices, lane, size=characters)
 
     async def run(self) -> None:
-        """Loads what is missing or has changed, until cancelled."""
+        """Loads missing and changed models, until cancelled."""
         async for directory in self._directory.changes():
             while not await self._load_all(self._wanted(directory)):
                 try:
@@ -259,7 +259,7 @@ class TextModels:
 
 
 def _registered_vocabularies(views: Iterable[ComponentView]) -> dict[str, int]:
-    """Returns the number of token ids by model that most of its workers register; of as many workers, the largest."""
+    """Returns the number of token ids by model most of its workers register; of as many workers, the largest."""
     votes: dict[str, Votes[int]] = {}
     for view in views:
         sizes = (worker.vocabulary_size for worker in view.workers.values())
@@ -268,7 +268,7 @@ def _registered_vocabularies(views: Iterable[ComponentView]) -> dict[str, int]:
 
 
 def _common_engine(views: Sequence[ComponentView], in_use: str) -> str:
-    """Returns the engine that most workers register; that in use while none registers any."""
+    """Returns the engine most workers register; that in use while none registers any."""
     votes = Votes(worker.engine for view in views for worker in view.workers.values() if worker.engine)
     return min(votes, key=lambda engine: (-votes[engine], engine != in_use, engine), default=in_use)
 

@@ -27,10 +27,10 @@ _MAX_CUT_TOKENS = 64
 _WORD_SHARE = 8
 """Part of the cache's memory that is for words."""
 _ISOLATED_SHARE = 16
-"""Part of the cache's memory that each isolation domain has, and number of domains that have caches at a time."""
+"""Part of the cache's memory each isolation domain has, and number of domains that have caches at a time."""
 _AT_ONCE_CHARACTERS = 16 << 10
 _AT_ONCE_WORDS = 16
-"""New words of a prompt that is tokenized at once. Each takes the library 2 to 5 µs, as much as 20 known ones."""
+"""New words of a prompt tokenized at once. Each takes the library 2 to 5 µs, as much as 20 known ones."""
 _SAMPLE = (
     "The quick brown fox jumps over the lazy dog. It isn't 12,345 or 6.7e8; naïve café — 你好 世界 🙂 "
     "def f(x):\n\treturn x  +  1\r\n\n   # a comment, don't ask WHY\nHTTPServer camelCase snake_case a b c I'm we'll "
@@ -149,7 +149,7 @@ class ModelTokenizer:
 
         Args:
             text: The text. Special tokens in it become these tokens.
-            special_tokens: Whether to add what the tokenizer adds to a prompt, such as a token for its begin.
+            special_tokens: Whether to add the tokenizer's special tokens, such as one for the begin.
             limit: Maximum number of tokens; tokenization stops beyond it.
             field: The field of the request, for the error.
 
@@ -162,7 +162,7 @@ class ModelTokenizer:
     def encode_at_once(self, text: str, *, special_tokens: bool, limit: int, field: str = "prompt") -> bytes | None:
         """Returns the same as ``encode`` if that takes a fraction of a millisecond, since nearly all words are known.
 
-        Returns None otherwise, so that the caller tokenizes the text in a thread.
+        Returns None otherwise, so the caller tokenizes the text in a thread.
 
         Raises:
             PromptTooLong: there are more tokens than the limit.
@@ -234,7 +234,7 @@ class ModelTokenizer:
         return [packed(encoding.ids) for encoding in batch]
 
     def _template(self) -> tuple[bytes, bytes]:
-        """Returns the tokens that the tokenizer adds before and after a prompt."""
+        """Returns the tokens the tokenizer adds before and after a prompt."""
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(whole) - len(bare) + 1):
@@ -280,7 +280,7 @@ def _divided(text: str, cutter: Cutter) -> Iterable[list[str]]:
 
 
 def _ends_of_words(definition: dict[str, Any], added: Iterable[Any]) -> str:
-    """Returns the characters that no token and no rule can join to a space after them and what follows it.
+    """Returns the characters no token and no rule can join to a space after them and what follows it.
 
     Merges of a BPE model make tokens of the vocabulary only. If no token has a character with a space after it, a text
     has the same tokens when it is divided at such a place, if its normalizer and pre-tokenizer work locally too.

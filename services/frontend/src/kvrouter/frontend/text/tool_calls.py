@@ -1,6 +1,6 @@
 """Finds tool calls in a model's output as it arrives: first the name of each, then its arguments in pieces.
 
-What looks like a call and is none passes as text.
+Text that only looks like a call passes as text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ToolParser(Protocol):
         ...
 
     def feed(self, text: str) -> tuple[str, Sequence[ToolCallPiece]]:
-        """Adds text of the output. Returns the text that is no call, and the pieces of calls."""
+        """Adds text of the output. Returns the text outside calls, and the pieces of calls."""
         ...
 
     def end(self) -> str:
@@ -97,7 +97,7 @@ class ToolCallParser:
         """Whether there was text since the begin of the output, or since the last call."""
         self._calls = 0
         self._prefix = ""
-        """Text before the value that is read: it is part of the text if the value is no call."""
+        """Text before the read value: it is part of the text if the value is no call."""
         self._reader: CallReader | None = None
 
     @property
@@ -106,7 +106,7 @@ class ToolCallParser:
         return self._calls > 0
 
     def feed(self, text: str) -> tuple[str, list[ToolCallPiece]]:
-        """Adds text of the output. Returns the text that is no call, and the pieces of calls."""
+        """Adds text of the output. Returns the text outside calls, and the pieces of calls."""
         self._text += text
         passed: list[str] = []
         pieces: list[ToolCallPiece] = []

@@ -29,11 +29,11 @@ _MISTRAL = ToolFormat("[TOOL_CALLS]", special=("[TOOL_CALLS]", "[CALL_ID]", "[AR
 _FORMATS: dict[str, ToolFormat] = {"hermes": _HERMES, "llama3_json": _LLAMA, "mistral": _MISTRAL}
 
 FORCED = ToolFormat("\0", has_bare_calls=True)
-"""An output that is constrained to be a list of calls."""
+"""An output constrained to be a list of calls."""
 
 
 def tool_format(name: str | None, template: str) -> ToolFormat | None:
-    """Returns the format of that name, or without a name the one that a chat template writes; None if there is none."""
+    """Returns the format of that name, or without a name the one a chat template writes; None if there is none."""
     if name is not None:
         return _FORMATS.get(name)
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:

@@ -1,10 +1,10 @@
-"""The order of jobs that several owners have waiting for one thread.
+"""The order of jobs several owners have waiting for one thread.
 
 The owner is next that has received least:
 
     received += work of a slice / weight of the owner        when a job of it takes a turn
 
-An owner that begins to wait counts as having received as much as the one that has received least, so it gains nothing
+An owner beginning to wait counts as having received as much as the one that has received least, so it gains nothing
 from having been idle. The jobs of one owner run one after the other.
 """
 
@@ -39,7 +39,7 @@ class _Share(Generic[J]):
 
 
 class FairTurns(Generic[J]):
-    """The jobs that wait. It knows neither threads nor time."""
+    """The jobs waiting. It knows neither threads nor time."""
 
     def __init__(self) -> None:
         """Starts empty."""
@@ -47,7 +47,7 @@ class FairTurns(Generic[J]):
         self._waiting = 0
 
     def __len__(self) -> int:
-        """Returns the number of jobs that wait."""
+        """Returns the number of jobs waiting."""
         return self._waiting
 
     def add(self, owner: Owner, job: J) -> None:
@@ -86,7 +86,7 @@ class FairTurns(Generic[J]):
         return job
 
     def charge(self, owner: Owner, work: int) -> None:
-        """Counts the work of a turn that an owner's job takes."""
+        """Counts the work of a turn an owner's job takes."""
         self._shares[owner.name].received += work / owner.weight
 
     def end(self, owner: Owner, job: J, *, again: bool) -> None:

@@ -1,7 +1,7 @@
 """Tokenizes texts in slices where ``Cutter`` finds no cut, such as a word of megabytes.
 
 A slice is tokenized with some characters after it, and cut between two of its tokens. The text after the cut is
-tokenized next. The cut is exact if that begins with the token that the first slice has after the cut:
+tokenized next. The cut is exact if that begins with the token the first slice has after the cut:
 
 - Between two words of the pre-tokenizer the slices have the words of the whole text.
 - Within a word of a BPE model, every two neighbours among the tokens are then neighbours in the tokens of a slice. BPE
@@ -25,22 +25,22 @@ from kvrouter.v1.errors import BadRequest
 from tokenizers import Encoding, Tokenizer
 
 MAX_UNCUT_CHARACTERS = 512 << 10
-"""Longest text that is tokenized as one slice because no exact cut is found in it: some 0.5 s."""
+"""Longest text tokenized as one slice because no exact cut is found in it: some 0.5 s."""
 LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Replace", "Lowercase", "Sequence", "ByteLevel"})
-"""Normalizers that change a text independently of what is before a space between two words, and after it."""
+"""Normalizers changing a text independently of what is before a space between two words, and after it."""
 _LOCAL_PRE_TOKENIZERS = frozenset({"Split", "ByteLevel", "Sequence", "Digits", "Punctuation", "Metaspace"})
 _AFTER_SLICE = 512
-"""Characters that are tokenized with a slice besides those of the longest added token. Within them a word ends, unless
+"""Characters tokenized with a slice besides those of the longest added token. Within them a word ends, unless
 it is one without bounds, such as a run of letters."""
 _TRIED_TOKENS = 512
 """Tokens of a slice at whose begin a cut is looked for, from the last one."""
 _TRIED_CUTS = 3
 _WINDOW = 32
-"""Characters before and after a cut that a normalizer may join."""
+"""Characters before and after a cut a normalizer may join."""
 
 
 class UncutText:
-    """Tokenizes what has no cuts."""
+    """Tokenizes text without cuts."""
 
     def __init__(self, tokenizer: Tokenizer, definition: Mapping[str, Any], cutter: Cutter) -> None:
         """Finds out where texts may be cut.

@@ -1,4 +1,4 @@
-"""Remembers the tokens of words, so that a new text costs little where its words are known.
+"""Remembers the tokens of words, so a new text costs little where its words are known.
 
 A word ends where ``Cutter`` may cut. So the tokens of a text are those of its words.
 """
@@ -15,7 +15,7 @@ MAX_CHARACTERS = 64
 _ENTRY_BYTES = 384
 """Memory of an entry: at most 200 bytes, twice because the tables of Python grow so."""
 _LEARNED = 4
-"""Words that are kept of a text of which most are new. A word costs as much as two of the text: a call each."""
+"""Words kept of a text of which most are new. A word costs as much as two of the text: a call each."""
 
 
 class TooManyNewWords(Exception):
@@ -24,7 +24,7 @@ class TooManyNewWords(Exception):
 
 @dataclass(slots=True)
 class WordBudget:
-    """Bounds the new words that are tokenized."""
+    """Bounds the tokenized new words."""
 
     left: int
 
@@ -32,7 +32,7 @@ class WordBudget:
         """Takes words out of the budget.
 
         Raises:
-            TooManyNewWords: fewer are left, or a word is so long that it takes much more time than others.
+            TooManyNewWords: fewer are left, or a word is so long it takes much more time than others.
         """
         self.left -= len(words)
         if self.left < 0 or any(len(word) > MAX_CHARACTERS for word in words):
@@ -96,7 +96,7 @@ class WordCache:
         """Adds words to the younger generation: few of them if there are too many new ones.
 
         Returns:
-            The tokens of what was added, and whether there were too many.
+            The tokens of the added text, and whether there were too many.
         """
         old = self._old
         known = {name: old[name] for name in names if name in old}

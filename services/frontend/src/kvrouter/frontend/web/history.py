@@ -18,7 +18,7 @@ _Counts = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What happened in one interval."""
+    """The events of one interval."""
 
     unix_seconds: float
     """Time of its end."""
@@ -26,11 +26,11 @@ class Point:
     """Requests that ended, of those whose worker reported its cached tokens."""
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were found in a cache, and so did not have to be computed."""
+    """Prompt tokens found in a cache, and so did not have to be computed."""
     predicted_prompt_tokens: int
     """Prompt tokens of the requests whose cached tokens were predicted."""
     reachable_tokens: int
-    """Tokens of these that were in the cache of the rank that held most of the prompt."""
+    """Tokens of these in the cache of the rank that held most of the prompt."""
     active_requests: int
     """Booked requests at its end."""
     active_share: float | None

@@ -24,7 +24,7 @@ from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 
 _HIT_WINDOW_SECONDS = 60.0
 _FRESH_SECONDS = 1.0
-"""Age up to which a look is shown again, so that many readers cost as much as one."""
+"""Age up to which a look is shown again, so many readers cost as much as one."""
 _AGEING_SECONDS = 600.0
 _PREFIXES = 12
 _PREFIX_QUERY_SECONDS = 0.5

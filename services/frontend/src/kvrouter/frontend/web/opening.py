@@ -18,7 +18,7 @@ from kvrouter.runtime.overview.services import ServiceQueries, registered_addres
 from kvrouter.runtime.process.context import Runtime
 
 _THIS_FRONTEND, _OWN_SCHEDULER = "this Frontend", "in this process"
-"""What the page shows as addresses of services in this process."""
+"""Addresses of services in this process, as the page shows them."""
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ async def open_page(
         metrics: Metrics of this Frontend.
         prefixes: Counts prefixes; None for no page.
         frontend: This Frontend.
-        scheduler: Scheduler of this process that no directory lists.
+        scheduler: Scheduler of this process no directory lists.
         asks_frontends: Whether other Frontends answer without a key.
     """
     if prefixes is None:

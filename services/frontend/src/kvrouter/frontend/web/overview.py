@@ -1,4 +1,4 @@
-"""What the page shows, as JSON."""
+"""The contents of the page, as JSON."""
 
 from __future__ import annotations
 

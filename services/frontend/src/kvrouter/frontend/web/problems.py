@@ -1,4 +1,4 @@
-"""What is wrong with a system, and what to do about it."""
+"""The problems of a system, with their remedies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ETCD_SILENT_SECONDS = 15.0
 _BEHIND_MESSAGES = 10_000
 _IGNORED_REMEDY = "Correct or stop the process that wrote it. A descriptor is deleted by kvrouter component forget."
 _NAMED = 5
-"""Maximum number of ranks or workers that a problem names."""
+"""Maximum number of ranks or workers a problem names."""
 
 _STATE_NAMES = {
     WorkerHealthState.WORKER_HEALTH_STATE_LOST: "lost: not registered any more, and no answer to probes",

@@ -1,4 +1,4 @@
-"""What clients of this Frontend saw in the last minute: latency, throughput and errors."""
+"""Latency, throughput and errors of this Frontend's clients in the last minute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a Frontend has counted since its start."""
+    """Counts of a Frontend since its start."""
 
     requests: dict[str, int]
     """Ended requests by outcome, a gRPC code."""

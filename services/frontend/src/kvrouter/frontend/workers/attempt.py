@@ -1,4 +1,4 @@
-"""One call of a request to a worker, as a state machine that the worker's responses and its health drive.
+"""One call of a request to a worker, as a state machine the worker's responses and its health drive.
 
 Every event is processed in one step, without a task: a response goes from the connection's reader to the client's
 buffer in one call. The attempt ends exactly once.
@@ -46,7 +46,7 @@ class RunningCall(Protocol):
 
 
 class WorkerAttempt:
-    """Receives what a worker sends for one request, and limits and classifies it."""
+    """Receives a worker's output of one request, and limits and classifies it."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class WorkerAttempt:
         return self._unattributed is not None
 
     def blame(self) -> None:
-        """Counts a failure against the worker that was not attributed yet."""
+        """Counts a failure against the worker not attributed yet."""
         if self._unattributed is not None:
             self._health.failed(self._unattributed)
             self._unattributed = None
@@ -259,7 +259,7 @@ class WorkerAttempt:
         self._end(None)
 
     def _end_failed(self, outcome: Outcome) -> None:
-        """Ends output that has no finish reason. At max_tokens it is complete for the client nevertheless."""
+        """Ends output with no finish reason. At max_tokens it is complete for the client nevertheless."""
         if self._limit.reached:
             self._pass_on(self._limit.last_piece())
             self._end(None)

@@ -1,6 +1,6 @@
 """A circuit breaker for one worker: growing back-off while its requests fail, then one trial request at a time.
 
-A worker that fails at once looks idle, and without a breaker would attract more than its share of requests. Only
+A worker of failing requests looks idle, and without a breaker would attract more than its share of requests. Only
 failures that are the worker's fault are reported here; cancelled or invalid requests change nothing.
 """
 
@@ -11,7 +11,7 @@ from random import Random
 
 _MAX_DOUBLINGS = 32
 _JITTER = 0.25
-"""Relative variation of a back-off, so that gateways do not all try a worker again at the same moment."""
+"""Relative variation of a back-off, so gateways do not all try a worker again at the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class CircuitBreaker:
     """The circuit of one worker. Times are seconds of the caller's clock.
 
     Closed: all requests are admitted. Open: none until the back-off ends. Half-open: one request at a time. The first
-    output of a trial closes the circuit, but only a completed request resets the failure count: a worker that fails
+    output of a trial closes the circuit, but only a completed request resets the failure count: a worker failing
     in the middle of each response is backed off again after a single failure.
     """
 

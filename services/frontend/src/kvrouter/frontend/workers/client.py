@@ -27,7 +27,7 @@ class Workers(Protocol):
     health: WorkerHealth
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
-        """Returns whether a prefill worker can compute the prompt of what is started here."""
+        """Returns whether a prefill worker can compute the prompt of a request started here."""
         ...
 
     def migration_blocker(self) -> str:
@@ -58,7 +58,7 @@ class Workers(Protocol):
         ...
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
-        """Aborts a request that a worker may still run. Returns whether the worker could be reached soon."""
+        """Aborts a request a worker may still run. Returns whether the worker could be reached soon."""
         ...
 
 
@@ -133,5 +133,5 @@ class WorkerClient:
             return True
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
-        """Aborts a request that a worker may still run. Returns whether the worker could be reached soon."""
+        """Aborts a request a worker may still run. Returns whether the worker could be reached soon."""
         return await self._pool.abort(endpoint, request_id)

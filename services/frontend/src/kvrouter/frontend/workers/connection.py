@@ -23,7 +23,7 @@ from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
 _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 _GENERATE = f"{_DESCRIPTOR.full_name}/Generate"
 _PROBE_SECONDS = 30.0
-"""Timeout of one probe call, seconds. A worker is suspected long before; a call that was lost is made again."""
+"""Timeout of one probe call, seconds. A worker is suspected long before; a lost call is made again."""
 _ABORT_SECONDS = 1.0
 """Timeout of an abort, which delays the retry of its request, seconds. A worker that is gone refuses it at once."""
 _NO_ANSWER = frozenset(
@@ -34,7 +34,7 @@ _CONNECTING = frozenset({grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity
 
 
 class Probe(Enum):
-    """What came of a probe."""
+    """Result of a probe."""
 
     ANSWERED = "answered"
     UNREACHABLE = "unreachable"
@@ -134,7 +134,7 @@ class WorkerConnection:
     async def probe(self) -> Probe:
         """Checks the worker's health.
 
-        Any answer counts, even that the worker is draining or does not implement grpc.health.
+        Any answer counts, even of a draining worker or of one without grpc.health.
         """
         self._pending += 1
         request = health_pb2.HealthCheckRequest(service=_DESCRIPTOR.full_name)

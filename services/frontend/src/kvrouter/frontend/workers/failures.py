@@ -16,7 +16,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import AllBusy, KvRouterError, WorkerLost
 
 RETRY_AFTER_MS = 1000
-"""Retry delay that clients receive when every worker was at its limit, milliseconds."""
+"""Retry delay clients receive when every worker was at its limit, milliseconds."""
 _DEADLINE_MARGIN_SECONDS = 1.0
 """If less than this was left, a DEADLINE_EXCEEDED counts as the client's own deadline: gRPC's clock may differ, and a
 retry could not use the rest. Otherwise the worker gave up early."""
@@ -52,7 +52,7 @@ FAULTS: Mapping[grpc.StatusCode, Fault] = {
     grpc.StatusCode.PERMISSION_DENIED: Fault.WORKER,
     grpc.StatusCode.UNAUTHENTICATED: Fault.WORKER,
 }
-"""Fault by status code, for every code that a call can fail with."""
+"""Fault by status code, for every code a call can fail with."""
 
 
 def fault_of(error: KvRouterError, deadline: Deadline) -> Fault:
@@ -86,13 +86,13 @@ class WorkerFailure:
     """Label for metrics: a gRPC code, ``malformed``, ``unfinished``, ``error``, ``silent``, ``stalled``, ``lost`` or
     ``drained``."""
     message: str
-    """What happened, for logs and errors."""
+    """The failure, for logs and errors."""
     outcome_unknown: bool = False
-    """Whether the worker may still run the request, so that it must be aborted before it is retried."""
+    """Whether the worker may still run the request, so it must be aborted before it is retried."""
     not_sent: bool = False
     """Whether the request never reached the worker, such as one that cannot be connected to."""
     fate: WorkerFate | None = None
-    """What becomes of the worker; None if it does not matter, as for one that was draining or only full."""
+    """The worker's fate; None if it does not matter, as for one that was draining or only full."""
 
     @property
     def is_silent(self) -> bool:
@@ -111,7 +111,7 @@ class WorkerFailure:
 
     @property
     def may_still_run(self) -> bool:
-        """Whether the worker may run the request to its end, since it may not have learned that it was left."""
+        """Whether the worker may run the request to its end, since it may not have learned it was left."""
         return self.outcome_unknown or self.cause in _WITHOUT_ANSWER
 
     def as_error(self, why_final: str = "", *, has_output: bool = False) -> KvRouterError:

@@ -1,7 +1,7 @@
 """The health of every worker as this gateway observes it: whether it answers probes, and whether its requests fail.
 
 An unhealthy worker gets a request only if no healthy one is eligible: a request is attempted rather than refused.
-Workers are identified by address, so that a worker that restarts elsewhere has a clean record.
+Workers are identified by address, so a worker that restarts elsewhere has a clean record.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class WorkerHealth:
 
         Args:
             back_off: Parameters of the circuit breakers.
-            max_missed: Consecutive unanswered probes that make a worker suspected.
-            stall_seconds: Least time without progress that makes a worker stalled; 0 detects no stalls.
+            max_missed: Consecutive unanswered probes making a worker suspected.
+            stall_seconds: Least time without progress making a worker stalled; 0 detects no stalls.
             clock: Returns seconds.
             rng: Varies the back-off.
         """
@@ -66,7 +66,7 @@ class WorkerHealth:
         self._workers: dict[str, ObservedWorker] = {}
         self.restarting_pools = RestartingPools(clock)
         self._unhealthy: dict[str, ObservedWorker] = {}
-        """Workers that are suspected or whose circuit is not closed."""
+        """Suspected workers, and those whose circuit is not closed."""
 
     def now(self) -> float:
         """Returns the time in seconds."""
@@ -79,7 +79,7 @@ class WorkerHealth:
 
     @property
     def stalled(self) -> int:
-        """Number of workers that answer probes but generate nothing."""
+        """Number of workers which answer probes but generate nothing."""
         return len(self.stalled_workers())
 
     @property
@@ -133,11 +133,11 @@ class WorkerHealth:
 
     @property
     def most_watchers(self) -> int:
-        """Largest number of requests that wait for the fate of a worker which they left."""
+        """Largest number of requests waiting for the fate of a worker which they left."""
         return max((each.fate.watchers for each in self._workers.values() if each.fate is not None), default=0)
 
     def fate_of(self, worker: ObservedWorker) -> WorkerFate | None:
-        """Returns what becomes of a worker that a request leaves or that fails it; None if it is draining."""
+        """Returns the fate of a worker a request leaves or that fails it; None if it is draining."""
         if worker.is_draining:
             return None
         if not worker.registered:
@@ -158,7 +158,7 @@ class WorkerHealth:
         return WorkerFate(_identity(worker), now, died=True)
 
     def recovered(self, worker: ObservedWorker) -> None:
-        """Records that a worker serves requests, so that those that left it know that it lives."""
+        """Records that a worker serves requests, so those that left it know that it lives."""
         self._resolve(worker, died=False)
 
     def endpoints(self) -> KeysView[str]:
@@ -190,7 +190,7 @@ class WorkerHealth:
                 yield from (registration for name, registration in worker.registered if name == component)
 
     def stalled_workers(self) -> list[ObservedWorker]:
-        """Returns the workers that are stalled."""
+        """Returns the stalled workers."""
         return [worker for worker in self._unhealthy.values() if worker.stalled]
 
     def admits(self, worker: ObservedWorker) -> bool:
@@ -247,7 +247,7 @@ class WorkerHealth:
         self.reclassify(worker)
 
     def is_watched(self, endpoint: str) -> bool:
-        """Returns whether a worker has running calls or left its last probe unanswered, so that it is probed often."""
+        """Returns whether a worker has running calls or left its last probe unanswered, so it is probed often."""
         worker = self._workers.get(endpoint)
         return worker is not None and bool(worker.calls or worker.missed)
 
@@ -300,7 +300,7 @@ class WorkerHealth:
         component: ComponentName | None = None,
         prompt_difference: Callable[[WorkerRegistration], str] = lambda _: "",
     ) -> list[WorkerHealthMessage]:
-        """Returns the health of every worker that is registered or lost, or of those of one component.
+        """Returns the health of every worker registered or lost, or of those of one component.
 
         ``prompt_difference`` returns how the tokens of a worker's engine differ from those of this Frontend.
         """
@@ -353,7 +353,7 @@ class WorkerHealth:
                     reconsider()
 
     def forget_if_gone(self, worker: ObservedWorker) -> None:
-        """Forgets a worker that has left and has no more calls; a lost one that nobody replaces, after a minute."""
+        """Forgets a worker that has left and has no more calls; a lost one nobody replaces, after a minute."""
         if worker.registered or worker.calls:
             return
         if not worker.is_lost or not worker.former or self._clock() >= worker.kept_until:
@@ -362,5 +362,5 @@ class WorkerHealth:
 
 
 def _identity(worker: ObservedWorker) -> str:
-    """Returns what identifies the process of a worker, the same in every Frontend if its incarnation is known."""
+    """Returns the identity of a worker's process, the same in every Frontend if its incarnation is known."""
     return f"{worker.endpoint} {worker.incarnation or worker.lives}"

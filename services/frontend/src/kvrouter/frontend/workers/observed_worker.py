@@ -1,4 +1,4 @@
-"""What a Frontend knows of one worker, and the state that follows from it."""
+"""A Frontend's observations of one worker, and the state following from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REASONS = {
 """Why requests avoid a worker."""
 
 LOST_SECONDS = 60.0
-"""Time for which a worker is listed as lost that was suspected when its registration ended, seconds."""
+"""Time for which a worker is listed as lost if it was suspected when its registration ended, seconds."""
 
 Registered = tuple[ComponentName, WorkerRegistration]
 

@@ -154,5 +154,5 @@ class OutputLimit:
 
     @staticmethod
     def last_piece() -> DetailedOutput:
-        """Returns a piece without tokens that ends the output with finish reason LENGTH."""
+        """Returns a piece without tokens ending the output with finish reason LENGTH."""
         return DetailedOutput.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH))

@@ -1,4 +1,4 @@
-"""Remembers the prompts that were in flight when workers died, and refuses those that saw two deaths."""
+"""Remembers the prompts in flight when workers died, and refuses those that saw two deaths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrouter.v1.errors import PoisonPrompt
 MAX_ENTRIES = 10_000
 """Maximum number of prompts to remember; a further one replaces the one whose time ends first."""
 MAX_DEATHS = 2
-"""Deaths of workers that end a request, and after which its prompt is refused."""
+"""Deaths of workers ending a request, and after which its prompt is refused."""
 KEY_BYTES = 16
 """Size of a prompt's key."""
 
@@ -57,7 +57,7 @@ class PoisonPrompts:
         """
         self._metrics = metrics
         self.on_death: Callable[[bytes, str], None] = lambda _key, _worker: None
-        """Called with key and worker of each death that this process has seen itself."""
+        """Called with key and worker of each death this process has seen itself."""
         self.shared: Callable[[], Awaitable[None]] = _shared
         """Returns when other Frontends were told of these deaths, or cannot be soon."""
         self._refusal_seconds = refusal_seconds
@@ -69,14 +69,14 @@ class PoisonPrompts:
         return len(self._entries)
 
     def note(self, key: bytes, worker: str) -> None:
-        """Records a death that this process has seen: ``worker`` died with the prompt in flight."""
+        """Records a death this process has seen: ``worker`` died with the prompt in flight."""
         if self.learn(key, worker):
             if self._metrics is not None:
                 self._metrics.worker_deaths.inc()
             self.on_death(key, worker)
 
     def learn(self, key: bytes, worker: str) -> bool:
-        """Records a death that this or another process has seen. Returns whether it is new.
+        """Records a death this or another process has seen. Returns whether it is new.
 
         Each worker counts once, however many requests with the prompt it ran, and whoever saw it die.
         """
@@ -95,7 +95,7 @@ class PoisonPrompts:
         return True
 
     def refusal(self, message: str) -> PoisonPrompt:
-        """Returns the error of a request that is refused or ended for deaths, and counts it."""
+        """Returns the error of a request refused or ended for deaths, and counts it."""
         if self._metrics is not None:
             self._metrics.poison_prompts.inc()
         return PoisonPrompt(message)

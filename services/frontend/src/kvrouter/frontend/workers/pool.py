@@ -40,13 +40,13 @@ class WorkerPool:
         self.max_connections = max_connections
         self._connections: OrderedDict[str, WorkerConnection] = OrderedDict()
         self._serving_streams: set[str] = set()
-        """Addresses of the workers that are registered as serving call streams."""
+        """Addresses of the workers registered as serving call streams."""
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
-        """Applies the registrations: opens call streams to workers that serve them."""
+        """Applies the registrations: opens call streams to workers serving them."""
         self._serving_streams = {
             registration.endpoint
             for view in components.values()

@@ -1,4 +1,4 @@
-"""Probes every worker, so that one whose event loop has stopped is suspected within seconds.
+"""Probes every worker, so one whose event loop has stopped is suspected within seconds.
 
 A probe is a grpc.health call, which the worker's event loop answers. A deep queue or a long prefill does not delay the
 answer, and a frozen process does not give it. HTTP/2 keepalive would not do: gRPC's own threads answer it.
@@ -39,7 +39,7 @@ class WorkerProbes:
     ) -> None:
         """Probes each worker every ``interval_seconds`` unless it sent something meanwhile, and starts trials.
 
-        Workers without running requests share 200 probes per second, so that many idle workers are probed less often.
+        Workers without running requests share 200 probes per second, so many idle workers are probed less often.
         """
         self._directory = directory
         self._pool = pool

@@ -21,7 +21,7 @@ class RequestDeaths:
             prompts: The prompts that saw deaths.
             tenant: Tenant of the request; empty for none.
             model: Its base model.
-            prompt: The prompt that the client sent, a packed buffer.
+            prompt: The prompt the client sent, a packed buffer.
         """
         self._prompts = prompts
         self._tenant = tenant

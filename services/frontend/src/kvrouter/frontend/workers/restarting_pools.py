@@ -1,4 +1,4 @@
-"""Which pools restart as a whole: they had workers that take requests a moment ago, and have none now."""
+"""Which pools restart as a whole: they had workers taking requests a moment ago, and have none now."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RestartingPools:
         self._back_at: dict[ComponentName, float] = {}
 
     def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
-        """Applies the registrations. Workers that are draining take no requests."""
+        """Applies the registrations. Workers draining take no requests."""
         now = self._clock()
         for name in self._lost_at.keys() - components.keys():
             del self._lost_at[name]

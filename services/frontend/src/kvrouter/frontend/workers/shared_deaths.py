@@ -1,4 +1,4 @@
-"""Tells other Frontends of the deaths that this one has seen, over Core NATS, and learns of theirs.
+"""Tells other Frontends of the deaths this one has seen, over Core NATS, and learns of theirs.
 
 The processes of one Frontend share them in the same way. A lost message costs one death more at most, so none is
 acknowledged or repeated.
@@ -36,10 +36,10 @@ class SharedDeaths:
         """Does not connect yet.
 
         Args:
-            prompts: What is shared.
+            prompts: The shared prompts.
             connect: Returns the connection once NATS is reachable.
             subject: Subject of the notices of all Frontends of the namespace.
-            quarantine: Reports what cannot be decoded.
+            quarantine: Reports malformed messages.
         """
         self._prompts = prompts
         self._connect = connect
@@ -72,7 +72,7 @@ class SharedDeaths:
     async def _shared(self) -> None:
         """Returns when the server has received all notices, or after half a second.
 
-        Otherwise a client that sends the prompt again at once, to another Frontend, would be ahead of them.
+        Otherwise a client sending the prompt again at once, to another Frontend, would be ahead of them.
         """
         if self._client is None or not self._client.is_connected:
             return

@@ -1,6 +1,6 @@
-"""Detects a worker that accepts requests and answers probes, but generates nothing, or a small part of what it did.
+"""Detects a worker which accepts requests and answers probes, but generates nothing, or a small part as before.
 
-A worker is compared with itself: with the rate of its output, and with the time that its prompts took. A fixed timeout
+A worker is compared with itself: with the rate of its output, and with the time its prompts took. A fixed timeout
 would stop slow engines, or notice a hung one late.
 """
 
@@ -9,24 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SLOWDOWN = 20.0
-"""A worker with less than this part of its usual output per request is stalled, after the time that it is allowed."""
+"""A worker with less than this part of its usual output per request is stalled, after the time it is allowed."""
 _HEALTHY_SHARE = 0.25
-"""Share of the usual output per request that shows soon after a pause that a worker is not stalled."""
+"""Share of the usual output per request that shows soon after a pause of a worker without a stall."""
 _HEALTHY_PIECES = 2.0
-"""Pieces per request at that rate that end a pause. One piece is a single step of the engine, however long it took."""
+"""Pieces per request at that rate ending a pause. One piece is a single step of the engine, however long it took."""
 _MARGIN = 3.0
-"""Factor on everything that was learned: pauses, waits, and time per prompt token."""
+"""Factor on everything learned: pauses, waits, and time per prompt token."""
 _MIN_EXPECTED_PIECES = 20.0
-"""Pieces of output that a worker must owe, so that a slow engine with one request is not judged by chance."""
+"""Pieces of output a worker must owe, so a slow engine with one request is not judged by chance."""
 _LEARNING_RATE = 1 / 32
 _MEMORY = 0.995
 """Factor with which the longest pause and wait fade in each interval with output."""
 _FASTEST_SECONDS_PER_TOKEN = 0.0003
-"""Time per prompt token that every worker is allowed: prompts found in the cache teach nothing about others."""
+"""Time per prompt token every worker is allowed: prompts found in the cache teach nothing about others."""
 _UNKNOWN_SECONDS_PER_TOKEN = 0.001
-"""Time per prompt token that a worker is allowed for a backlog of a size that it has not had."""
+"""Time per prompt token a worker is allowed for a backlog of a size it has not had."""
 _SIMILAR_BACKLOG = 4
-"""Factor up to which a larger backlog is similar to one that the worker has had."""
+"""Factor up to which a larger backlog is similar to one the worker has had."""
 _MIN_BACKLOG_TOKENS = 4096
 """Prompt tokens below which the wait for a first token is mostly constant."""
 _UNPROVEN_SECONDS = 60.0
@@ -51,7 +51,7 @@ class StallDetector:
     """The output of one worker, over the requests of this Frontend. ``interval_ended`` returns the verdicts."""
 
     def __init__(self, min_seconds: float) -> None:
-        """``min_seconds`` is the least time without progress that makes a worker stalled."""
+        """``min_seconds`` is the least time without progress making a worker stalled."""
         self._min_seconds = min_seconds
         self._generating = 0
         """Requests with output."""
@@ -73,7 +73,7 @@ class StallDetector:
         self._pause = 0.0
         """Seconds since an interval with progress."""
         self._pause_allowed = 0.0
-        """Longest time that was allowed during the pause: a prompt that ends it explains all of it."""
+        """Longest time allowed during the pause: a prompt ending it explains all of it."""
         self._pause_pieces = 0
         self._pause_request_seconds = 0.0
         self._healthy_pieces = 0.0

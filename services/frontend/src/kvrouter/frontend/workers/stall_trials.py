@@ -1,4 +1,4 @@
-"""Tries stalled workers with requests of this Frontend's own, so that one without traffic recovers as well.
+"""Tries stalled workers with requests of this Frontend's own, so one without traffic recovers as well.
 
 Only output shows that an engine generates again: a probe is answered by the worker's event loop.
 """
@@ -24,7 +24,7 @@ from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest
 log = structlog.get_logger(component="frontend")
 
 _PROMPT = (0,)
-"""Shorter than a block, so that the engine caches nothing of it."""
+"""Shorter than a block, so the engine caches nothing of it."""
 
 
 class StallTrials:
@@ -39,7 +39,7 @@ class StallTrials:
         """Addresses of stalled workers that refuse such a request. A client's request tries them."""
 
     def start_due(self) -> None:
-        """Starts the trials that are due. Each ends with its first output, or when its worker stalls again."""
+        """Starts the trials due. Each ends with its first output, or when its worker stalls again."""
         stalled = {worker.endpoint: worker for worker in self._health.stalled_workers()}
         self._refused &= stalled.keys()
         for endpoint in stalled.keys() - self._running.keys() - self._refused:

@@ -1,4 +1,4 @@
-"""A running call to a worker: reports to the worker's health what becomes of it."""
+"""A running call to a worker, which reports its fate to the worker's health."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvrouter.frontend.workers.worker_fate import WorkerFate
 log = structlog.get_logger(component="frontend")
 
 _MAX_FAILURE_TEXT = 256
-"""Characters of a failure message that are stored."""
+"""Stored characters of a failure message."""
 
 
 class Observer(Protocol):
-    """What calls report to; ``WorkerHealth`` is the implementation."""
+    """Receives the reports of calls; ``WorkerHealth`` is the implementation."""
 
     def now(self) -> float:
         """Returns the time in seconds."""
@@ -29,7 +29,7 @@ class Observer(Protocol):
         ...
 
     def reclassify(self, worker: ObservedWorker) -> None:
-        """Updates what follows from a worker's state after a change."""
+        """Updates values derived from a worker's state after a change."""
         ...
 
     def forget_if_gone(self, worker: ObservedWorker) -> None:
@@ -37,7 +37,7 @@ class Observer(Protocol):
         ...
 
     def fate_of(self, worker: ObservedWorker) -> WorkerFate | None:
-        """Returns what becomes of a worker that a request leaves or that fails it; None if it is draining."""
+        """Returns the fate of a worker a request leaves or that fails it; None if it is draining."""
         ...
 
     def death_of(self, worker: ObservedWorker) -> WorkerFate | None:
@@ -77,8 +77,8 @@ class WorkerCall:
     def is_leaving(self) -> bool:
         """Whether the request must leave the worker, because an operator drains it.
 
-        One that comes to a drained worker stays until an interval ends: its Scheduler may have learned before this
-        Frontend that the drain has ended.
+        One coming to a drained worker stays until an interval ends: its Scheduler may have learned before this
+        Frontend about the end of the drain.
         """
         return self._worker.leaving and self._worker.leaving_intervals > self._leaving_before
 
@@ -88,12 +88,12 @@ class WorkerCall:
         return self._worker.is_lost and not self._worker.is_draining
 
     def fate(self, *, connection_lost: bool = False) -> WorkerFate | None:
-        """Returns what becomes of the worker, which the request leaves, or which fails it; None if it is draining."""
+        """Returns the fate of the worker, which the request leaves, or which fails it; None if it is draining."""
         return self._health.death_of(self._worker) if connection_lost else self._health.fate_of(self._worker)
 
     @property
     def missed_probes(self) -> int:
-        """Consecutive probes that the worker has not answered."""
+        """Consecutive probes the worker has not answered."""
         return self._worker.missed
 
     def heard(self) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a worker that requests lost or left: it dies, recovers, or nobody knows yet.
+"""The fate of a worker requests lost or left: it dies, recovers, or nobody knows yet.
 
 A worker *dies* when its process, connection or lease is lost while it was not draining. A request that left a worker
 because it stopped answering learns of its death only when its lease ends.
@@ -18,10 +18,10 @@ class WorkerFate:
     __slots__ = ("_on_death", "died", "is_known", "since", "worker")
 
     def __init__(self, worker: str, since: float, *, died: bool = False) -> None:
-        """Creates a fate that is known if the worker has died.
+        """Creates a fate known if the worker has died.
 
         Args:
-            worker: Identifies the process: its address and what distinguishes it from earlier ones there.
+            worker: Identifies the process: its address, and its mark among those at that address.
             since: Time at which requests began to leave it, seconds.
             died: Whether it has died.
         """
@@ -34,7 +34,7 @@ class WorkerFate:
 
     @property
     def watchers(self) -> int:
-        """Number of requests that wait for it to become known."""
+        """Number of requests waiting for it to become known."""
         return len(self._on_death)
 
     def on_death(self, tell: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Sees the death of the engine that a gateway's request runs at, which counts against the request's prompt."""
+"""Sees the death of the engine a gateway's request runs at, which counts against the request's prompt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineWatch:
         Args:
             worker: The worker of the engine.
             health: Health of the workers.
-            deaths: The deaths that the request has seen.
+            deaths: The deaths the request has seen.
             session: Connections to engines, which show whether one lives.
         """
         self._worker = worker

@@ -1,7 +1,7 @@
 """One HTTP request at a gateway, from its headers to the end of its response: one stream of external processing.
 
 The gateway sends the request's headers and body, and waits. The picker holds them until the body is complete, books a
-rank, and returns headers that name its endpoint, then the body. The response passes through piece by piece. The stream
+rank, and returns headers naming its endpoint, then the body. The response passes through piece by piece. The stream
 ends early if the client disconnects or the gateway dies; the booking is freed whenever it ends.
 """
 
@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class PickerMetrics:
-    """What the endpoint picker counts."""
+    """Metrics of the endpoint picker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -224,7 +224,7 @@ class Exchange:
         await self._context.write(responses.route(endpoints, added, removed))
 
     def _header_changes(self, headers: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-        """Returns what is added to the request's headers, and the names of those that are removed."""
+        """Returns the headers added to the request's, and the names of removed ones."""
         added = {**self._request.added_headers(), **headers}
         return added, sorted(self._request.removed_headers() - added.keys())
 

@@ -1,4 +1,4 @@
-"""A request of the gateway: what is known of it, the endpoint chosen for it, and what it counts until it ends."""
+"""A request of the gateway: its headers and body, the endpoint chosen for it, and its accounts until it ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvrouter.runtime.tracing import request_span
 
 _MAX_BODY_BYTES = 64 << 20
 _FOLLOW_SECONDS = 2.0
-"""Deadline for booking the load of a request that a fallback served."""
+"""Deadline for booking the load of a request a fallback served."""
 _ENCODING = "accept-encoding"
 
 
@@ -81,7 +81,7 @@ class GatewayRequest:
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether the client has a key, so that it sets and sees no internal fields of engines."""
+        """Whether the client has a key, so it sets and sees no internal fields of engines."""
         return self._options.access is not None
 
     @property
@@ -210,12 +210,12 @@ class GatewayRequest:
         return self.pick
 
     def added_headers(self) -> dict[str, str]:
-        """Returns headers that every engine gets."""
+        """Returns headers every engine gets."""
         trace = {trace_context.HEADER: self._traceparent} if self._traceparent else {}
         return {"x-request-id": self.id, **trace}
 
     def removed_headers(self) -> set[str]:
-        """Returns headers of the client that no engine gets."""
+        """Returns headers of the client no engine gets."""
         removed = set(self._hidden)
         if self._dp_rank is not None:
             removed.add(RANK_HEADER)
@@ -231,7 +231,7 @@ class GatewayRequest:
         """Frees the booking, and ends the request for its limits, once.
 
         Args:
-            usage: What the engine reported; None for nothing.
+            usage: The engine's report; None for none.
             is_stream: Whether the response was a stream.
         """
         pick, self.pick = self.pick, None

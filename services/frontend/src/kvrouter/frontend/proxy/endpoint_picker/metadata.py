@@ -22,7 +22,7 @@ _SUBSET = "x-gateway-destination-endpoint-subset"
 
 
 def allowed_endpoints(metadata: Metadata) -> frozenset[str] | None:
-    """Returns the endpoints that the gateway allows for a request, as host:port; None if it allows all."""
+    """Returns the endpoints the gateway allows for a request, as host:port; None if it allows all."""
     namespace = metadata.filter_metadata.get(_SUBSET_NAMESPACE)
     if namespace is None or _SUBSET not in namespace.fields:
         return None
@@ -46,7 +46,7 @@ def code_details(message: ProcessingRequest) -> str:
 
 
 def destination(endpoints: Sequence[str]) -> Struct:
-    """Returns the dynamic metadata that names the chosen endpoints."""
+    """Returns the dynamic metadata naming the chosen endpoints."""
     chosen = Struct()
     chosen.fields[_LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = ",".join(endpoints)
     return chosen

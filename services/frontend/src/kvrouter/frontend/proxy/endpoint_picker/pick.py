@@ -1,4 +1,4 @@
-"""A rank that was picked for a request, and the progress of the request there."""
+"""A rank picked for a request, and the progress of the request there."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Pick:
         self.endpoints = endpoints
         """The chosen endpoint, then fallbacks, as host:port."""
         self.headers = headers
-        """Headers for the engine, such as the rank that it shall use."""
+        """Headers for the engine, such as the rank it shall use."""
         self.routed_on = routed_on
-        """What the decision knew of the prompt."""
+        """The decision's knowledge of the prompt."""
         self.engine = engine
         """The engine, which may die of the request."""
         self.overlap_blocks = overlap_blocks
-        """Predicted overlap: leading blocks of the prompt that the rank has in device memory."""
+        """Predicted overlap: leading blocks of the prompt the rank has in device memory."""
         self.output_tokens = 0
         """Number of output tokens so far, as far as it can be seen: one for each event, and one for other responses."""
         self._metrics = metrics
@@ -59,7 +59,7 @@ class Pick:
         """Frees the booking.
 
         Args:
-            cached_tokens: Prompt tokens that the engine found in its cache; None if it did not report them.
+            cached_tokens: Prompt tokens the engine found in its cache; None if it did not report them.
         """
         if self._ended:
             return

@@ -1,4 +1,4 @@
-"""Chooses and books the rank that serves a gateway's request."""
+"""Chooses and books the rank serving a gateway's request."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _FALLBACKS = 2
 
 
 class _Offer(NamedTuple):
-    """A pool that serves the model of a request."""
+    """A pool serving the model of a request."""
 
     view: ComponentView
     endpoints: Mapping[int, str]
-    """Addresses of the OpenAI APIs of its workers that the gateway allows, host:port."""
+    """Addresses of the OpenAI APIs of its workers the gateway allows, host:port."""
     routing: RoutingRequest
     """The request as the pool's Scheduler receives it."""
     hashes: bytes
@@ -65,7 +65,7 @@ class _Offer(NamedTuple):
         addresses: EngineAddresses,
         health: WorkerHealth,
     ) -> _Offer:
-        """Returns what a pool offers to a request; ``allowed`` as in ``Picker.pick``."""
+        """Returns a pool's offer to a request; ``allowed`` as in ``Picker.pick``."""
         endpoints = {
             worker.worker_id: endpoint
             for worker in view.workers.values()
@@ -104,7 +104,7 @@ class _Offer(NamedTuple):
 
         Raises:
             PromptTooLong: the prompt is too long for its workers.
-            NoWorkers: none of its workers has an OpenAI API that the gateway allows.
+            NoWorkers: none of its workers has an OpenAI API the gateway allows.
         """
         if not self.takes(body):
             raise PromptTooLong.for_model(body.prompt_tokens, self.view.descriptor.max_model_len)
@@ -163,7 +163,7 @@ class Picker:
         return self._directory.is_synced and self._links.ready()
 
     async def read(self, body: bytearray, path: str, *, is_json: bool) -> tuple[RoutedBody, bytearray]:
-        """Returns what routing needs of a request, its prompt tokenized as far as it can be, and the engine's body.
+        """Returns a request as routing needs it, its prompt tokenized if possible, and the engine's body.
 
         Args:
             body: The client's body.
@@ -187,7 +187,7 @@ class Picker:
         return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
 
     def deaths(self, body: RoutedBody, tenant: str) -> RequestDeaths:
-        """Returns what counts the deaths of a tenant's request.
+        """Returns the counter of deaths of a tenant's request.
 
         Raises:
             PoisonPrompt: workers died of its prompt.
@@ -209,8 +209,8 @@ class Picker:
         """Chooses and books a rank.
 
         Args:
-            body: What routing needs of the request.
-            deaths: Counts the deaths of engines that run it.
+            body: The request as routing needs it.
+            deaths: Counts the deaths of engines running it.
             request_id: Id of the request, for logs.
             allowed: Endpoints that may serve it, host:port; None for all.
             deadline: Time by which the choice must be made.
@@ -263,7 +263,7 @@ class Picker:
     def any_endpoints(self, allowed: Collection[str] | None) -> tuple[list[str], dict[str, str]]:
         """Returns healthy endpoints of one component in random order, and headers for them; books nothing.
 
-        They are for a request that runs no model.
+        They are for a request running no model.
 
         Raises:
             NoWorkers: there are none among those allowed.
@@ -305,7 +305,7 @@ class Picker:
         return resolve_model(model, self._directory.components)[0]
 
     def _only_model(self) -> str:
-        """Returns the model of a request that names none, as engines take it; empty if several are served."""
+        """Returns the model of a request naming none, as engines take it; empty if several are served."""
         models = {model.name for model in describe_models(self._directory.components)}
         return models.pop() if len(models) == 1 else ""
 

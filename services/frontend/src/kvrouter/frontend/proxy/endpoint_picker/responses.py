@@ -39,7 +39,7 @@ def route(
 def route_whole(
     endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str], body: bytes | None
 ) -> ProcessingResponse:
-    """Does the same as the answer to a body that the gateway has kept; ``body`` replaces it, None for no change."""
+    """Does the same as the answer to a body the gateway has kept; ``body`` replaces it, None for no change."""
     changed = {} if body is None else {"content-length": str(len(body))}
     common = _routed(endpoints, {**headers, **changed}, removed_headers)
     if body is not None:
@@ -62,7 +62,7 @@ def request_headers() -> ProcessingResponse:
 
 
 def more_time(seconds: float) -> ProcessingResponse:
-    """Tells the gateway that the answer to its message takes up to so many seconds."""
+    """Tells the gateway the answer to its message takes up to so many seconds."""
     timeout = Duration()
     timeout.FromMilliseconds(int(seconds * 1000))
     return ProcessingResponse(override_message_timeout=timeout)
@@ -74,7 +74,7 @@ def request_trailers() -> ProcessingResponse:
 
 
 def response_headers(headers: Mapping[str, str], removed_headers: Iterable[str] = ()) -> ProcessingResponse:
-    """Passes the response's headers on, with further ones for the client, and without those that are removed."""
+    """Passes the response's headers on, with further ones for the client, and without those removed."""
     mutation = _mutation(headers)
     mutation.remove_headers.extend(removed_headers)
     return ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)))
