@@ -13,6 +13,7 @@ import pytest
 from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.access.request_admission import RequestAdmission
 from kvrouter.frontend.http_api import HttpApi
+from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.service import FrontendService
@@ -38,6 +39,7 @@ class Engine:
     texts = SimpleNamespace(work=ClientWork(CollectorRegistry()))
     models = SimpleNamespace(may_forward=False, has_text=lambda _: False, texts=texts)
     access = None
+    metrics = FrontendMetrics(CollectorRegistry())
     admission = RequestAdmission(None, OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry()))
 
     def __init__(self) -> None:
