@@ -1,14 +1,15 @@
 """Sends one request to a running Frontend (`make up`) and prints the worker that served it, and its output."""
 
-import sys
+import argparse
 
 import grpc
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
 from kvrouter.v1.worker_pb2 import StopConditions
 
-target = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:8001"
-with grpc.insecure_channel(target) as channel:
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("target", nargs="?", default="127.0.0.1:8001", help="gRPC address of the Frontend (%(default)s)")
+with grpc.insecure_channel(parser.parse_args().target) as channel:
     request = FrontendServiceGenerateRequest(
         model="mock-model", token_ids=range(1000), stop_conditions=StopConditions(max_tokens=8)
     )

@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,17 +97,29 @@ async def run(command: list[str]) -> str:
     return output.decode()
 
 
+def pasted(said: str) -> str:
+    """Returns the request that `kvrouter up` prints."""
+    found = re.search(r"^ +(curl (?:.*\n)+?)\n", said, re.MULTILINE)
+    assert found is not None
+    return found.group(1).strip()
+
+
+def body_of(response: str) -> Any:
+    """Returns the JSON body of the last response that `curl -i` printed."""
+    return json.loads(response[response.rindex("\n{") :])
+
+
 async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with up(tmp_path) as system:
-        paste = re.search(r"^ +(curl .*)$", system.said, re.MULTILINE)
-        assert paste is not None
+        paste = pasted(system.said)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-        first = json.loads(await run(shlex.split(paste.group(1))))
-        second = json.loads(await run(shlex.split(paste.group(1))))
+        first, second = [body_of(await run(["sh", "-c", paste])) for _ in range(2)]
         assert "usage" in first, first
         assert first["usage"]["completion_tokens"] == second["usage"]["completion_tokens"] == 8
+        assert second["usage"]["prompt_tokens"] > 500
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
         report = await run(
             [
                 *(sys.executable, "-m", "kvrouter.cli.main", "replay"),
@@ -143,14 +156,13 @@ async def test_a_killed_owner_leaves_nothing_running(tmp_path: Path) -> None:
 
 async def test_parts_that_die_are_named_and_started_again(tmp_path: Path) -> None:
     async with up(tmp_path) as system:
-        paste = re.search(r"^ +(curl .*)$", system.said, re.MULTILINE)
-        assert paste is not None
+        paste = pasted(system.said)
         for name, service in (("frontend", b"kvrouter.frontend"), ("nats-server", b"nats-server")):
             victim = next(child for child in system.children() if service in command_line(child))
             os.kill(victim, signal.SIGKILL)
             await system.until_said(f"{name} ")
             await until(lambda service=service: any(service in command_line(child) for child in system.children()))
-        answer = json.loads(await run([*shlex.split(paste.group(1)), "--retry", "30", "--retry-all-errors", "--fail"]))
+        answer = body_of(await run(["sh", "-c", f"{paste} --retry 30 --retry-all-errors --fail"]))
         assert answer["usage"]["completion_tokens"] == 8
         children = system.children()
         system.process.send_signal(signal.SIGINT)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import indent
 
 from kvrouter import core
 from kvrouter.cli.errors import WrongUsage
@@ -126,17 +126,9 @@ def _describe(stack: Stack, console: Console, run: str) -> None:
         table.add_row(what, where)
     console.print()
     console.print(table)
-    message = {"role": "user", "content": "Tell me a story about prefixes. " * 8}
-    body = {"model": options.model, "messages": [message], "max_tokens": 8}
-    console.print("\nA first request, in another terminal (twice: the second finds its prompt cached):\n")
-    console.print(
-        f"  curl -s {_authority_of_curl(stack)}{scheme}://{stack.http}/v1/chat/completions "
-        "-H 'Content-Type: application/json' "
-        f"-d '{json.dumps(body)}'",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    console.print("\nA first request, in another terminal; twice, to find its prompt in a cache:\n", soft_wrap=True)
+    request = first_request(f"{_authority_of_curl(stack)}{scheme}://{stack.http}", options.model)
+    console.print(indent(request, "  "), highlight=False, soft_wrap=True, markup=False)
     console.print("\nA workload, with a summary:\n")
     console.print(
         f"  {_own_command()} replay documents{run} --clock {options.clock:g} --requests 100",
@@ -146,6 +138,21 @@ def _describe(stack: Stack, console: Console, run: str) -> None:
     console.print("\nLoad, cache hits and decisions as they happen:\n")
     console.print(f"  {_own_command()} top{run}", highlight=False, soft_wrap=True)
     console.print("\nCtrl-C stops everything.")
+
+
+def first_request(target: str, model: str = "mock-model") -> str:
+    """Returns a command that sends a chat with a prompt of many blocks.
+
+    Args:
+        target: URL of the HTTP API, after options of curl.
+        model: The model.
+    """
+    return (
+        f"curl -si {target}/v1/chat/completions \\\n"
+        "  -H 'content-type: application/json' \\\n"
+        f"""  -d '{{"model": "{model}", "max_tokens": 8, "messages": [{{"role": "user",\n"""
+        """       "content": "Add them up: '"$(seq -s ' ' 300)"'"}]}'"""
+    )
 
 
 def _authority_of_curl(stack: Stack) -> str:
