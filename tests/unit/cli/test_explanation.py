@@ -6,11 +6,12 @@ import io
 
 import pytest
 from kvrouter.cli.explain import lookups, matching_ids
-from kvrouter.cli.explanation import comparison_table, remainder
+from kvrouter.cli.explanation import candidates_table, comparison_table, remainder
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.decisions_table import request_name
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
+from rich.table import Table
 
 
 def candidate(worker: int, cost: float, overlap: int = 0, excluded: str = "", **terms: float) -> CandidateTerms:
@@ -74,3 +75,38 @@ def test_the_chosen_and_the_next_three_are_compared_in_80_columns() -> None:
     assert "5,000 fewer blocks cached" in text
     assert "4:0" not in text
     assert remainder(decision) == ["1 more rank", "2 ranks left out: draining"]
+
+
+def shown(table: Table) -> str:
+    """Returns what 80 columns show, with each space only once."""
+    out = io.StringIO()
+    PlainConsole(80, file=out).print(table)
+    assert all(len(line.rstrip()) <= 80 for line in out.getvalue().splitlines())
+    return " ".join(out.getvalue().split())
+
+
+def retry() -> Decision:
+    chosen = candidate(5, 16.7445, 1, forecast_ms=16.7445, batch_ms=0.0, new_tokens=16, free_slots=256, latency=1)
+    chosen.formula = "Formula for worker_5: 16.7 ms = 16.7 to the first token + 0.0 in its step (16 tokens to compute)"
+    other = candidate(1, 16.9877, 0, forecast_ms=16.9877, batch_ms=0.0, new_tokens=32, free_slots=9, latency=1)
+    dead = candidate(6, 0.0, 2, excluded="excluded by the request")
+    return Decision(
+        mode="forecast", chosen=Rank(worker_id=5), prompt_blocks=2, attempt=1, candidates=[dead, other, chosen]
+    )
+
+
+def test_every_candidate_has_its_formula_and_the_further_terms_that_differ_in_80_columns() -> None:
+    text = shown(candidates_table(retry()))
+    assert text.startswith("rank cost, ms cached why 5:0 * 16.7 1 of 2 16.7 ms = 16.7 to the first token (16 tokens to")
+    assert "free slots 256" in text
+    assert "in its step" not in text, "it adds nothing"
+    assert "latency" not in text, "it is the same everywhere"
+
+
+def test_differences_are_those_of_the_rounded_costs_and_blocks_are_counted_in_english() -> None:
+    assert "17.0 0 of 2 1 fewer block cached, +0.3 ms to its first token" in shown(comparison_table(retry()))
+
+
+def test_a_retry_says_that_a_worker_failed_before_and_that_output_counts() -> None:
+    assert remainder(retry()) == ["rank 6:0 left out: it failed in attempt 1, or the request excludes it"]
+    assert "computes 16 tokens of the prompt and of the output so far" in shown(comparison_table(retry()))

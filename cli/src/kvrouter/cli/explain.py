@@ -26,8 +26,8 @@ _RESPONSE_PREFIXES = ("chatcmpl-", "cmpl-")
 _INDEXED = re.compile(r"(.+)-\d+")
 _LATEST = 100
 """Decisions among which a shortened id is looked up, the most that a Scheduler lists."""
-_WIDTH, _TABLE_WIDTH = 80, 240
-"""Columns in a pipe: of the summary, and of the whole table."""
+_WIDTH = 80
+"""Columns in a pipe."""
 
 
 async def explain(where: Where, which: str, seconds: float, *, everything: bool = False) -> None:
@@ -124,8 +124,7 @@ def lookups(which: str) -> list[ExplainRequest]:
 
 def _show(decision: Decision, *, everything: bool) -> None:
     # In a pipe, neither lines nor columns should be cut off.
-    pipe_width = _TABLE_WIDTH if everything else _WIDTH
-    console = PlainConsole(None if sys.stdout.isatty() else pipe_width)
+    console = PlainConsole(None if sys.stdout.isatty() else _WIDTH)
     for line in summary(decision):
         console.print(line, soft_wrap=len(line.split()) < 4)
     if not decision.candidates:

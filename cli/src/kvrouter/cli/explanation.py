@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import UTC, datetime
 
 from kvrouter.cli.top.formatting import rank_name
@@ -28,6 +29,9 @@ _TERMS = {
     "active_requests": "more requests",
 }
 """Terms in which the costs of two candidates can differ, in words that follow a number with its unit."""
+_FORMULA_NAME = re.compile(r"^Formula for \w+: ")
+_NOTHING = re.compile(r" \+ 0\.0 [a-z ]+?(?= \+| \(|$)")
+"""A summand of a formula that adds nothing."""
 
 
 def summary(decision: Decision) -> list[str]:
@@ -61,14 +65,10 @@ def ordered(decision: Decision) -> tuple[list[CandidateTerms], list[CandidateTer
 def comparison_table(decision: Decision) -> Table:
     """Returns the chosen candidate and the next three, with what makes each of them dearer."""
     weighed, _ = ordered(decision)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("rank", no_wrap=True)
-    table.add_column(f"cost{_unit(decision)}", justify="right", no_wrap=True)
-    table.add_column("cached", justify="right", no_wrap=True)
-    table.add_column("why", ratio=1)
+    table = _table(decision)
     for place, each in enumerate(weighed[: 1 + _OTHERS]):
         why = _why_chosen(decision, each) if _is_chosen(decision, each) else _compared(decision, weighed[0], each)
-        cached = f"{each.overlap_blocks:,} of {decision.prompt_blocks:,}"
+        cached = _cached(decision, each)
         table.add_row(_marked(decision, each), _cost(each.cost), cached, why if place or why else decision.reason)
     return table
 
@@ -85,21 +85,58 @@ def remainder(decision: Decision) -> list[str]:
         by_reason.setdefault(each.excluded, []).append(rank_name(each.rank))
     for reason, names in by_reason.items():
         who = f"rank {names[0]}" if len(names) == 1 else f"{len(names):,} ranks"
-        lines.append(f"{who} left out: {reason}")
+        lines.append(f"{who} left out: {_why_left_out(decision, reason)}")
     return lines
 
 
 def candidates_table(decision: Decision) -> Table:
-    """Returns all candidates with their terms, the chosen one first, then the cheapest, excluded ones last."""
+    """Returns all candidates with the formula of their cost and further terms that differ.
+
+    The chosen one comes first, then the cheapest; excluded ones are last.
+    """
     weighed, excluded = ordered(decision)
     names = sorted({name for each in weighed for name in each.terms})
-    table = Table("rank", "cost", "cached", *names, "why")
+    differing = [name for name in names if len({each.terms.get(name) for each in weighed}) > 1]
+    table = _table(decision)
     for each in weighed:
-        terms = (f"{each.terms[name]:g}" if name in each.terms else "" for name in names)
-        table.add_row(_marked(decision, each), f"{each.cost:g}", str(each.overlap_blocks), *terms, each.formula)
+        table.add_row(_marked(decision, each), _cost(each.cost), _cached(decision, each), _made_of(each, differing))
     for each in excluded:
-        table.add_row(rank_name(each.rank), "", "", *("" for _ in names), f"left out: {each.excluded}")
+        why = f"left out: {_why_left_out(decision, each.excluded)}"
+        table.add_row(rank_name(each.rank), "", _cached(decision, each) if each.overlap_blocks else "", why)
     return table
+
+
+def _table(decision: Decision) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("rank", no_wrap=True)
+    table.add_column(f"cost{_unit(decision)}", justify="right", no_wrap=True)
+    table.add_column("cached", justify="right", no_wrap=True)
+    table.add_column("why", ratio=1)
+    return table
+
+
+def _made_of(candidate: CandidateTerms, differing: list[str]) -> str:
+    """Returns the formula without what adds nothing, and below it the terms that differ and are not part of it."""
+    formula = _NOTHING.sub("", _FORMULA_NAME.sub("", candidate.formula))
+    inside = {*_TERMS, "new_tokens"} if formula else set()
+    others = (
+        f"{name.replace('_', ' ')} {candidate.terms[name]:,g}"
+        for name in differing
+        if name in candidate.terms and name not in inside
+    )
+    return "\n".join(filter(None, (formula, ", ".join(others))))
+
+
+def _cached(decision: Decision, candidate: CandidateTerms) -> str:
+    return f"{candidate.overlap_blocks:,} of {decision.prompt_blocks:,}"
+
+
+def _why_left_out(decision: Decision, reason: str) -> str:
+    """Returns the reason; in a retry, exclusions by the request are those of workers that failed, too."""
+    if decision.attempt and reason == "excluded by the request":
+        earlier = "attempt 1" if decision.attempt == 1 else "an earlier attempt"
+        return f"it failed in {earlier}, or the request excludes it"
+    return reason
 
 
 def _is_chosen(decision: Decision, candidate: CandidateTerms) -> bool:
@@ -122,7 +159,8 @@ def _cost(cost: float) -> str:
 def _why_chosen(decision: Decision, chosen: CandidateTerms) -> str:
     words = "chosen"
     if "new_tokens" in chosen.terms:
-        words += f"; computes {chosen.terms['new_tokens']:,.0f} tokens of the prompt"
+        what = "the prompt and of the output so far" if decision.attempt else "the prompt"
+        words += f"; computes {chosen.terms['new_tokens']:,.0f} tokens of {what}"
     if decision.candidates and all(not other.overlap_blocks for other in decision.candidates):
         words += "; no rank holds any of it" if not decision.load_only else ""
     return words
@@ -135,11 +173,16 @@ def _compared(decision: Decision, chosen: CandidateTerms, other: CandidateTerms)
     unit = _UNITS.get(decision.mode, "")
     words = []
     if (missing := chosen.overlap_blocks - other.overlap_blocks) > 0:
-        words.append(f"{missing:,} fewer blocks cached")
+        words.append(f"{missing:,} fewer block{'' if missing == 1 else 's'} cached")
     elif missing < 0:
-        words.append(f"{-missing:,} more blocks cached, but")
+        words.append(f"{-missing:,} more block{'' if missing == -1 else 's'} cached, but")
+    # Of rounded terms, so that differences are those of the costs beside them.
     differences = sorted(
-        ((other.terms[name] - chosen.terms.get(name, 0.0), name) for name in other.terms if name in _TERMS),
+        (
+            (round(other.terms[name], 1) - round(chosen.terms.get(name, 0.0), 1), name)
+            for name in other.terms
+            if name in _TERMS
+        ),
         reverse=True,
     )
     for difference, name in differences[:2]:
