@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import typer
 from annotated_types import Ge, Gt, Le, Lt
 from kvrouter.cli.main import HELP_PAGES, app
-from kvrouter.cli.serve import ROLES
+from kvrouter.cli.serve import ABOUT, PROGRAM, ROLES
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
@@ -75,7 +75,7 @@ def help_pages() -> dict[Path, str]:
     """Returns the help, in 80 columns, of the commands whose options are settings, by the file that stores it."""
     os.environ["COLUMNS"] = "80"
     return {
-        HELP_PAGES / "serve.txt": help_of(list(ROLES.values()), f"kvrouter serve --roles {','.join(ROLES)}"),
+        HELP_PAGES / "serve.txt": help_of(list(ROLES.values()), PROGRAM, ABOUT),
         HELP_PAGES / "relay.txt": help_of([RelaySettings], RELAY),
         HELP_PAGES / "sidecar.txt": help_of([SidecarSettings], SIDECAR),
     }

@@ -173,8 +173,8 @@ async def test_it_shows_the_fleet(workers: int, dark: bool, tmp_path: Path) -> N
         traffic = await page.evaluate("document.getElementById('traffic').innerText")
         for words in ("12.5/s", "1,600/s", "120 ms", "480 ms", "2.50 s", "4.0 ms", "31 ms"):
             assert words in traffic
-        errors = await page.evaluate("document.querySelector('#errors tbody').innerText")
-        assert errors.split() == ["UNAVAILABLE", "2", "7"]
+        errors = await page.evaluate("[...document.querySelectorAll('#errors tbody')].map((each) => each.innerText)")
+        assert [each.split() for each in errors] == [["404", "model_not_found", "1", "3"], ["UNAVAILABLE", "2", "7"]]
         assert await page.evaluate("document.title") == "kvrouter", "names are text, not markup"
         assert await page.evaluate("document.images.length") == 0
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"

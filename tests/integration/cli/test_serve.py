@@ -173,6 +173,8 @@ async def test_the_page_of_a_process_with_listed_workers_shows_its_own_scheduler
                 while not (shown := await overview(session, port))["components"][0]["ranks"]:
                     await asyncio.sleep(0.05)
             assert [each["rank"] for each in shown["components"][0]["ranks"]] == ["3:0"]
+            said = (tmp_path / "serve.log").read_text(encoding="utf-8")
+            assert f"HTTP API  http://127.0.0.1:{port}\nWeb page  http://127.0.0.1:{port}/ui/\n" in said
             assert {each["kind"]: each["state"] for each in shown["services"]} == {
                 "Scheduler": "ready",
                 "Frontend": "ready",

@@ -82,6 +82,30 @@ def test_a_target_that_does_not_answer_is_status_1(
     assert "127.0.0.1:9 does not answer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("frobnicate",), "kvrouter: No such command 'frobnicate'; see kvrouter --help\n"),
+        (("explain",), "kvrouter: Missing argument 'which'; see kvrouter explain --help\n"),
+        (("index", "nope"), "; see kvrouter index --help\n"),
+    ],
+)
+def test_wrong_usage_names_the_help(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(monkeypatch, *arguments) == 2
+    assert capsys.readouterr().err.endswith(words)
+
+
+def test_without_a_system_explain_says_how_to_start_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("KVROUTER_ETCD", "127.0.0.1:9")
+    assert status_of(monkeypatch, "explain", "some-request") == 1
+    assert "Start a system with kvrouter up or kvrouter serve" in capsys.readouterr().err
+
+
 def test_a_taken_port_is_refused_if_named_and_avoided_otherwise() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -72,3 +72,11 @@ def test_help_names_policies_and_defaults() -> None:
     assert f"Policy: {', '.join(NAMES)}; " in words
     assert f"{RemotePrefillOptions().min_tokens} by default" in words
     assert f"{Sync().repair_s * 1e3:g} by default" in words
+
+
+def test_commands_and_services_are_described_in_full() -> None:
+    (every, serve, *_), _ = helps((), ("serve",))
+    assert "..." not in every[1].partition("Commands:")[2]
+    assert serve[1].startswith("usage: kvrouter serve [options]\n")
+    assert "--roles NAMES" in serve[1]
+    assert "Default: ()" not in serve[1]

@@ -118,7 +118,10 @@ def _start(
 
 
 @app.command(
-    "serve", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    "serve",
+    short_help="Run several services in one process.",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def serve_command(
     context: typer.Context,
@@ -135,7 +138,10 @@ def serve_command(
 
 
 @app.command(
-    "relay", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    "relay",
+    short_help="Publish the KV events of a vLLM or SGLang engine.",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def relay_command(context: typer.Context) -> None:
     """Publish the KV events of an engine that speaks vLLM's or SGLang's ZMQ format."""
@@ -145,7 +151,10 @@ def relay_command(context: typer.Context) -> None:
 
 
 @app.command(
-    "sidecar", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    "sidecar",
+    short_help="Serve an unchanged vLLM or SGLang server as a worker.",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def sidecar_command(context: typer.Context) -> None:
     """Serve an unchanged vLLM or SGLang server as a worker, with its KV events."""
@@ -154,7 +163,7 @@ def sidecar_command(context: typer.Context) -> None:
     sidecar(context.args)
 
 
-@app.command("explain")
+@app.command("explain", short_help="Show why a request was sent to its rank.")
 def explain_command(
     which: Annotated[
         str,
@@ -180,7 +189,7 @@ WorkerId = Annotated[int, typer.Argument(min=0, help="Id of the worker.")]
 WorkerComponent = Annotated[str, typer.Option("--component", help="Component of the worker, namespace/name.")]
 
 
-@app.command("drain")
+@app.command("drain", short_help="Stop new requests to a worker, and wait for its others.")
 def drain_command(
     worker: WorkerId,
     component: WorkerComponent = "kvrouter/workers",
@@ -218,7 +227,7 @@ def undrain_command(
     run_interruptibly(undrain(_where(run, etcd, namespace, scheduler), component, worker))
 
 
-@app.command("top")
+@app.command("top", short_help="Show load, cache hits and the last decisions.")
 def top_command(
     etcd: Etcd = None,
     namespace: Namespace = None,
@@ -254,7 +263,7 @@ def main() -> None:
         else:
             print(help_page)  # noqa: T201
     except typer.TyperException as error:
-        status = _fail(error.format_message(), error.exit_code)
+        status = _fail(f"{error.format_message().rstrip('.')}{_help_hint(error)}", error.exit_code)
     except Interrupted as error:
         status = error.exit_status
     except KeyboardInterrupt:  # the second Ctrl-C; child processes die with this one
@@ -285,6 +294,18 @@ def _help_page(arguments: list[str]) -> str | None:
         context = command.context_class(command, info_name=name, parent=context)
     is_asked = last == "--help" and command.add_help_option
     return str(command.get_help(context)) if is_asked else None
+
+
+def _help_hint(error: typer.TyperException) -> str:
+    """Returns which help has the right usage, if the command line could not be parsed."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return ""
+    names: list[str] = []
+    while context.parent is not None:
+        names.insert(0, context.info_name or "")
+        context = context.parent
+    return f"; see {' '.join(['kvrouter', *names, '--help'])}"
 
 
 def _fail(words: str, status: int) -> int:

@@ -36,6 +36,16 @@ ROLES: Mapping[str, type[ServiceSettings]] = {
 }
 """The services that can share a process, in the order of their start: each may use those before it."""
 
+PROGRAM = "kvrouter serve"
+ABOUT = """Run several services in one process.
+
+  --roles NAMES         Services to run, separated by commas: indexer,
+                        scheduler, frontend. Default: all. The options below
+                        are those of these services.
+
+"""
+"""Beginning of the help."""
+
 _INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
@@ -52,7 +62,7 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
     settings = dict(
         zip(
             ordered,
-            load_all([ROLES[role] for role in ordered], options, prog=f"kvrouter serve --roles {','.join(ordered)}"),
+            load_all([ROLES[role] for role in ordered], options, prog=PROGRAM, about=ABOUT),
             strict=True,
         )
     )
@@ -67,11 +77,22 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
             with ExitStack() as announcing:
 
                 def announce(server: RpcServer) -> None:
+                    for words in _addresses(services, common, settings.get("frontend")):
+                        print(words, flush=True)  # noqa: T201
                     announcing.enter_context(announced(_running(settings, common, server.endpoint(""))))
 
                 await host(runtime, services, stopping, started=announce)
 
     lifecycle.run(main, common, "+".join(ordered))
+
+
+def _addresses(services: Sequence[Hosted], common: ServiceSettings, front: FrontendSettings | None) -> list[str]:
+    """Returns lines with the addresses of the HTTP API and of the page, for a reader of standard output."""
+    http = next((each.http_endpoint for each in services if each.kind == "frontend"), "")
+    if front is None or not http:
+        return []
+    url = f"{'https' if common.tls_cert_file else 'http'}://{http}"
+    return [f"HTTP API  {url}", *([f"Web page  {url}/ui/"] if front.web_page else [])]
 
 
 def _running(settings: Mapping[str, Any], common: ServiceSettings, address: str) -> RunningSystem:

@@ -204,7 +204,7 @@ def _prediction_line(hit_rate: HitRate) -> list[Text]:
     if not hit_rate.differs:
         return []
     predicted, found = hit_rate.predicted or 0.0, hit_rate.found or 0.0
-    cause = "see cache.predictions_differ in the Scheduler's log"
+    cause = "compare block size, hash salt and chat template, or run kvrouter index verify"
     text = f"{predicted:.0%} of the prompt tokens predicted to be cached, workers report {found:.0%}: {cause}"
     return [Text(text, "yellow")]
 

@@ -20,6 +20,8 @@ from prometheus_client import CollectorRegistry
 _DISCOVERY_SECONDS = 5.0
 """Maximum wait for etcd before the first frame."""
 
+_START = "Start a system with kvrouter up or kvrouter serve, or name a running one with --etcd or --scheduler"
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -58,9 +60,10 @@ class Sources:
         if self._directory is None:
             return ""
         if not self._directory.is_synced:
-            return f"etcd at {self._where.etcd} does not answer"
+            return f"etcd at {self._where.etcd} does not answer. {_START}"
         if not self._directory.services("scheduler"):
-            return f"no Scheduler is registered in namespace {self._where.namespace} of etcd at {self._where.etcd}"
+            where = f"namespace {self._where.namespace} of etcd at {self._where.etcd}"
+            return f"no Scheduler is registered in {where}. {_START}"
         return ""
 
     async def close(self) -> None:

@@ -20,9 +20,11 @@ from kvrouter.cli.errors import CommandFailed, WrongUsage
 
 def add_commands(app: typer.Typer) -> None:
     """Adds certs, demo, up, replay, simulate and tune."""
-    app.command("certs")(certs_command)
-    app.command("demo")(_errors_reported()(demo_command))
-    app.command("up")(_errors_reported()(up_command))
+    app.command("certs", short_help="Create a development CA, certificates and accounts.")(certs_command)
+    app.command("demo", short_help="Send a workload through a system, once for each mode.")(
+        _errors_reported()(demo_command)
+    )
+    app.command("up", short_help="Start a whole system and keep it running.")(_errors_reported()(up_command))
     app.command("replay")(_errors_reported()(replay_command))
     short_help = "Run any routing policy on simulated engines."
     app.command("simulate", short_help=short_help)(_errors_reported()(simulate_command))

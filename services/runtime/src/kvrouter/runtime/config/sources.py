@@ -88,21 +88,24 @@ def load(kind: type[S], argv: Sequence[str] | None = None, *, prog: str | None =
     return settings
 
 
-def load_all(kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, prog: str | None = None) -> list[Any]:
+def load_all(
+    kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, prog: str | None = None, about: str = ""
+) -> list[Any]:
     """Returns the settings of several services that share a process and a command line.
 
-    A flag applies to all services that have it. ``--help`` and invalid values end the process.
+    A flag applies to all services that have it. ``--help``, which begins with ``about``, and invalid values end the
+    process.
     """
-    parser = _parser(kinds, prog)
+    parser = _parser(kinds, prog, about)
     try:
         return read_all(kinds, sys.argv[1:] if argv is None else argv, os.environ, parser)
     except SettingsError as error:
         parser.error(str(error))
 
 
-def help_of(kinds: Sequence[type[Any]], prog: str) -> str:
-    """Returns the help of a program with the settings of these services."""
-    return _parser(kinds, prog).format_help()
+def help_of(kinds: Sequence[type[Any]], prog: str, about: str = "") -> str:
+    """Returns the help of a program with the settings of these services, as ``load_all`` shows it."""
+    return _parser(kinds, prog, about).format_help()
 
 
 def refuse(prog: str, message: str) -> NoReturn:
@@ -265,12 +268,13 @@ class _OneLineParser(argparse.ArgumentParser):
         refuse(self.prog, message)
 
 
-def _parser(kinds: Sequence[type[BaseModel]], prog: str | None) -> argparse.ArgumentParser:
+def _parser(kinds: Sequence[type[BaseModel]], prog: str | None, about: str = "") -> argparse.ArgumentParser:
     parser = _OneLineParser(
         prog=prog,
+        usage="%(prog)s [options]",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Options are read from flags, environment variables and a TOML file, in this order.",
+        description=f"{about}Options are read from flags, environment variables and a TOML file, in this order.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with options. [{_PREFIX}CONFIG]")
@@ -295,6 +299,12 @@ def _add_flag(group: Any, flag: str, name: str, field: FieldInfo, *, shown: bool
         group.add_argument(f"--{flag}", dest=flag, metavar="VALUE", action=action, default=None, help=text)
 
 
+def _shown(default: Any) -> str:
+    if default in (None, "", (), PydanticUndefined):
+        return "none"
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
 def _help(name: str, field: FieldInfo) -> str:
     default = field.default
     if field.is_required():
@@ -302,7 +312,7 @@ def _help(name: str, field: FieldInfo) -> str:
     elif default is PydanticUndefined and field.default_factory is not dict:
         usage = "Default: drawn at random."
     else:
-        usage = f"Default: {'none' if default in (None, '', PydanticUndefined) else default}."
+        usage = f"Default: {_shown(default)}."
     others = [f"--{each}" for each in _names(name, field)[1:]]
     text = f"{field.description or ''} {usage} [{', '.join(_variables(name, field))}]"
     if others:
