@@ -97,3 +97,9 @@ def test_tools_have_any_form_that_the_template_takes(value: Any, model: ModelTex
     for body in ({"tools": [value]}, {"tools": TOOLS, "tool_choice": value}):
         refused = refusal("chat", {**CHAT, **body}, model)
         assert refused is None or refused.info.field.split(".")[0] in ("tools", "tool_choice", "messages"), refused
+
+
+def test_a_missing_field_is_to_be_added() -> None:
+    with pytest.raises(BadRequest, match="model: missing") as raised:
+        parse_chat(json.dumps({"messages": CHAT["messages"]}).encode())
+    assert raised.value.info.advice == "Add it."

@@ -19,6 +19,7 @@ _MAX_TEXT = 512
 _AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_IS_MISSING = "missing"
 _CORRECT = "Correct the field, or leave it out."
 
 
@@ -40,7 +41,8 @@ def decode_json(
         decoded = decoder.decode(body)
     except msgspec.ValidationError as error:
         field, message = _explained(str(error))
-        raise BadRequest(f"{field or 'body'}: {message}"[:_MAX_TEXT], field=field, advice=advice(field)) from None
+        remedy = "Add it." if message == _IS_MISSING else advice(field)
+        raise BadRequest(f"{field or 'body'}: {message}"[:_MAX_TEXT], field=field, advice=remedy) from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"body: {error}"[:_MAX_TEXT], advice="Send one JSON object.") from None
     except UnicodeDecodeError:
@@ -72,5 +74,5 @@ def _explained(text: str) -> tuple[str, str]:
     named = _MISSING.search(message) or _UNKNOWN.search(message)
     if named:
         path = f"{path}.{named['name']}".strip(".")
-        message = "missing" if named.re is _MISSING else "unknown field"
+        message = _IS_MISSING if named.re is _MISSING else "unknown field"
     return path, message
