@@ -27,6 +27,8 @@ from rich.console import Console
 STEP_LATENESS = "kvrouter_mocker_step_lateness_seconds"
 """Histogram of each worker: lateness of its steps in engine seconds."""
 
+_AROUND_SECONDS = 20.0
+"""Time of a run besides its arrivals: to start the system, and to finish its last requests."""
 _STREAM_INTERVAL = 64
 """Tokens in each piece of a response. An engine generates hundreds of tokens per second; with compressed time, one
 message for each token would measure this machine's gRPC."""
@@ -58,6 +60,7 @@ async def demo(options: DemoOptions, console: Console) -> list[RunStatistics]:
         OSError: results cannot be written.
     """
     options.results.mkdir(parents=True, exist_ok=True)
+    console.print(opening(options), highlight=False)
     run_statistics = [await _run(mode, options, console) for mode in options.modes]
     write_json(options.results / "statistics.json", run_statistics, options.trace_name)
     draw(options.results / "picture.png", run_statistics)
@@ -66,6 +69,17 @@ async def demo(options: DemoOptions, console: Console) -> list[RunStatistics]:
     for what, name in (("picture", "picture.png"), ("statistics", "statistics.json"), ("logs", "logs")):
         console.print(f"{what}: {options.results / name}", highlight=False, soft_wrap=True)
     return run_statistics
+
+
+def opening(options: DemoOptions) -> str:
+    """Returns what the demo does, and how long it takes."""
+    sending = options.time_scale.due_wall_seconds(options.requests[-1].arrival_ms) if options.requests else 0.0
+    minutes = len(options.modes) * (sending + _AROUND_SECONDS) / 60
+    about = "a minute" if minutes < 1.5 else f"{minutes:.0f} minutes"
+    return (
+        f"Sends {len(options.requests):,} requests ({options.trace_name}) to {options.workers} simulated engines, "
+        f"once for each routing mode: {', '.join(options.modes)}. Takes about {about}."
+    )
 
 
 async def _run(mode: str, options: DemoOptions, console: Console) -> RunStatistics:

@@ -191,12 +191,13 @@ def _remarks(runs: Sequence[RunStatistics]) -> list[Text]:
     if any(run.late_engine_ms.p99 > MAX_LATE_ENGINE_MS for run in runs):
         remarks.append(Text("The machine is too busy for this clock factor: try a lower --clock."))
     if all(run.valid for run in runs):
+        within = f"within {MAX_LATE_ENGINE_MS:.0f} ms of engine time of when they were due (p99)"
         remarks.append(
             Text(
-                f"Valid: requests left and engine steps ended within {MAX_LATE_ENGINE_MS:.0f} engine ms of when they "
-                "were due (p99), so the statistics are the system's, not the machine's."
+                f"Valid: requests left and engine steps ended {within}, "
+                "so the statistics are the system's, not the machine's."
                 if all(run.counts.step_late_p99_ms is not None for run in runs)
-                else f"Valid: requests left within {MAX_LATE_ENGINE_MS:.0f} engine ms of when they were due (p99)."
+                else f"Valid: requests left {within}."
             )
         )
     return remarks
