@@ -1,4 +1,4 @@
-"""The event loop that all blocking clients of a process share.
+"""The event loop of all blocking clients of a process.
 
 It is never closed: grpc.aio delivers the events of all loops of a process through each of them, and fails in the others
 when one is closed.

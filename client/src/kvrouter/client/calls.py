@@ -36,7 +36,7 @@ class Calls(Protocol):
     """The methods of a Frontend, by their names in the contract."""
 
     async def unary(self, method: str, request: Message, seconds: float | None) -> Any:
-        """Returns the response of a call that may take so many seconds; None for any.
+        """Returns the response of a call within a time limit, seconds; None for any time.
 
         Raises:
             KvRouterError: the call failed.
@@ -68,7 +68,7 @@ class RemoteCalls:
         Args:
             addresses: gRPC addresses of Frontends, host:port.
             reconnect_seconds: Time for which a call without a response is repeated while no Frontend can be reached.
-            api_key: API key or token of the caller, or what returns the current one; empty for none.
+            api_key: API key or token of the caller, or a function for the current one; empty for none.
             credentials: TLS credentials of the channels; None for connections without TLS.
         """
         self._api_key = api_key
@@ -176,7 +176,7 @@ def _remaining(ends_at: float | None) -> float | None:
 
 
 def _own(cancelled: asyncio.CancelledError) -> BaseException:
-    """Returns what to raise for a CancelledError of gRPC, which also raises one if the channel is closed."""
+    """Returns the exception for a CancelledError of gRPC, which also raises one if the channel is closed."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return cancelled

@@ -32,11 +32,11 @@ class Client(RoutingCalls):
         Args:
             addresses: gRPC address of a Frontend, host:port, or several. One is used until it cannot be reached or
                 stops.
-            model: Model of calls that name none.
-            api_key: API key or token of the caller, or a function that returns the current one; empty for none.
+            model: Model of calls without one.
+            api_key: API key or token of the caller, or a function for the current one; empty for none.
             credentials: TLS credentials, such as ``grpc.ssl_channel_credentials`` returns; None for no TLS.
             name: Name of this client in the logs of services; at most 64 bytes.
-            timeout: Deadline of calls that set none, seconds; None for the Frontend's.
+            timeout: Deadline of calls without one, seconds; None for the Frontend's.
             reconnect_seconds: Time for which a call without a response is repeated while no Frontend can be reached.
 
         Raises:

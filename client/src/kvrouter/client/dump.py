@@ -1,4 +1,4 @@
-"""An index as a list of events, in the JSON form that Dynamo's router dumps its own in."""
+"""An index as a list of events, in the JSON form of Dynamo's router."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Endpoint:
 
     runtime: DistributedRuntime
     component: str
-    """The component, namespace/name; empty for the only one that is served."""
+    """The component, namespace/name; empty for the only one served."""
     name: str
 
 
@@ -62,13 +62,13 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class DistributedRuntime:
-    """Names components, and has the address of the Frontend that serves them."""
+    """Names components, and has the address of their Frontend."""
 
     address: str
 
     @classmethod
     def detached(cls) -> Self:
-        """Returns the runtime of the Frontend that the environment names."""
+        """Returns the runtime of the Frontend the environment names."""
         return cls(os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS)
 
     def namespace(self, name: str) -> Namespace:
@@ -91,7 +91,7 @@ class KvRouterConfig:
 class KvPushRouter:
     """Has Dynamo's methods and results: outputs are dictionaries, workers are tuples.
 
-    It connects at its first call, and belongs to the event loop of that call.
+    It connects at its first call, and belongs to its event loop.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class KvPushRouter:
         router_config_override: RouterConfigOverride | None = None,
         request_id: str | None = None,
     ) -> tuple[int, int, int]:
-        """Returns worker id, rank and overlap blocks of the worker that a request would go to."""
+        """Returns worker id, rank and overlap blocks of the worker a request would go to."""
         model = (await self._served()).name
         best = await self._client.best_worker(token_ids, router_config_override, request_id, model=model)
         return best.worker_id, best.dp_rank, best.overlap_blocks
@@ -138,12 +138,12 @@ class KvPushRouter:
         router_config_override: RouterConfigOverride | None = None,
         request_id: str | None = None,
     ) -> tuple[int, int]:
-        """Returns worker id and overlap blocks of the worker that a request would go to."""
+        """Returns worker id and overlap blocks of the worker a request would go to."""
         worker_id, _, overlap_blocks = await self.best_worker(token_ids, router_config_override, request_id)
         return worker_id, overlap_blocks
 
     async def get_potential_loads(self, token_ids: Prompt, **options: Unpack[RoutingOptions]) -> list[PotentialLoad]:
-        """Returns the load that every rank would have with a request."""
+        """Returns the load every rank would have with a request."""
         return await self._client.get_potential_loads(token_ids, model=(await self._served()).name, **options)
 
     async def mark_prefill_complete(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Errors that only a client raises, beside those of the contract (``kvrouter.v1.errors``)."""
+"""Errors of a client only, beside those of the contract (``kvrouter.v1.errors``)."""
 
 from __future__ import annotations
 

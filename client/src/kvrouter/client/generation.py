@@ -13,11 +13,11 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse
 class Generation(AsyncIterator[Output]):
     """The output of a request, piece by piece. Closing it before its end cancels the request.
 
-    It is an async iterator, and a context manager that closes it.
+    It is an async iterator, and a context manager.
     """
 
     def __init__(self, responses: AsyncGenerator[FrontendServiceGenerateResponse, None], first: Output) -> None:
-        """``first`` is the piece that came before those of ``responses``."""
+        """``first`` is the piece before those of ``responses``."""
         self._responses = responses
         self._first: Output | None = first
         self._routing = first.routing
@@ -41,7 +41,7 @@ class Generation(AsyncIterator[Output]):
         return output
 
     async def tokens(self) -> list[int]:
-        """Returns all token ids that are left.
+        """Returns all token ids left.
 
         Raises:
             KvRouterError: the request failed.

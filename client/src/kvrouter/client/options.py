@@ -1,4 +1,4 @@
-"""What a request may have besides its prompt, as keyword arguments and dictionaries, and the conversion to messages."""
+"""Options of a request besides its prompt, as keyword arguments and dictionaries, and the conversion to messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt: TypeAlias = Sequence[int] | bytes | memoryview
 """A prompt: token ids, as a sequence or as a buffer of little-endian uint32."""
 
 DEFAULT_MAX_TOKENS = 16
-"""Output tokens of a request that does not set ``max_tokens``, as in the OpenAI API."""
+"""Output tokens of a request without ``max_tokens``, as in the OpenAI API."""
 
 
 class StopConditions(TypedDict, total=False):
@@ -58,7 +58,7 @@ class RouterConfigOverride(TypedDict, total=False):
 
 
 class Constraints(TypedDict, total=False):
-    """Constraints on the ranks that may serve a request."""
+    """Constraints on the ranks of a request."""
 
     worker_id: int
     dp_rank: int
@@ -71,7 +71,7 @@ class RequestOptions(TypedDict, total=False):
     """Keyword arguments of every call with a prompt."""
 
     constraints: Constraints | None
-    """Constraints on the ranks that may serve the request."""
+    """Constraints on the ranks of the request."""
     conversation_id: str
     """Conversation, which is routed to the same rank if possible."""
     priority: int
@@ -79,7 +79,7 @@ class RequestOptions(TypedDict, total=False):
     lora_name: str
     """LoRA adapter."""
     cache_salt: str
-    """Salt that isolates the cache."""
+    """Salt to isolate the cache."""
     tenant: str
     """Tenant whose cache is isolated."""
     timeout: float | None
@@ -87,18 +87,18 @@ class RequestOptions(TypedDict, total=False):
 
 
 class RoutingOptions(RequestOptions, total=False):
-    """Keyword arguments of every call that is only routed."""
+    """Keyword arguments of every call for routing only."""
 
     router_config_override: RouterConfigOverride | None
     """Routing options of this request."""
     worker_id: int | None
-    """The only worker that may serve the request."""
+    """The only permitted worker."""
     dp_rank: int | None
-    """The only rank of that worker that may serve it."""
+    """The only permitted rank of this worker."""
 
 
 class OutputOptions(RequestOptions, total=False):
-    """Keyword arguments of every call that generates."""
+    """Keyword arguments of every generating call."""
 
     prompt_text: str
     """The prompt as text, instead of token ids."""
@@ -119,7 +119,7 @@ class GenerateOptions(RoutingOptions, OutputOptions, total=False):
 
 
 def check_names(options: Mapping[str, object], known: type) -> None:
-    """Refuses keyword arguments that do not exist.
+    """Refuses unknown keyword arguments.
 
     Raises:
         TypeError: an argument is unknown.
@@ -157,7 +157,7 @@ def generate_request(token_ids: Prompt | None, model: str, options: GenerateOpti
 
 
 def routing_request(token_ids: Prompt, model: str, options: RoutingOptions) -> RoutingRequest:
-    """Returns the message of a request that is only routed.
+    """Returns the message of a request for routing only.
 
     Raises:
         BadRequest: an argument has a wrong type or value.
@@ -243,7 +243,7 @@ def _nested(kind: type[M], field: str, value: Any) -> M | None:
 
 
 def _message(kind: type[M], *, prefix: str = "", **fields: Any) -> M:
-    """Fills a message field by field, so that an error names the field at fault.
+    """Fills a message field by field, so an error names the field at fault.
 
     Raises:
         BadRequest: a field does not exist, or its value has a wrong type or is out of range.

@@ -1,4 +1,4 @@
-"""What calls return."""
+"""Results of calls."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class Routing:
     request_id: str
     """Id of the request, as sent or generated."""
     worker_id: int
-    """The worker that runs it."""
+    """The worker of the request."""
     dp_rank: int
     """Its data-parallel rank."""
     attempt: int
     """Number of the attempt, from 0."""
     overlap_blocks: int
-    """Predicted overlap: leading blocks of the prompt that the rank has in device memory."""
+    """Predicted overlap: leading blocks of the prompt the rank has in device memory."""
     prompt_blocks: int
     """Number of full blocks of the prompt."""
     mode: str
-    """The policy that chose the rank."""
+    """The policy behind the choice."""
     load_only: bool
-    """Whether no Indexer answered in time, so that the choice rests on load alone."""
+    """Whether no Indexer answered in time, so the choice rests on load alone."""
     router_seconds: float
     """Time from the request's arrival at the router to its dispatch, seconds."""
     decision_id: int
     """Id of the decision for `kvrouter explain`."""
     ignored_overrides: tuple[str, ...]
-    """Names of the request's overrides that have no effect in its mode."""
+    """Names of the request's overrides without effect in its mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class BestWorker:
-    """The worker that a request would go to. Unpacks to ``(worker_id, dp_rank, overlap_blocks)``."""
+    """The worker a request would go to. Unpacks to ``(worker_id, dp_rank, overlap_blocks)``."""
 
     worker_id: int
     dp_rank: int
     overlap_blocks: int
-    """Leading blocks of the prompt that the rank has in device memory."""
+    """Leading blocks of the prompt the rank has in device memory."""
     endpoint: str
     """Address of its WorkerService, host:port."""
     prompt_blocks: int
@@ -92,16 +92,16 @@ class BestWorker:
 
 
 class PotentialLoad(TypedDict):
-    """The load that a rank would have with a request."""
+    """The load a rank would have with a request."""
 
     worker_id: int
     dp_rank: int
     potential_prefill_tokens: int
-    """Prefill tokens that are booked and not computed, plus those of the request outside of its overlap."""
+    """Prefill tokens booked and not computed, plus those of the request outside of its overlap."""
     potential_decode_blocks: int
     """Active blocks of the rank, with those of the request."""
     overlap_blocks: int
-    """Leading blocks of the request that the rank holds in device memory."""
+    """Leading blocks of the request the rank holds in device memory."""
     active_requests: int
     """Number of requests booked on the rank."""
     busy: bool
@@ -110,11 +110,11 @@ class PotentialLoad(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is served."""
+    """A served model."""
 
     name: str
     component: str
-    """The component that serves it, namespace/name."""
+    """Its component, namespace/name."""
     block_size: int
     """Tokens per block."""
     workers: int
@@ -122,7 +122,7 @@ class Model:
     max_model_len: int
     """Maximum number of prompt and output tokens together; 0 for no limit."""
     lora_names: tuple[str, ...]
-    """LoRA adapters that at least one worker serves."""
+    """LoRA adapters of at least one worker."""
 
 
 _FINISH_REASONS = {
@@ -173,7 +173,7 @@ def potential_load_of(load: LoadMessage) -> PotentialLoad:
 
 
 def model_of(model: ModelMessage) -> Model:
-    """Returns a model that is served."""
+    """Returns a served model."""
     return Model(
         name=model.name,
         component=f"{model.component.namespace}/{model.component.name}",

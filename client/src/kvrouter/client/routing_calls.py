@@ -47,7 +47,7 @@ MAX_REQUEST_ID_BYTES = 112
 
 
 class RoutingCalls(ABC):
-    """What ``Client`` and ``Router`` have in common. Every call raises ``kvrouter.client.KvRouterError``."""
+    """The common calls of ``Client`` and ``Router``. Every call raises ``kvrouter.client.KvRouterError``."""
 
     def __init__(self, *, model: str, name: str, timeout: float | None) -> None:
         self._model = model
@@ -121,7 +121,7 @@ class RoutingCalls(ABC):
         model: str = "",
         **options: Unpack[RequestOptions],
     ) -> BestWorker:
-        """Returns the worker that a request would go to.
+        """Returns the worker a request would go to.
 
         Args:
             token_ids: The prompt.
@@ -161,7 +161,7 @@ class RoutingCalls(ABC):
     async def get_potential_loads(
         self, token_ids: Prompt, *, model: str = "", **options: Unpack[RoutingOptions]
     ) -> list[PotentialLoad]:
-        """Returns the load that every rank would have with a request; see ``RoutingOptions``."""
+        """Returns the load every rank would have with a request; see ``RoutingOptions``."""
         calls = self._ready()
         request = PotentialLoadsRequest(request=routing_request(token_ids, model or self._model, options))
         answer = await calls.unary("PotentialLoads", request, options.get("timeout", self._timeout))
@@ -180,7 +180,7 @@ class RoutingCalls(ABC):
     ) -> dict[int, int]:
         """Returns how many leading blocks of a prompt each worker has in device memory, its best rank counting.
 
-        Workers without any are left out. ``RoutingOptions`` that concern the choice of a worker have no effect.
+        Workers without any are left out. ``RoutingOptions`` for the choice of a worker have no effect.
         """
         calls = self._ready()
         request = FindOverlapsRequest(request=routing_request(token_ids, model or self._model, options))
@@ -192,7 +192,7 @@ class RoutingCalls(ABC):
         return blocks
 
     async def dump_events(self, *, model: str = "", timeout: float | None = None) -> str:  # noqa: ASYNC109 - gRPC's
-        """Returns the index of a model as JSON: a list of events that would build it.
+        """Returns the index of a model as JSON: a list of events to build it.
 
         Args:
             model: Name of the model; empty for the client's.
@@ -207,7 +207,7 @@ class RoutingCalls(ABC):
         return json.dumps(events)
 
     async def list_models(self) -> list[Model]:
-        """Returns the models that are served."""
+        """Returns the served models."""
         answer = await self._ready().unary("ListModels", ListModelsRequest(), self._timeout)
         return [model_of(model) for model in answer.models]
 
@@ -228,11 +228,11 @@ class RoutingCalls(ABC):
 
     @abstractmethod
     async def _open(self) -> None:
-        """Starts what the calls need."""
+        """Starts the transport of the calls."""
 
     @abstractmethod
     async def _close(self) -> None:
-        """Ends what ``_open`` started."""
+        """Ends the transport of ``_open``."""
 
     @property
     @abstractmethod
@@ -240,7 +240,7 @@ class RoutingCalls(ABC):
         """Carries the calls, between ``_open`` and ``_close``."""
 
     def _ready(self) -> Calls:
-        """Returns what carries the calls.
+        """Returns the transport of the calls.
 
         Raises:
             ClientClosed: the context is not entered, or left.

@@ -1,4 +1,4 @@
-"""The session that owns a client's bookings."""
+"""The session of a client's bookings."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from tenacity import (
 log = logging.getLogger("kvrouter.client")
 
 _RELEASE_SECONDS = 5.0
-"""Deadline of the releases at the end. Bookings that are left then end with the session."""
+"""Deadline of the releases at the end. Bookings left then end with the session."""
 _RESTORE_SECONDS = 5.0
-"""Deadline of each call that restores a booking."""
+"""Deadline of each call to restore a booking."""
 _RESTORE_ATTEMPTS_SECONDS = 10.0
-"""Time in which refused restorations are repeated: a Scheduler that has just started may not know every worker yet."""
+"""Time in which refused restorations are repeated: a Scheduler may not know every worker just after its start."""
 
 
 @dataclass(eq=False, slots=True)
 class _Booking:
-    """A booking, and what restores it at a Scheduler that lost it."""
+    """A booking, and the call to restore it at another Scheduler."""
 
     key: BookingKey
     restoring: BestWorkerRequest | None = field(default=None, repr=False)
@@ -225,7 +225,7 @@ class BookingSession:
 
 
 def _pinned(request: BestWorkerRequest, selection: SelectWorkerResponse) -> BestWorkerRequest:
-    """Returns the call that makes a booking again at the rank that was selected."""
+    """Returns the call that makes a booking again at the selected rank."""
     pinned = BestWorkerRequest()
     pinned.CopyFrom(request)
     pinned.request.component.CopyFrom(selection.component)

@@ -50,7 +50,7 @@ class SyncGeneration(Iterator[Output]):
         return output
 
     def tokens(self) -> list[int]:
-        """Returns all token ids that are left.
+        """Returns all token ids left.
 
         Raises:
             KvRouterError: the request failed.
@@ -139,7 +139,7 @@ class SyncClient:
         model: str = "",
         **options: Unpack[RequestOptions],
     ) -> BestWorker:
-        """Returns the worker that a request would go to; see ``Client.best_worker``."""
+        """Returns the worker a request would go to; see ``Client.best_worker``."""
         return self._run(
             lambda: self._client.best_worker(token_ids, router_config_override, request_id, model=model, **options)
         )
@@ -161,7 +161,7 @@ class SyncClient:
     def get_potential_loads(
         self, token_ids: Prompt, *, model: str = "", **options: Unpack[RoutingOptions]
     ) -> list[PotentialLoad]:
-        """Returns the load that every rank would have with a request; see ``Client.get_potential_loads``."""
+        """Returns the load every rank would have with a request; see ``Client.get_potential_loads``."""
         return self._run(lambda: self._client.get_potential_loads(token_ids, model=model, **options))
 
     def mark_prefill_complete(self, request_id: str) -> bool:
@@ -175,7 +175,7 @@ class SyncClient:
     def find_matches_for_request(
         self, token_ids: Prompt, *, model: str = "", **options: Unpack[RoutingOptions]
     ) -> dict[int, int]:
-        """Returns the blocks of a prompt that each worker has; see ``Client.find_matches_for_request``."""
+        """Returns the blocks of a prompt each worker has; see ``Client.find_matches_for_request``."""
         return self._run(lambda: self._client.find_matches_for_request(token_ids, model=model, **options))
 
     def dump_events(self, *, model: str = "", timeout: float | None = None) -> str:
@@ -183,7 +183,7 @@ class SyncClient:
         return self._run(lambda: self._client.dump_events(model=model, timeout=timeout))
 
     def list_models(self) -> list[Model]:
-        """Returns the models that are served."""
+        """Returns the served models."""
         return self._run(self._client.list_models)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
 """Decodes bytes from etcd and NATS into text and messages.
 
-Any process can write any bytes there. Bytes that cannot be decoded raise ``Undecodable`` with a reason. A service
+Any process can write any bytes there. Undecodable bytes raise ``Undecodable`` with a reason. A service
 passes the error to its ``Quarantine`` and continues without the entry.
 """
 
@@ -23,12 +23,12 @@ _M = TypeVar("_M", bound=Message)
 
 
 class Undecodable(ValueError):
-    """Bytes from outside cannot be decoded, or violate what readers rely on."""
+    """Bytes from outside cannot be decoded, or violate an assumption of readers."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        """``reason`` is a short label for metrics; ``detail`` says what was expected and what was received.
+        """``reason`` is a short label for metrics; ``detail`` says the expected and the received.
 
-        The detail may contain anything that was received: it is shortened and escaped here.
+        The detail may contain anything received: it is shortened and escaped here.
         """
         super().__init__(escaped(detail, _DETAIL_CHARACTERS))
         self.reason = reason
@@ -61,12 +61,12 @@ def decode_message(kind: type[_M], raw: bytes) -> _M:
 
 
 def printable(raw: bytes) -> str:
-    """Returns bytes as text for a log: shortened, with escapes for bytes that are not UTF-8 or not printable."""
+    """Returns bytes as text for a log: shortened, with escapes for invalid or unprintable bytes."""
     return escaped(raw[:_SHOWN_CHARACTERS].decode(errors="backslashreplace"))
 
 
 def escaped(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
-    """Returns at most ``limit`` characters of a text, with escapes for those that are not printable.
+    """Returns at most ``limit`` characters of a text, with escapes for unprintable ones.
 
     Not printable are control characters, marks of direction, invisible ones, and spaces other than the usual one.
     """
@@ -77,7 +77,7 @@ def escaped(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
 
 
 class Quarantine:
-    """Entries that were skipped because they cannot be decoded.
+    """Entries skipped because they cannot be decoded.
 
     Each rejection is counted. An entry is logged when it is first rejected, and again when it becomes decodable or is
     deleted. May be used from any thread.
@@ -112,12 +112,12 @@ class Quarantine:
                 log.warning("quarantine.full", entries=_MAX_ENTRIES)
 
     def release(self, source: str, name: str) -> None:
-        """Releases an entry that can be decoded again or was deleted."""
+        """Releases a decodable or deleted entry."""
         if self._entries.pop((source, name), None) is not None:
             log.info("entry.released", source=source, name=escaped(name))
 
     def release_missing(self, source: str, prefix: str, present: Container[str]) -> None:
-        """Releases the entries below a prefix that are not in ``present``."""
+        """Releases the entries below a prefix outside of ``present``."""
         for known_source, name in list(self._entries):
             if known_source == source and name.startswith(prefix) and name not in present:
                 self.release(source, name)

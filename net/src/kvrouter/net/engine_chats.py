@@ -1,6 +1,6 @@
-"""What the chat templates of engines get of a chat: engines parse tools and calls, and render what they have parsed.
+"""The chats in chat templates of engines: engines parse tools and calls, and render the parsed form.
 
-An engine gives fields an order, adds some without a value and drops those that it does not know. Prompts have the
+An engine gives fields an order, adds some without a value and drops those it does not know. Prompts have the
 engine's tokens only if tools and calls are rendered in the same form. The rules follow vLLM 0.32 and SGLang 0.5.23;
 ``tests/full/text`` compares them with the engines' own code.
 """
@@ -16,16 +16,16 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChatRule:
-    """What a template gets."""
+    """The form of a chat in a template."""
 
     tools: Callable[[Sequence[Fields], object], list[dict[str, Any]]]
-    """Returns the tools that the template describes, of those of a request with its ``tool_choice``."""
+    """Returns the tools the template describes, of those of a request with its ``tool_choice``."""
     tool_call: Callable[[Fields], dict[str, Any]]
     """Returns a call of an earlier message, whose arguments are parsed."""
     part_separator: str = "\n"
-    """What stands between the texts of a content that is a list, for templates that read contents as texts."""
+    """Separator of the texts of a list content, for templates with plain contents."""
     user_speaks_last: bool = False
-    """Whether a final message of the model that is not continued becomes one of the user."""
+    """Whether a final message of the model not continued becomes one of the user."""
 
 
 def chat_rule(engine: str) -> ChatRule:
@@ -84,7 +84,7 @@ def _sglang_call(call: Fields) -> dict[str, Any]:
 _VLLM_FUNCTION = ("name", "description", "parameters")
 _SGLANG_FUNCTION = ("description", "name", "parameters")
 _OPTIONAL = ("strict", "defer_loading")
-"""Fields of a function that both engines leave out if they have no value."""
+"""Optional fields of a function, which both engines leave out without a value."""
 
 
 def _with_function(tool: Fields) -> tuple[Fields, dict[str, Any]]:
@@ -101,13 +101,13 @@ def _deferred(tool: Fields) -> dict[str, Any]:
 
 
 def _with_nulls(function: Fields, names: Iterable[str]) -> dict[str, Any]:
-    """Returns the fields of these names, those that are missing without a value, and then the optional ones."""
+    """Returns the fields of these names, missing ones without a value, and then the optional ones."""
     optional = {name: value for name, value in _known(function, _OPTIONAL).items() if value is not None}
     return {name: function.get(name) for name in names} | optional
 
 
 def _in_order(fields: Fields, sent: Fields) -> dict[str, Any]:
-    """Returns fields in the order in which they were sent, those that were added last."""
+    """Returns fields in the order in which they were sent, those added last."""
     return _known(fields, sent) | dict(fields)
 
 

@@ -1,7 +1,7 @@
-"""Fields of requests to engines: what a client may send, and what only kvrouter and operators set.
+"""Fields of requests to engines: those of clients, and those of kvrouter and operators only.
 
-The lists follow the request schemas of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.3. With authentication, a field that
-is not listed as harmless is refused, so a field that a later release adds is refused too until it is listed here.
+The lists follow the request schemas of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.3. With authentication, a field
+not listed as harmless is refused, so a field a later release adds is refused too until it is listed here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ EMBEDDINGS: Final = "/v1/embeddings"
 
 @dataclass(frozen=True, slots=True)
 class EngineFields:
-    """What one engine reads of a request besides prompt and sampling."""
+    """Fields of one engine's requests besides prompt and sampling."""
 
     internal: frozenset[str]
-    """Fields that only kvrouter and operators set: transfer, isolation, adapter, priority, rank, processors, sessions,
+    """Fields of kvrouter and operators only: transfer, isolation, adapter, priority, rank, processors, sessions,
     ids. In any body, and in options and parameters within it."""
     set_by_worker: frozenset[str]
-    """Options that the sidecar sets itself for each request, so that they never come from the client's options."""
+    """Options the sidecar sets itself for each request, so they never come from the client's options."""
     salted_paths: frozenset[str]
     """Paths of its API at which every supported release separates caches by ``cache_salt``."""
 
@@ -100,10 +100,10 @@ ENGINES: Final[Mapping[EngineName, EngineFields]] = {
 INTERNAL: Final = frozenset(
     {"extra_body", "nvext", *(name for engine in ENGINES.values() for name in engine.internal)},
 )
-"""Fields that some engine, or a proxy before it, treats as internal. No option of an operator permits them."""
+"""Fields with an internal meaning for an engine, or for a proxy before it. No option of an operator permits them."""
 
 ROUTED: Final = frozenset({"cache_salt", "priority"})
-"""Internal fields that a client may send to kvrouter, which checks them. Engines get a keyed salt, no priority."""
+"""Internal fields a client may send to kvrouter, which checks them. Engines get a keyed salt, no priority."""
 
 _SAMPLING = frozenset(
     {
@@ -153,31 +153,31 @@ HARMLESS: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }
-"""Fields of a body that are about prompt, sampling and the form of the response, by path. No engine gives one of them
+"""Fields of a body for prompt, sampling and the form of the response, by path. No engine gives one of them
 another meaning."""
 HARMLESS_OPTIONS: Final = _SAMPLING
-"""Options of ``SamplingOptions.engine_options_json`` that are about sampling."""
+"""Sampling options of ``SamplingOptions.engine_options_json``."""
 HARMLESS_HEADERS: Final = frozenset({"accept", "accept-encoding", "accept-language", "content-type", "user-agent"})
-"""Headers of a client that engines get. They read others as ids, ranks, priorities and transfers."""
+"""Headers of a client passed on to engines. They read others as ids, ranks, priorities and transfers."""
 INTERNAL_PART_FIELDS: Final = frozenset(
     {
         *("uuid", "content_hash", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "mm_hashes"),
         *("processor_output", "precomputed_embedding", "image_pil"),
     }
 )
-"""Fields and types of parts of a message that name cached or computed content instead of sending it."""
+"""Fields and types of parts of a message with references to cached or computed content."""
 INTERNAL_TEMPLATE_FIELDS: Final = frozenset(
     {
         *("chat_template", "tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "conversation", "messages"),
         *("padding", "truncation", "max_length", "processor_kwargs"),
     }
 )
-"""Keys of ``chat_template_kwargs`` that are parameters of the tokenizer's call instead of variables of a template."""
+"""Keys of ``chat_template_kwargs`` for the tokenizer's call instead of the template."""
 TRANSFER_RESULTS: Final = (
     *("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "bootstrap_host", "bootstrap_port"),
     *("bootstrap_room", "cache_salt", "extra_key"),
 )
-"""Fields that an engine may return, and a client must not see."""
+"""Fields an engine may return, and a client must not see."""
 _QUOTED = re.compile(
     "|".join((*TRANSFER_RESULTS, "remote_host", "remote_block_ids", "remote_engine_id", "ctx_request_id")).encode()
 )
@@ -192,10 +192,10 @@ def has_salt(engine: str, path: str) -> bool:
 
 
 def quotes_internal(text: bytes) -> bool:
-    """Returns whether a response has the name of a field that a client must not see."""
+    """Returns whether a response has the name of a field a client must not see."""
     return _QUOTED.search(text) is not None
 
 
 def shown_failure(message: str) -> str:
-    """Returns an engine's message for a client: another one if it quotes fields that the client must not see."""
+    """Returns an engine's message for a client: another one if it quotes fields the client must not see."""
     return _WITHHELD if quotes_internal(message.encode("utf-8", "surrogatepass")) else message

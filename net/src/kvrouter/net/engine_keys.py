@@ -1,4 +1,4 @@
-"""Keys that engines demand at their HTTP APIs, by component, from a file of TOML.
+"""Keys of engines' HTTP APIs, by component, from a file of TOML.
 
 vllm = "the key of all engines of the component vllm"
 """

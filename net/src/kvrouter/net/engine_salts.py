@@ -10,13 +10,13 @@ _PREFIX = "tenant:"
 
 
 def engine_salt(scope: BlockScope) -> str:
-    """Returns the salt for an engine: that of the scope, with its tenant before it if there is one."""
+    """Returns the salt for an engine: the scope's, with its tenant before it if there is one."""
     if not scope.tenant and not scope.cache_salt.startswith(_PREFIX):
         return scope.cache_salt
     return f"{_PREFIX}{quote(scope.tenant, safe='')}:{scope.cache_salt}"
 
 
 def split_salt(salt: str) -> tuple[str, str]:
-    """Returns the tenant and the salt that an engine's salt stands for."""
+    """Returns the tenant and the salt an engine's salt stands for."""
     tenant, colon, rest = salt.removeprefix(_PREFIX).partition(":")
     return (unquote(tenant), rest) if colon and salt.startswith(_PREFIX) else ("", salt)

@@ -16,4 +16,4 @@ START_OF_VLLM_TRANSFER: Final[dict[str, Any]] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What the prefill engine's request has as kv_transfer_params."""
+"""The kv_transfer_params of the prefill engine's request."""

@@ -1,4 +1,4 @@
-"""Bounds the work that a peer can cause without moving anything forward."""
+"""Bounds the work a peer can cause without moving anything forward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class FloodBudget:
-    """An amount of fruitless items that a peer may send in an interval. Fruitful ones win some of it back.
+    """An amount of fruitless items a peer may send in an interval. Fruitful ones win some of it back.
 
     The clock is read only when the budget is used up, so an item of an honest peer costs an addition.
     """
@@ -18,7 +18,7 @@ class FloodBudget:
         """Starts with the whole budget.
 
         Args:
-            size: Items that are accepted in an interval.
+            size: Items accepted in an interval.
             seconds: Length of the interval, seconds.
             clock: Returns the time, seconds.
         """

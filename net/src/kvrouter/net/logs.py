@@ -1,4 +1,4 @@
-"""Loggers of the libraries that an engine links: structlog where the process configured it, else logging."""
+"""Loggers of the libraries an engine links: structlog where the process configured it, else logging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import structlog
 
 
 class LibraryLogger:
-    """A structlog logger that leaves the process's output alone.
+    """A structlog logger apart from the process's output.
 
     Unconfigured, structlog prints every line to standard output, which belongs to the engine. Such lines go to the
     standard library's logging instead, where the engine's own configuration applies to them.

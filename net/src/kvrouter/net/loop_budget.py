@@ -1,7 +1,7 @@
-"""Bounds the work that readers of messages do in one pass of the event loop.
+"""Bounds the work of readers of messages in one pass of the event loop.
 
-A pass runs everything that is ready. While messages wait in a socket, reading the next one does not return to the loop,
-and a thousand connections that are ready at once are one pass. Readers take a turn for each message, so that leases,
+A pass runs all ready callbacks. While messages wait in a socket, reading the next one does not return to the loop,
+and a thousand ready connections are one pass. Readers take a turn for each message, so leases,
 probes and new connections get theirs between passes. Turns are granted in the order in which they were asked for.
 """
 
@@ -18,7 +18,7 @@ that is half as fast."""
 
 
 class LoopBudget:
-    """Work that the current pass of one event loop may still do; see ``loop_budget``.
+    """Work the current pass of one event loop may still do; see ``loop_budget``.
 
     It must not refer to its loop, which would never be freed then.
     """

@@ -1,6 +1,6 @@
 """The files of a model's tokenizer and chat template: which there are, and how a worker describes them.
 
-A file is known by the hash of its content, so that whoever fetches it knows that it is the one that was described.
+A file is known by the hash of its content, so whoever fetches it knows it is the described one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NAMES = (
     TOKENIZER,
     "tokenizer_config.json",
 )
-"""Names of the files that Frontends use: as Hugging Face names them, and one of kvrouter's own."""
+"""Names of the files for Frontends: as Hugging Face names them, and one of kvrouter's own."""
 MAX_BYTES = 256 << 20
 """Maximum size of all files of a model."""
 PIECE_BYTES = 1 << 20
-"""Bytes of a file that travel in one message."""
+"""Bytes of a file in one message."""
 
 
 class InvalidModelFiles(ValueError):

@@ -15,7 +15,7 @@ log = get_logger(__name__)
 _T = TypeVar("_T")
 
 _EXPOSED = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
-"""Permissions that a file with a secret must not have. The group may read: Kubernetes mounts secrets for a group."""
+"""Permissions a file with a secret must not have. The group may read: Kubernetes mounts secrets for a group."""
 
 
 class UnreadableSecret(ValueError):
@@ -42,7 +42,7 @@ def read_secret(path: str) -> bytes:
 
 
 def read_secret_line(path: str) -> str:
-    """Returns the secret of a file that holds one line, without the line break.
+    """Returns the secret of a file of one line, without the line break.
 
     Raises:
         UnreadableSecret: as ``read_secret``, or the content is not one line of text.
@@ -112,7 +112,7 @@ FileVersion = tuple[int, int, int, int]
 
 
 def file_version(path: str | os.PathLike[str]) -> FileVersion | None:
-    """Returns what changes when a file does, or the target of a link as Kubernetes replaces it; None without a file."""
+    """Returns the version of a file, or of the target of a link as Kubernetes replaces it; None without a file."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):

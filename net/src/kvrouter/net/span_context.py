@@ -1,4 +1,4 @@
-"""Translates trace context to and from OpenTelemetry, whose API only processes that record spans need."""
+"""Translates trace context to and from OpenTelemetry, whose API only tracing processes need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Trace
 
 
 def parent_context(traceparent: str) -> Context:
-    """Returns the context of OpenTelemetry for children of the span that a valid ``traceparent`` names."""
+    """Returns the context of OpenTelemetry for children of the span a valid ``traceparent`` names."""
     trace_id, span_id, flags = traceparent[3:35], traceparent[36:52], traceparent[53:55]
     tracestate = trace_context.companions().tracestate
     parent = SpanContext(

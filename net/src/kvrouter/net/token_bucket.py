@@ -7,7 +7,7 @@ import time
 
 
 class TokenBucket:
-    """A bucket of ``burst`` units that refills by ``per_second``. It may be overdrawn."""
+    """A bucket of ``burst`` units, refilled by ``per_second``. It may be overdrawn."""
 
     __slots__ = ("_burst", "_filled_at", "_level", "_lowest", "_per_second")
 
@@ -20,7 +20,7 @@ class TokenBucket:
         self._filled_at = time.monotonic()
 
     def level(self) -> float:
-        """Returns the units that are left; negative if it is overdrawn."""
+        """Returns the units left; negative if it is overdrawn."""
         now = time.monotonic()
         self._level = min(self._burst, self._level + (now - self._filled_at) * self._per_second)
         self._filled_at = now

@@ -1,9 +1,9 @@
-"""The trace context (W3C traceparent) of the request that the running code serves, and what the client sent beside it.
+"""The trace context (W3C traceparent) of the request the running code serves, and its companions from the client.
 
-Servers set it from what the client sent, and clients send it on. That needs no tracing in this process: a process that
+Servers set it from the request, and clients send it on. This needs no tracing in this process: a process that
 records no spans still connects those before and after it.
 
-The headers ``tracestate`` and ``baggage`` pass through unchanged, up to the sizes that the W3C specifications
+The headers ``tracestate`` and ``baggage`` pass through unchanged, up to the sizes the W3C specifications
 ask every system to support.
 """
 
@@ -18,9 +18,9 @@ from typing import NamedTuple
 HEADER = "traceparent"
 """HTTP header and gRPC metadata key of the trace context."""
 STATE_HEADER = "tracestate"
-"""HTTP header and gRPC metadata key of what tracing systems add to the trace context."""
+"""HTTP header and gRPC metadata key of the additions of tracing systems."""
 BAGGAGE_HEADER = "baggage"
-"""HTTP header and gRPC metadata key of what applications add to a request."""
+"""HTTP header and gRPC metadata key of the additions of applications."""
 HEADERS = frozenset({HEADER, STATE_HEADER, BAGGAGE_HEADER})
 
 _MAX_STATE_MEMBERS = 32
@@ -32,7 +32,7 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-
 
 
 class Companions(NamedTuple):
-    """What a client sent beside its trace context."""
+    """Headers of a client beside its trace context."""
 
     tracestate: str = ""
     """W3C tracestate; empty for none."""
@@ -48,16 +48,16 @@ _companions: ContextVar[Companions] = ContextVar("kvrouter_trace_companions", de
 current = _current.get
 """Returns the trace context; empty for none."""
 companions = _companions.get
-"""Returns what the client sent beside its trace context."""
+"""Returns the companions of the client's trace context."""
 
 
 def checked(traceparent: str) -> str:
-    """Returns a trace context that somebody sent if it is valid, and otherwise an empty string."""
+    """Returns a received trace context if it is valid, otherwise an empty string."""
     return traceparent if len(traceparent) == 55 and _TRACEPARENT.fullmatch(traceparent) else ""
 
 
 def checked_companions(traceparent: str, tracestate: Iterable[str], baggage: Iterable[str]) -> Companions:
-    """Returns what somebody sent beside a trace context, as far as it can be sent on.
+    """Returns the companions of a trace context, as far as they can be sent on.
 
     Args:
         traceparent: The checked trace context. A tracestate means nothing without it.
@@ -71,7 +71,7 @@ def checked_companions(traceparent: str, tracestate: Iterable[str], baggage: Ite
 
 
 def _members(values: Iterable[str], max_members: int, max_bytes: int) -> str:
-    """Returns the first members of a list that may be spread over several headers."""
+    """Returns the first members of a list, possibly spread over several headers."""
     kept: list[str] = []
     size = -1
     for member in (each.strip(" \t") for value in values for each in value.split(",")):
@@ -85,7 +85,7 @@ def _members(values: Iterable[str], max_members: int, max_bytes: int) -> str:
 
 
 def headers() -> dict[str, str]:
-    """Returns the headers that carry the trace context, and what the client sent beside it, to an engine."""
+    """Returns the headers of trace context and companions for an engine."""
     tracestate, baggage = companions()
     values = ((HEADER, current()), (STATE_HEADER, tracestate), (BAGGAGE_HEADER, baggage))
     return {name: value for name, value in values if value}
@@ -112,7 +112,7 @@ class entered:  # noqa: N801 - used as a context manager
 
 
 class accompanied:  # noqa: N801 - used as a context manager
-    """Sets what the client sent beside its trace context for a ``with`` block."""
+    """Sets the companions of the trace context for a ``with`` block."""
 
     __slots__ = ("_companions", "_token")
 
@@ -127,10 +127,10 @@ class accompanied:  # noqa: N801 - used as a context manager
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restores what was set before."""
+        """Restores the previous companions."""
         _companions.reset(self._token)
 
 
 def background() -> Context:
-    """Returns a context for a task that outlives the request which creates it, and so belongs to no trace."""
+    """Returns a context outside of any trace, for a task with a longer life than its request."""
     return Context()

@@ -1,4 +1,4 @@
-"""Varints of the protobuf wire format, for messages that are joined from encoded parts."""
+"""Varints of the protobuf wire format, for messages joined from encoded parts."""
 
 from __future__ import annotations
 

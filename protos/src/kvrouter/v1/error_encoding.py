@@ -110,7 +110,7 @@ def error_status(error: KvRouterError) -> Status:
 def set_error(context: grpc.aio.ServicerContext[Any, Any], error: KvRouterError) -> None:
     """Sets the error with which a call ends when its handler returns.
 
-    ``context.abort`` is no alternative: gRPC stores the exception that it raises, which would keep the request alive
+    ``context.abort`` is no alternative: gRPC stores the exception it raises, which would keep the request alive
     until the cyclic garbage collector runs.
     """
     status = error_status(error)
@@ -120,7 +120,7 @@ def set_error(context: grpc.aio.ServicerContext[Any, Any], error: KvRouterError)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvRouterError:
-    """Returns the error that the service raised."""
+    """Returns the error the service raised."""
     code: int = error.code().value[0]
     return from_parts(code, error.details() or error.code().name, _info_of(error))
 

@@ -24,7 +24,7 @@ CLASSES: dict[int, type[KvRouterError]] = {}
 
 
 class KvRouterError(Exception):
-    """A failed call. Its text says what is wrong and what to do. It contains no prompt tokens.
+    """A failed call. Its text names the fault and the remedy, without prompt tokens.
 
     A subclass passes the defaults of its errors as arguments of the class.
     """
@@ -35,7 +35,7 @@ class KvRouterError(Exception):
     """Typed details."""
 
     default_message: ClassVar[str] = ""
-    """Message of an error that is raised without one."""
+    """Message of an error raised without one."""
     defaults: ClassVar[ErrorInfo] = ErrorInfo()
     """Reason, advice and time of a retry unless an error has its own."""
 
@@ -77,14 +77,14 @@ class KvRouterError(Exception):
         retry_elsewhere: bool = False,
         resource_name: object = "",
     ) -> None:
-        """Creates the error. Arguments that are left out have the values of the class.
+        """Creates the error. Arguments left out have the values of the class.
 
         Args:
-            message: What was expected and what was received.
+            message: The expected and the received.
             retry_after_ms: Time after which a retry may succeed, milliseconds.
             code: gRPC status code.
             reason: Reason of the contract.
-            advice: What the caller should do.
+            advice: The remedy for the caller.
             field: Path of the field at fault, such as ``stop_conditions.max_tokens``.
             known: Valid values of the field; the first 16 are sent.
             retry_elsewhere: Whether another replica may serve the same call.
@@ -124,7 +124,7 @@ class KvRouterError(Exception):
 
     @property
     def message(self) -> str:
-        """What is wrong, without the advice."""
+        """The fault, without the advice."""
         return str(self.args[0])
 
     @property
@@ -136,7 +136,7 @@ class KvRouterError(Exception):
 
     @property
     def advice(self) -> str:
-        """What to do; empty for none."""
+        """The remedy; empty for none."""
         return self.info.advice
 
     @property
@@ -188,7 +188,7 @@ class UnknownModel(KvRouterError, code=StatusCode.NOT_FOUND, reason="UNKNOWN_MOD
 
         Args:
             model: Name of the model.
-            known: Models that are served.
+            known: Models served.
             only: Role of the workers that serve the model, if there are some and none can serve the request's stage.
         """
         self.only = only
@@ -241,7 +241,7 @@ class PromptTooLong(KvRouterError, code=StatusCode.INVALID_ARGUMENT, reason="PRO
             tokens: Number of prompt tokens, or the least number if counting stopped early.
             context_length: Context length of the model, tokens.
             field: The field to correct.
-            output_tokens: Number of output tokens that were requested, at least 1.
+            output_tokens: Number of output tokens requested, at least 1.
         """
         most = context_length - (tokens if tokens < context_length else 1)
         error = cls(tokens, most, field=field)
@@ -256,7 +256,7 @@ class PromptTooLong(KvRouterError, code=StatusCode.INVALID_ARGUMENT, reason="PRO
 
 
 class UnknownWorker(KvRouterError, code=StatusCode.NOT_FOUND, reason="UNKNOWN_WORKER"):
-    """The worker or rank that a request names is not registered."""
+    """The worker or rank a request names is not registered."""
 
     def __init__(
         self, worker_id: int, known: Iterable[int] = (), *, dp_rank: int | None = None, component: object = None
@@ -442,7 +442,7 @@ class PermissionDenied(
     reason="PERMISSION_DENIED",
     advice="Use a key that has this permission.",
 ):
-    """The caller may not do what it requests."""
+    """The caller lacks the permission."""
 
 
 class ServiceRefused(KvRouterError, code=StatusCode.UNAVAILABLE, reason="SERVICE_REFUSED"):
@@ -478,4 +478,4 @@ class Internal(KvRouterError, code=StatusCode.INTERNAL):
 
 
 INTERNAL_ERROR = Internal("internal error", advice="The service's log has the cause.")
-"""The error that a caller receives for a defect."""
+"""The error a caller receives for a defect."""

@@ -1,7 +1,7 @@
 """Size limits of messages, checked on the encoding before it is parsed.
 
 Parsing can multiply the size by forty: an empty submessage has 2 bytes on the wire and about 70 in memory, a 64-bit id
-1 and 8. Only token ids and hashes are long in a valid message. Their fields are packed and of fixed width, so that they
+1 and 8. Only token ids and hashes are long in a valid message. Their fields are packed and of fixed width, so they
 do not grow. Everything besides them is limited.
 """
 

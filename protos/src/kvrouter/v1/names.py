@@ -16,7 +16,7 @@ _DRAIN_KEY = re.compile(r"/drains/([0-9a-f]{16})$")
 
 
 class InvalidName(ValueError):
-    """A name has characters that are not allowed in keys or subjects."""
+    """A name has characters not allowed in keys or subjects."""
 
 
 def check_name(name: str) -> str:
@@ -129,7 +129,7 @@ class ComponentName:
 
     @property
     def stream(self) -> str:
-        """Name of the component's JetStream stream of events. Names have no ``=``, so that it is unambiguous."""
+        """Name of the component's JetStream stream of events. Names have no ``=``, so it is unambiguous."""
         return f"kvrouter-v1={self.namespace}={self.name}"
 
     @property

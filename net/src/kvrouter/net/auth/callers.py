@@ -1,4 +1,4 @@
-"""Admits calls of processes that have business with a server, by their certificates and by the service token."""
+"""Admits calls of authorized processes, by their certificates and by the service token."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvrouter.v1.errors import KvRouterError, ServiceRefused
 log = get_logger(__name__)
 
 ROLES = ("frontend", "scheduler", "indexer", ADMIN)
-"""Roles that call others. A worker calls nobody."""
+"""Roles of callers. A worker calls nobody."""
 _NAMES = "x509_subject_alternative_name"
 _LOGGED = 64
-"""Number of distinct refusals that are logged."""
+"""Number of distinct refusals logged."""
 
 Reason = Literal["role", "token"]
-"""Why a call is refused: the caller's certificate has a role that may not call the method, or its token is wrong."""
+"""Why a call is refused: the caller's certificate has another role, or its token is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Caller:
     names: tuple[str, ...]
     """Names in its certificate, for the log."""
     shown: str | bytes
-    """The token that it shows; empty for none."""
+    """The token it shows; empty for none."""
     address: str
     """Its address, for the log."""
 
@@ -104,13 +104,13 @@ class CallerCheck:
 
 @dataclass(frozen=True, slots=True)
 class CallerPeer:
-    """A caller with the check that decides about it. Implements kvrouter.net.calls.Peer."""
+    """A caller with its check. Implements kvrouter.net.calls.Peer."""
 
     callers: CallerCheck
     caller: Caller
 
     def open_stream(self, methods: Sequence[str]) -> None:
-        """Checks that the caller may call one of the methods.
+        """Admits a caller of one of the methods.
 
         Raises:
             KvRouterError: it may call none of them.
@@ -124,7 +124,7 @@ class CallerPeer:
         return self.callers.why_refused(self.caller, method) is None
 
     def check(self, method: str) -> None:
-        """Checks that the caller may call a method.
+        """Admits a caller to a method.
 
         Raises:
             KvRouterError: it may not call it.

@@ -1,4 +1,4 @@
-"""Which roles may call which methods of the services that processes of one system call.
+"""Roles permitted to call each method of the internal services.
 
 FrontendService is for clients, which authenticate with keys of the API; health and reflection are open to everybody.
 """
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 ADMIN = "admin"
-"""Role that may call every method."""
+"""Role with permission for every method."""
 
 _FRONTEND = frozenset({"frontend"})
 
@@ -47,13 +47,13 @@ SERVICE_ROLES: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
         },
     }
 )
-"""Roles by service and method. A method that is not listed is for administrators only."""
+"""Roles by service and method. A method not listed is for administrators only."""
 
 _NOBODY: frozenset[str] = frozenset()
 
 
 def is_checked(method: str) -> bool:
-    """Returns whether a method, such as ``kvrouter.v1.WorkerService/Abort``, is one that the table decides about."""
+    """Returns whether a method, such as ``kvrouter.v1.WorkerService/Abort``, is one the table decides about."""
     return method.partition("/")[0] in SERVICE_ROLES
 
 

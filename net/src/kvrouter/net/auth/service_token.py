@@ -1,6 +1,6 @@
-"""A token that the processes of one system share: they show it when they call, and expect it when they are called.
+"""A token the processes of one system share: they show it when they call, and expect it when they are called.
 
-What workers receive is another token, derived from it, which opens workers only.
+Workers receive a derived token, which opens workers only.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ log = get_logger(__name__)
 HEADER = "x-kvrouter-service-token"
 """Key of the metadata with the token."""
 DIGEST_PREFIX = "sha256:"
-"""Beginning of a line that has the digest of a token, in hexadecimal digits, instead of the token."""
+"""Prefix of a line with the digest of a token, in hexadecimal digits."""
 _LEAST_CHARACTERS = 32
 _CHECK_SECONDS = 1.0
 """Interval at which the file is checked for changes."""
 
 _SHOWN: list[ServiceToken] = []
-"""Tokens that this process shows; the last one counts. Not a context variable, since servers start the tasks of their
+"""Tokens this process shows; the last one counts. Not a context variable, since servers start the tasks of their
 calls in contexts of their own."""
 
 
 def worker_token(token: str) -> str:
-    """Returns the token that is shown to workers. The service token cannot be found from it."""
+    """Returns the token shown to workers. The service token cannot be found from it."""
     return hashlib.sha256(f"worker:{token}".encode()).hexdigest()
 
 
 def digest_line(token: str) -> str:
-    """Returns the line with which a process that calls nobody recognizes a token."""
+    """Returns the line by which a process without outgoing calls recognizes a token."""
     return DIGEST_PREFIX + _digest(token).hex()
 
 
 class ServiceToken:
-    """The tokens of a file, one a line. The first is shown, each of them is accepted, so that they can be replaced.
+    """The tokens of a file, one a line. The first is shown, each of them is accepted, so they can be replaced.
 
     A changed file is read again; an unusable one is logged and changes nothing. Tokens are compared by their digests,
     in constant time.
     """
 
     def __init__(self, path: str, *, of_worker: bool = False) -> None:
-        """Reads the file. ``of_worker`` accepts what is shown to workers; digests in the file are of that then.
+        """Reads the file. ``of_worker`` accepts the tokens of workers; digests in the file are theirs.
 
         Raises:
             UnreadableSecret: it cannot be used.
@@ -64,7 +64,7 @@ class ServiceToken:
         return cls(path, of_worker=of_worker) if path else None
 
     def shown_to(self, role: str) -> str:
-        """Returns what is shown to a server of a role, such as worker; empty if the file has digests only."""
+        """Returns the token for a server of a role, such as worker; empty if the file has digests only."""
         shown, _ = self._tokens()
         return worker_token(shown) if shown and role == "worker" else shown
 
@@ -78,7 +78,7 @@ class ServiceToken:
 
 @contextmanager
 def showing(token: ServiceToken | None) -> Iterator[None]:
-    """Shows the token on the connections that this process opens to services meanwhile."""
+    """Shows the token on the connections this process opens to services meanwhile."""
     if token is None:
         yield
         return
@@ -90,7 +90,7 @@ def showing(token: ServiceToken | None) -> Iterator[None]:
 
 
 def shown_token() -> ServiceToken | None:
-    """Returns the token that this process shows to services; None for none."""
+    """Returns the token this process shows to services; None for none."""
     return _SHOWN[-1] if _SHOWN else None
 
 

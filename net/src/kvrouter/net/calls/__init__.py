@@ -1,8 +1,8 @@
 """Call streams: many calls between two processes on one long-lived stream, in batches (kvrouter/v1/calls.proto).
 
-``ClientStream`` and ``ServerStream`` are the two sides of a stream without I/O: they form messages out of what waits,
-and say what a message or the end of the stream means for each call. ``CallStreamClient`` and ``CallStreamServer`` run
-them over gRPC. A message carries all that is ready when the stream can take it. No timer delays anything.
+``ClientStream`` and ``ServerStream`` are the two sides of a stream without I/O: they form messages of waiting items,
+and apply a message or the end of the stream to each call. ``CallStreamClient`` and ``CallStreamServer`` run
+them over gRPC. A message has all ready items when the stream can take it. No timer delays anything.
 """
 
 from kvrouter.net.calls.client import CallStreamClient

@@ -20,11 +20,11 @@ log = get_logger(__name__)
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
 """Silence after which a stream is given up: far above a round trip, far below a lease."""
 _LASTING_SECONDS = 1.0
-"""A stream that lasted this long was healthy: it is opened again without a pause."""
+"""A healthy stream lasts this long: it is opened again without a pause."""
 
 
 _MAX_RETIRED = 8
-"""Streams that finish their calls while another one takes the new ones. Beyond that the oldest is closed."""
+"""Streams finishing their calls while another one takes the new ones. Beyond, the oldest is closed."""
 
 
 class _NotOpened(Exception):
@@ -53,13 +53,13 @@ class CallStreamClient:
             target: Address of the server, host:port.
             client_name: Name of this client, for the server's logs.
             tls: Encrypts the connection and checks the server's certificate; None for plain text.
-            role: What the server is, for the name in its certificate.
+            role: Role of the server, for the name in its certificate.
             metadata: Returns the metadata with which a stream is opened.
-            limits: What is accepted and stored.
+            limits: Bounds of memory and messages.
             counts: Counts of this and other clients; new ones by default.
             heartbeat_timeout_seconds: Silence after which the stream is given up, seconds.
-            ends_when_silent: Whether that ends an open stream. If not, no heartbeats are sent: the calls wait for as
-                long as the stream is connected, and the server keeps those of a client that was frozen.
+            ends_when_silent: Whether silence ends an open stream. If not, no heartbeats are sent: the calls wait for as
+                long as the stream is connected, and the server keeps those of a frozen client.
         """
         self.counts = CallStreamCounts() if counts is None else counts
         self._target = target
@@ -73,9 +73,9 @@ class CallStreamClient:
         self._latest: ClientConnection | None = None
         """The stream for new calls, while it is open."""
         self._retired: list[ClientConnection] = []
-        """Streams that take no new calls and finish those that run, the oldest first."""
+        """Streams finishing their calls without new ones, the oldest first."""
         self._reported: set[str] = set()
-        """Violations that were logged, so that a server that repeats them fills no log."""
+        """Violations logged, so repetitions fill no log."""
         self._failure = ""
         """Why the latest attempt to open a stream failed; empty while none has failed since the last open stream."""
         self._changed = asyncio.Event()
@@ -87,7 +87,7 @@ class CallStreamClient:
 
     @property
     def running(self) -> int:
-        """Number of calls that run or wait."""
+        """Number of running and waiting calls."""
         latest = 0 if self._latest is None else self._latest.stream.running
         return latest + sum(each.stream.running for each in self._retired)
 
@@ -113,13 +113,13 @@ class CallStreamClient:
         urgent: bool = False,
         trace_context: str = "",
     ) -> bytes:
-        """Makes a unary call and returns the encoded response. Waits for a stream that is being opened.
+        """Makes a unary call and returns the encoded response. Waits for an opening stream.
 
         Args:
             method: Full name of the method, such as kvrouter.v1.IndexerService/FindMatches.
             request: The encoded request.
             time_left: Time for the call, seconds; None for no limit.
-            urgent: Whether to send the call ahead of others that wait.
+            urgent: Whether to send the call ahead of waiting ones.
             trace_context: Trace context (W3C traceparent).
 
         Raises:
@@ -150,7 +150,7 @@ class CallStreamClient:
         urgent: bool = False,
         trace_context: str = "",
     ) -> RunningCall:
-        """Starts a call. ``receiver`` is called from the loop that reads the stream; see ``call`` for the rest.
+        """Starts a call. ``receiver`` is called from the stream's loop; see ``call`` for the rest.
 
         Raises:
             NotSent: no stream is open, or the server does not accept the call.
@@ -174,7 +174,7 @@ class CallStreamClient:
                         await self._keep_stream(streams)
 
     async def wait_open(self, time_left: float | None = None) -> float | None:
-        """Waits for a stream that is being opened. Returns the time left of that given.
+        """Waits for an opening stream. Returns the time left.
 
         Raises:
             NotSent: no stream was opened.

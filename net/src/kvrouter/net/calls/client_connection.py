@@ -16,7 +16,7 @@ from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, 
 
 _PATH = f"/{SERVICE}/OpenCallStream"
 _INTENDED = frozenset({"closed", "lost", "silent", "draining"})
-"""Reasons that break no rule."""
+"""Reasons within the rules."""
 
 
 class StreamEnded(Exception):
@@ -27,18 +27,18 @@ class StreamEnded(Exception):
         super().__init__(cause)
         self.reason = reason
         self.never_processed = False
-        """Whether the server has said that it processed nothing."""
+        """Whether the server has said it processed nothing."""
         self.defect: Exception | None = None
-        """An unexpected exception that has ended the stream."""
+        """The unexpected exception behind the end of the stream."""
 
     @property
     def is_violation(self) -> bool:
-        """Whether the server broke a rule, or has sent what this client could not process."""
+        """Whether the server broke a rule, or sent a message this client could not process."""
         return self.reason not in _INTENDED
 
     @classmethod
     def by(cls, error: Exception) -> StreamEnded:
-        """Returns how a stream ended that an error has ended. Whatever the error is, only the stream is at an end."""
+        """Returns the end of a stream by an error. Whatever the error is, only the stream has ended."""
         if isinstance(error, StreamEnded):
             return error
         if isinstance(error, ConnectionLost):
@@ -138,7 +138,7 @@ class ClientConnection:
         return StreamEnded("lost", "the call has ended")
 
     def finish(self, ended: StreamEnded) -> None:
-        """Ends the calls that still run."""
+        """Ends the remaining calls."""
         self.ended = ended
         self.stream.lose(str(ended), has_unwritten=self._connection.has_unwritten)
         self.replaceable.set()
@@ -173,7 +173,7 @@ class ClientConnection:
         self._end_when_idle()
 
     def _end_when_idle(self) -> None:
-        """Ends a stream that another one replaces when its last call has ended."""
+        """Ends a stream another one replaces when its last call has ended."""
         if self.replaceable.is_set() and not self.stream.running:
             self.end(StreamEnded("draining", "the server takes no further calls on this connection"))
 

@@ -1,8 +1,8 @@
-"""The client's side of one call stream: messages to send, and the calls that run. Does no I/O.
+"""The client's side of one call stream: messages to send, and the running calls. Does no I/O.
 
 Each call ends once: answered, failed, or cancelled by its caller. A call gets its number when its first part is put
-into a message, and counts as sent once its last part is. So a call that is not sent when the stream ends was never run,
-and neither was one whose last part is in a message that was not written in whole.
+into a message, and counts as sent once its last part is. So a call not sent when the stream ends was never run,
+and neither was one whose last part is in a message not written in whole.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _ENDED = CallResponseKind.CALL_RESPONSE_KIND_ENDED
 _FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
 
 _CANCEL_BYTES = 10
-"""Upper bound of what a cancelled number takes in a message."""
+"""Upper bound of the bytes a cancelled number takes in a message."""
 _CALL_BYTES = 2 * ITEM_BYTES
-"""Upper bound of what a call takes in a message beside its request."""
+"""Upper bound of the bytes a call takes in a message beside its request."""
 _LEAST_MESSAGE_BYTES = 4096
 _FLOOD_ITEMS = 10_000
 _FLOOD_SECONDS = 10.0
-"""Items and messages that serve no running call which a server may send in this time. They take some 20 ms to read."""
+"""Items and messages without a running call a server may send in this time. They take some 20 ms to read."""
 _ITEMS_OF_EMPTY_MESSAGE = 10
-"""A message without an item takes as long to parse as that many items."""
+"""A message without an item takes as long to parse as this number of items."""
 _ITEMS_OF_CANCEL = 100
-"""Responses of a cancelled call that may be under way."""
+"""Responses of a cancelled call under way."""
 
 
 _LEAST_PART_BYTES = 256
@@ -57,7 +57,7 @@ _LEAST_PART_BYTES = 256
 
 
 class _PartedResponse:
-    """The parts of a response that have arrived."""
+    """The received parts of a response."""
 
     __slots__ = ("parts", "size")
 
@@ -86,7 +86,7 @@ class ClientStream:
         self.heard = False
         """Whether a message arrived since this was last set to False."""
         self._drained = False
-        """Whether the server has said which is the last call that it runs."""
+        """Whether the server has said which is the last call it runs."""
         self._limits = limits
         self._wake = wake
         self._methods = {name: index for index, name in enumerate(hello.methods)}
@@ -114,7 +114,7 @@ class ClientStream:
 
     @property
     def running(self) -> int:
-        """Number of calls that the server has to answer, and of those that wait."""
+        """Number of calls the server has to answer, and of waiting ones."""
         return len(self._calls) + len(self._urgent) + len(self._short) + len(self._long)
 
     def start(
@@ -134,7 +134,7 @@ class ClientStream:
             request: The encoded request.
             receiver: Receives the responses.
             time_left: Time for the call, seconds; None for no limit. The caller ends the call when it is up.
-            urgent: Whether to send the call ahead of others that wait. Its request must be short.
+            urgent: Whether to send the call ahead of waiting ones. Its request must be short.
             trace_context: Trace context (W3C traceparent), at most 64 characters.
 
         Raises:
@@ -184,7 +184,7 @@ class ClientStream:
         self._wake()
 
     def next_message(self) -> bytes | None:
-        """Returns the next message to write: all that fits of what waits. None if nothing does."""
+        """Returns the next message to write: all waiting items with room. None if nothing does."""
         message = OpenCallStreamRequest()
         self._in_latest_message = []
         room = self._message_bytes - ITEM_BYTES
@@ -246,7 +246,7 @@ class ClientStream:
         self.counts.items_received += len(numbers) + len(message.responses)
 
     def retire(self) -> None:
-        """Takes no new calls. Those that run or wait go on."""
+        """Takes no new calls. Running ones or wait go on."""
         self.draining = True
 
     def lose(self, cause: str, *, has_unwritten: bool = False) -> None:
@@ -311,7 +311,7 @@ class ClientStream:
         self._leave_lane(call)
 
     def _leave_lane(self, call: RunningCall) -> None:
-        """Forgets the request of a call that is sent or will not be."""
+        """Forgets the request of a sent or abandoned call."""
         if call.lane is not None:
             del call.lane[call]
             call.lane = None
@@ -347,7 +347,7 @@ class ClientStream:
                     self._defect(call)
 
     def _take(self, call: RunningCall, kind: int, item: CallResponse) -> None:
-        """Processes a response that is a part, follows parts, or ends its call."""
+        """Processes a response: a part, the rest after parts, or the end of its call."""
         if kind == _PART:
             self._take_part(call, item.response)
             return
@@ -410,7 +410,7 @@ class ClientStream:
             raise ProtocolViolation("flood", "received many messages or responses that serve no running call")
 
     def _end(self, call: RunningCall) -> ResponseReceiver | None:
-        """Removes a call that the server has ended. Returns its receiver; None if it was cancelled."""
+        """Removes a call the server has ended. Returns its receiver; None if it was cancelled."""
         del self._calls[call.number]
         receiver = call.release()
         if receiver is not None:

@@ -14,7 +14,7 @@ from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorInfo
 
 _MAX_INFO_BYTES = 16 << 10
-"""Maximum size of the details, far above what their documented limits allow; larger ones are left out."""
+"""Maximum size of the details, far above their documented limits; larger ones are left out."""
 
 
 class NotSent(DependencyAway):
@@ -33,7 +33,7 @@ class ProtocolViolation(Exception):
     """The peer broke a rule of the call stream. The stream ends; other streams are not affected."""
 
     def __init__(self, reason: str, detail: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
-        """``reason`` is a short label for metrics; ``detail`` says what was expected and what was received."""
+        """``reason`` is a short label for metrics; ``detail`` says the expected and the received."""
         super().__init__(detail)
         self.reason = reason
         self.code = code
@@ -54,7 +54,7 @@ def parse(kind: type[_M], encoded: bytes, limits: CallLimits) -> _M:
     """Returns a message of the client or of the server.
 
     Raises:
-        ProtocolViolation: it is too long, is not a message of this kind, or has items that are not defined.
+        ProtocolViolation: it is too long, is not a message of this kind, or has items not defined.
     """
     if len(encoded) > limits.message_bytes:
         raise ProtocolViolation(

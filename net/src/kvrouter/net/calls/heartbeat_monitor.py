@@ -9,8 +9,8 @@ MISSES = 4
 class HeartbeatMonitor:
     """Counts consecutive intervals without a message from a peer.
 
-    It counts intervals of this process's event loop instead of seconds, so that a process that was frozen does not
-    blame its peer: after a freeze of any length only one interval has passed, and the messages that arrived meanwhile
+    It counts intervals of this process's event loop instead of seconds, so a frozen process does not
+    blame its peer: after a freeze of any length only one interval has passed, and the messages of the meantime
     are read before the next interval ends.
     """
 

@@ -11,40 +11,40 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What one process accepts on a call stream, and how much it stores for it."""
+    """Bounds of a process on a call stream."""
 
     message_bytes: int = 256 << 10
     """Maximum size of a message, in either direction."""
     part_bytes: int = 64 << 10
     """Requests and responses longer than this travel in parts of this size."""
     calls: int = 16_384
-    """Maximum number of calls that run on a stream at once."""
+    """Maximum number of running calls on a stream at once."""
     request_bytes: int = 64 << 20
     """Maximum size of a request, as over an ordinary RPC."""
     response_bytes: int = 64 << 20
     """Maximum size of a response, as over an ordinary RPC."""
     parted_bytes: int = 128 << 20
-    """Size of all responses of a stream that have arrived in part. The call of a further part fails."""
+    """Size of all partial responses of a stream. The call of a further part fails."""
     queued_bytes: int = 128 << 20
-    """Maximum size of all requests that wait for the stream. One more is not sent."""
+    """Maximum size of all waiting requests for the stream. One more is not sent."""
     unread_call_bytes: int = 4 << 20
     """Size of a call's unread responses at which it may add no further one: the call ends instead."""
     unread_stream_bytes: int = 64 << 20
     """Size of a stream's unread responses at which it may add no further one: the stream ends instead."""
     connection_streams: int = 16
-    """Maximum number of streams that a server serves on one connection."""
+    """Maximum number of streams a server serves on one connection."""
     server_streams: int = 4_096
-    """Maximum number of streams that a server serves. A further one replaces the one that is longest without a call."""
+    """Maximum number of streams a server serves. A further one replaces the one longest without a call."""
     server_calls: int = 65_536
-    """Maximum number of calls that run on all streams of a server."""
+    """Maximum number of running calls on all streams of a server."""
     server_unfinished_bytes: int = 256 << 20
     """Maximum size of the requests of which a server has received only parts, on all streams."""
     server_unread_bytes: int = 512 << 20
-    """Size of a server's unread responses on all streams at which a stream that adds one ends instead."""
+    """Size of a server's unread responses on all streams at which the next one ends its stream."""
 
 
 ITEM_BYTES = 64
-"""Upper bound of what an item takes in a message beside its request or response, trace context and failure."""
+"""Upper bound of the bytes an item takes in a message beside its request or response, trace context and failure."""
 
 
 @dataclass(slots=True)
@@ -54,9 +54,9 @@ class CallStreamCounts:
     streams: int = 0
     """Open streams."""
     opened: int = 0
-    """Streams that were opened."""
+    """Streams opened."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Streams that ended, by reason: ``closed``, ``lost``, ``silent``, ``draining``, ``unread``, ``idle``,
+    """Ended streams, by reason: ``closed``, ``lost``, ``silent``, ``draining``, ``unread``, ``idle``,
     ``replaced``, ``credential``, ``failed`` by a defect, or a violation."""
     messages_sent: int = 0
     messages_received: int = 0
@@ -64,12 +64,12 @@ class CallStreamCounts:
     """Requests or responses sent, parts counted one by one. Divided by ``messages_sent``: the mean size of a batch."""
     items_received: int = 0
     calls: int = 0
-    """Calls that were started."""
+    """Calls started."""
     running: int = 0
-    """Calls that run."""
+    """Running calls."""
     unfinished_bytes: int = 0
     """Size of the requests of which only parts have arrived."""
     unread_bytes: int = 0
-    """Size of the responses that wait to be sent."""
+    """Size of the waiting responses to be sent."""
     failed: Counter[str] = field(default_factory=Counter)
-    """Calls that failed, by outcome: a gRPC status code, ``not_sent``, ``unknown`` or ``timed_out``."""
+    """Failed calls, by outcome: a gRPC status code, ``not_sent``, ``unknown`` or ``timed_out``."""

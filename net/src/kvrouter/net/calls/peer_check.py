@@ -1,4 +1,4 @@
-"""What decides which calls a peer may make, before anything that it sends is read."""
+"""Decides which calls a peer may make, before reading any of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Peer(Protocol):
-    """Who opened a connection, with the credential that it showed."""
+    """Who opened a connection, with the credential it showed."""
 
     def open_stream(self, methods: Sequence[str]) -> None:
-        """Checks that the peer may call one of the methods, such as kvrouter.v1.IndexerService/FindMatches.
+        """Admits a peer of one of the methods, such as kvrouter.v1.IndexerService/FindMatches.
 
         Raises:
             KvRouterError: it may call none of them, or its credential is no longer valid.
@@ -22,7 +22,7 @@ class Peer(Protocol):
         ...
 
     def check(self, method: str) -> None:
-        """Checks that the peer may call a method.
+        """Admits a peer to a method.
 
         Raises:
             KvRouterError: it may not call it.

@@ -1,4 +1,4 @@
-"""Buffers the encoded responses of one call for a client that reads at its own speed."""
+"""Buffers the encoded responses of one call for a client with its own speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BufferFull(Exception):
 
 
 class ResponseBuffer:
-    """Responses that one task reads. Appending never waits."""
+    """Responses for one task. Appending never waits."""
 
     def __init__(self) -> None:
         self._responses: list[bytes] = []

@@ -10,7 +10,7 @@ from kvrouter.v1.errors import KvRouterError
 
 
 class ResponseReceiver(Protocol):
-    """Receives what happens to a call, from the loop that reads the stream. Must not block.
+    """Receives responses and end of a call, from the loop of the stream. Must not block.
 
     ``on_end`` or ``on_error`` is called once and last, unless the caller cancels the call.
     """
@@ -37,7 +37,7 @@ class Timer(Protocol):
 
 
 class CallStream(Protocol):
-    """The stream that carries a call."""
+    """The stream of a call."""
 
     def cancel(self, call: RunningCall) -> None:
         """Ends a call."""
@@ -45,11 +45,11 @@ class CallStream(Protocol):
 
 
 Lane = OrderedDict["RunningCall", None]
-"""Calls that wait, in order."""
+"""Waiting calls, in order."""
 
 
 class RunningCall:
-    """A call that was started."""
+    """A started call."""
 
     __slots__ = (
         "_expires_at",
@@ -86,7 +86,7 @@ class RunningCall:
         self.sent = False
         """Whether all of the request is sent."""
         self.sent_bytes = 0
-        """Bytes of the request that were sent in parts."""
+        """Bytes of the request sent in parts."""
         self.timer: Timer | None = None
         """Ends the call when its time is up; cancelled when the call ends before."""
         self.lane: Lane | None = None

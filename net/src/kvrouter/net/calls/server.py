@@ -26,13 +26,13 @@ SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallStreamService"].full_name
 """Full name of the service, for reflection."""
 
 _OPENING_SECONDS = 10.0
-"""Time that a client has to send its hello, seconds."""
+"""Time a client has to send its hello, seconds."""
 _UNARY_DEFAULT_SECONDS = 30.0
 """Time limit of unary calls whose client sets none, seconds, as over an ordinary RPC."""
 
 
 class CallStreamServer:
-    """Runs the calls of all streams that clients open. Add methods, then register it with a gRPC server."""
+    """Runs the calls of all clients' streams. Add methods, then register it with a gRPC server."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class CallStreamServer:
         self._streams_by_peer: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_opening: Callable[[str, bool], None] = lambda _peer, _admitted: None
-        """Called with the peer that opens a stream, as gRPC names it, and whether it is admitted."""
+        """Called with the peer of a new stream, as gRPC names it, and whether it is admitted."""
         self._draining = False
         self._changed = asyncio.Event()
 
     @property
     def running(self) -> int:
-        """Number of calls that run."""
+        """Number of running calls."""
         return sum(connection.stream.running for connection in self._connections)
 
     def add_unary(self, method: str, handler: UnaryHandler) -> None:
@@ -73,12 +73,12 @@ class CallStreamServer:
         self._methods.append(Method(method, streaming=handler))
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a gRPC server that is not started yet."""
+        """Adds the service to a gRPC server before its start."""
         handlers: dict[str, Any] = {"OpenCallStream": grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def drain(self) -> None:
-        """Announces that no further calls are run, and returns when the running ones are answered."""
+        """Announces the end of new calls, and returns when the running ones are answered."""
         self._draining = True
         for connection in self._connections:
             connection.stream.drain()
@@ -157,7 +157,7 @@ class CallStreamServer:
         self.run(call, _answer(call, answer), seconds)
 
     def run(self, call: ServerCall, coroutine: Coroutine[Any, Any, None], seconds: float | None) -> None:
-        """Runs what answers a call in a task, which is cancelled when the call is cancelled or ``seconds`` are over."""
+        """Runs the answer of a call in a task, cancelled with the call or when ``seconds`` are over."""
         loop = asyncio.get_running_loop()
         if sys.version_info >= (3, 12):
             task = asyncio.Task(coroutine, loop=loop, eager_start=True)

@@ -1,4 +1,4 @@
-"""A call as the handler that answers it sees it."""
+"""A call from the point of view of its handler."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
 
 
 class ResponseStream(Protocol):
-    """The stream that carries a call."""
+    """The stream of a call."""
 
     client_name: str
-    """Name that the client gave in its hello."""
+    """Name the client gave in its hello."""
     metadata: Sequence[tuple[str, str | bytes]]
     """Metadata with which the client opened the stream."""
     unread_call_bytes: int
@@ -44,7 +44,7 @@ class ResponseStream(Protocol):
 
 
 class ServerCall:
-    """A call that a handler answers."""
+    """A call a handler answers."""
 
     __slots__ = (
         "_ended",
@@ -65,19 +65,19 @@ class ServerCall:
         self.trace_context = trace_context
         """Trace context (W3C traceparent); empty for none."""
         self.unread_bytes = 0
-        """Size of the responses that are not handed to the stream yet."""
+        """Size of the responses not handed to the stream yet."""
         self.on_cancelled: Callable[[], None] | None = None
         """Called once if the call ends before its handler ends it: cancelled, lost with its stream, or too much of it
         is unread."""
 
     @property
     def client(self) -> str:
-        """Name that the client gave in its hello."""
+        """Name the client gave in its hello."""
         return self._stream.client_name
 
     @property
     def stream(self) -> ResponseStream:
-        """The stream that carries the call; the same object for all calls of one connection."""
+        """The stream of the call; the same object for all calls of one connection."""
         return self._stream
 
     @property
@@ -125,12 +125,12 @@ UnaryHandler = Callable[[bytes, "ServerCall"], "bytes | Awaitable[bytes]"]
 """Answers an encoded request with an encoded response, or with an awaitable of one. May raise ``KvRouterError``."""
 
 StreamingHandler = Callable[[bytes, "ServerCall"], None]
-"""Starts a call that responds through the ``ServerCall``. May raise ``KvRouterError``. Must not block."""
+"""Starts a call with responses through the ``ServerCall``. May raise ``KvRouterError``. Must not block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method that call streams carry."""
+    """A method on call streams."""
 
     name: str
     """Full name, such as kvrouter.v1.IndexerService/FindMatches."""

@@ -24,11 +24,11 @@ _MESSAGE_US = 50
 _BYTES_PER_US = 50
 _TICK_SECONDS = 1.0
 _SILENT_TICKS = 10
-"""Consecutive ticks without a message after which a client that sends pings is gone."""
+"""Consecutive ticks without a message after which a client with pings is gone."""
 _IDLE_TICKS = 300
-"""Consecutive ticks without a call after which the stream of a client that sends no pings ends."""
+"""Consecutive ticks without a call after which the stream of a client without pings ends."""
 _LAST_CALL_TICKS = 60
-"""Ticks that running calls get to end once the client's credential is no longer valid."""
+"""Ticks for running calls to end once the client's credential is no longer valid."""
 _LAST_WRITE_SECONDS = 1.0
 """Time for a write to finish before the stream ends with a status, seconds. gRPC cannot send one during the first
 write; a later write that takes so long is cancelled."""
@@ -51,11 +51,11 @@ class StreamConnection:
 
         Args:
             first: The client's first message.
-            methods: What can be called.
-            limits: What is accepted and stored.
+            methods: The methods of the server.
+            limits: Bounds of memory and messages.
             counts: Counts of this and other streams.
             context: The stream's RPC.
-            peer: Decides what the client may call; None permits all.
+            peer: Decides about the client's calls; None permits all.
             run: Runs the awaitable of a call.
 
         Raises:
@@ -150,9 +150,9 @@ class StreamConnection:
                 self.end("closed" if self._half_closed else self._drained_reason)
 
     async def _watch(self) -> None:
-        """Ends the stream of a client that sent pings and stopped, is idle without pings, or is no longer admitted.
+        """Ends the stream of a silent, idle or no longer admitted client.
 
-        Ticks of this loop are counted, not seconds, so that a server that was frozen itself does not take its clients
+        Ticks of this loop are counted, not seconds, so a frozen server does not take its clients
         for gone.
         """
         stream = self.stream

@@ -1,6 +1,6 @@
-"""The server's side of one call stream: calls that run, and messages to send. Does no I/O.
+"""The server's side of one call stream: running calls, and messages to send. Does no I/O.
 
-Every call is answered once: with responses and an end, or with a failure. A call that the client cancels is answered as
+Every call is answered once: with responses and an end, or with a failure. A call the client cancels is answered as
 cancelled at once, however long its handler takes to notice.
 """
 
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 _QUIET_TICKS = 30
 """Consecutive ticks without a further part after which a request is given up."""
 _LEAST_MESSAGE_BYTES = 64 << 10
-"""Least size that a client must accept, so that a failure with all its details fits."""
+"""Least size a client must accept, so a failure with all its details fits."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class ServerStream:
         self._last_number = 0
         self._queue: deque[tuple[ServerCall, int, bytes | CallFailure]] = deque()
         self._offset = 0
-        """Bytes of the first queued response that were sent in parts."""
+        """Bytes of the first queued response sent in parts."""
         self._unread_bytes = 0
         self._hello: CallStreamServerHello | None = CallStreamServerHello(
             version=VERSION,
@@ -131,7 +131,7 @@ class ServerStream:
         return self._announced and not self._calls and not self._queue
 
     def drain(self) -> None:
-        """Announces that no further call is run. Those that run go on."""
+        """Announces the end of new calls. Running ones go on."""
         if not self._draining:
             self._draining = True
             self._wake()
@@ -158,7 +158,7 @@ class ServerStream:
         self.counts.items_received += len(message.calls)
 
     def next_message(self) -> bytes | None:
-        """Returns the next message to write: all that fits of what waits. None if nothing does."""
+        """Returns the next message to write: all waiting items with room. None if nothing does."""
         announces = self._draining and not self._announced
         if not (self._queue or self._pong or announces or self._hello):
             return None
@@ -228,7 +228,7 @@ class ServerStream:
         call.cancelled()
 
     def _add_responses(self, message: OpenCallStreamResponse) -> int:
-        """Adds the responses that fit, in order. Returns the number of items added."""
+        """Adds responses up to the limit, in order. Returns the number of items added."""
         room = self._message_bytes - 2 * ITEM_BYTES
         queue, add = self._queue, message.responses.add
         add_number, add_whole = message.whole_numbers.append, message.whole_responses.append
@@ -367,7 +367,7 @@ class ServerStream:
                 self._forget(unfinished)
 
     def _admit(self, call: ServerCall, index: int) -> None:
-        """Fails a call of a method that the client may not call."""
+        """Fails a call of a method the client may not call."""
         if index < len(self._methods):
             try:
                 self.check(self._methods[index].name)

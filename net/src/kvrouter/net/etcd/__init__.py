@@ -1,6 +1,6 @@
-"""Leases and watches on etcd that survive etcd's absence.
+"""Leases and watches on etcd, which survive its absence.
 
-Each lease and each watch has a connection of its own, so that a lost connection disturbs no other.
+Each lease and each watch has a connection of its own, so a lost connection disturbs no other.
 """
 
 from kvrouter.net.etcd.access import EtcdAccess, InvalidEndpoint, parse_endpoints

@@ -22,7 +22,7 @@ class EtcdAccess:
         Args:
             endpoints: ``host:port``, ``http://host:port`` or ``https://host:port``, separated by commas.
             user: Name of the etcd user; empty for none.
-            password_file: File with the user's password; read at each connection, so that it can be replaced.
+            password_file: File with the user's password; read at each connection, so it can be replaced.
             tls: Certificates for ``https``; by default the system's authorities are trusted.
 
         Raises:
@@ -44,7 +44,7 @@ class EtcdAccess:
 
     @classmethod
     def of(cls, target: str | EtcdAccess) -> EtcdAccess:
-        """Returns the access to endpoints that need no user.
+        """Returns the access to endpoints without a user.
 
         Raises:
             InvalidEndpoint: an endpoint is malformed.

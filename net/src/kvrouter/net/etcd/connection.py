@@ -36,12 +36,12 @@ class EtcdAway(Exception):
 
 # A call on a stream that has just ended raises InvalidStateError.
 AWAY = (EtcdAway, aetcd.ClientError, grpc.aio.AioRpcError, TimeoutError, OSError, asyncio.InvalidStateError)
-"""Exceptions that calls raise while etcd is away. Try again later."""
+"""Exceptions of calls while etcd is away. Try again later."""
 
 
 @asynccontextmanager
 async def connect(target: str | EtcdAccess) -> AsyncIterator[aetcd.Client]:
-    """Connects to the first endpoint that answers, while the context lasts. Calls time out after 3 s.
+    """Connects to the first live endpoint, while the context lasts. Calls time out after 3 s.
 
     Args:
         target: Endpoints, separated by commas, or endpoints with user and certificates.
@@ -74,7 +74,7 @@ async def connect(target: str | EtcdAccess) -> AsyncIterator[aetcd.Client]:
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Returns whether etcd answered that the user may not do this."""
+    """Returns whether etcd denied the user a permission."""
     return _FORBIDDEN in str(error)
 
 

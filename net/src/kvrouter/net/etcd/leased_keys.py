@@ -20,7 +20,7 @@ DEFAULT_TTL_SECONDS = 10
 
 
 class KeyTaken(Exception):
-    """Another process registered the same key, so that two live processes have one identity."""
+    """Another process registered the same key, so two live processes have one identity."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"another process registered {key}: give each process an id of its own")
@@ -28,13 +28,13 @@ class KeyTaken(Exception):
 
 
 class LeasedKeys:
-    """Keys that exist in etcd for as long as this process lives.
+    """Keys in etcd with the lifetime of this process.
 
     ``run`` writes the keys under one lease and renews it. It writes all keys again if the lease expired, etcd lost its
-    data, or somebody deleted a key. The process that registers a key last owns it; the previous owner gets
+    data, or somebody deleted a key. The last process to register a key owns it; the previous owner gets
     ``KeyTaken``. If values contain an incarnation, the highest incarnation owns the key, whoever registers last.
 
-    Companions are keys without a lease that must exist as well. Each renewal checks them.
+    Companions are further keys, without a lease. Each renewal checks them.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class LeasedKeys:
         Args:
             target: etcd endpoints, separated by commas, or with user and certificates.
             ttl_seconds: Time after which the keys expire without renewal, seconds.
-            on_registered: Awaited each time that all keys were written under a new lease, and when a companion is
+            on_registered: Awaited each time all keys were written under a new lease, and when a companion is
                 missing or invalid. It should write the companions.
             incarnation_of: Returns the incarnation in a value; None if values have no incarnation.
-            companions: For each companion key, a function that returns whether a value is valid.
+            companions: For each companion key, a function to check its value.
 
         Raises:
             InvalidEndpoint: an endpoint is malformed.
@@ -77,10 +77,10 @@ class LeasedKeys:
         self._stopping = False
         self._failures = 0
         self.registrations = 0
-        """Number of times that all keys were written under a new lease."""
+        """Number of times all keys were written under a new lease."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets the value that ``run`` writes for ``key``. Await ``wait_registered`` for it to be written."""
+        """Sets the value of ``key``, written by ``run``. Await ``wait_registered`` for it to be written."""
         self._desired[key] = value
         self._deleted.discard(key)
         self._touch()

@@ -1,6 +1,6 @@
 """Parses and validates registry entries from etcd: descriptors, workers and services.
 
-What all readers rely on is checked here, so that no reader checks it again.
+Checks the assumptions of all readers, once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_NAME_CHARACTERS = 1024
 
 
 def name_fault(name: str) -> str:
-    """Returns what is wrong with the name of a model, an adapter or a label; empty if nothing is."""
+    """Returns the fault in the name of a model, an adapter or a label; empty for none."""
     if len(name) > MAX_NAME_CHARACTERS:
         return f"expected at most {MAX_NAME_CHARACTERS} characters, received {len(name)}"
     if not name.isprintable():

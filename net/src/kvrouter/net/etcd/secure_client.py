@@ -26,7 +26,7 @@ class SecureClient(aetcd.Client):  # type: ignore[misc]  # aetcd is not typed
     async def connect(self) -> None:
         """Opens the channel and authenticates.
 
-        A token that expires makes calls fail with UnauthenticatedError, one of AWAY: the caller connects again, and
+        An expired token makes calls fail with UnauthenticatedError, one of AWAY: the caller connects again, and
         gets another.
 
         Raises:

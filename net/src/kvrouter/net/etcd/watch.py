@@ -20,13 +20,13 @@ from kvrouter.net.logs import get_logger
 log = get_logger(__name__)
 
 _LASTING_SECONDS = 10.0
-"""A watch that lasted this long was healthy: the failure that ends it counts as the first."""
+"""A watch this long was healthy: its failure counts as the first."""
 _PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All keys under the prefix. Keys of an earlier snapshot that are not in this one were deleted."""
+    """All keys under the prefix. Keys of earlier snapshots missing in this one were deleted."""
 
     entries: Mapping[str, bytes]
 
@@ -64,7 +64,7 @@ async def watch_prefix(
     """Yields all keys under a prefix as a ``Snapshot``, then every change, forever.
 
     While etcd is away, nothing is yielded. Afterwards a new ``Snapshot`` follows, which the consumer compares with its
-    state. Keys that are not UTF-8 go to the ``quarantine`` instead. A connected watch without any response for twice
+    state. Keys outside of UTF-8 go to the ``quarantine`` instead. A connected watch without any response for twice
     ``progress_seconds`` counts as lost. To end the iteration, close the iterator (``contextlib.aclosing``) or cancel
     its consumer.
 
@@ -99,7 +99,7 @@ async def watch_prefix(
 
 
 class _Keys:
-    """Decodes the keys below a prefix; keys that are not UTF-8 go to the quarantine."""
+    """Decodes the keys below a prefix; keys not UTF-8 go to the quarantine."""
 
     def __init__(self, prefix: str, quarantine: Quarantine) -> None:
         self.prefix = prefix
@@ -112,7 +112,7 @@ class _Keys:
         return {key: entries[raw] for raw, key in decoded.items() if key is not None}
 
     def put(self, raw: bytes) -> str | None:
-        """Returns the key of an entry that was written; None if it cannot be decoded."""
+        """Returns the key of an entry written; None if it cannot be decoded."""
         try:
             return decode_text(raw)
         except Undecodable as error:
@@ -120,7 +120,7 @@ class _Keys:
             return None
 
     def deleted(self, raw: bytes) -> str | None:
-        """Returns the key of an entry that was deleted; None if it cannot be decoded."""
+        """Returns the key of a deleted entry; None if it cannot be decoded."""
         self._quarantine.release("etcd", printable(raw))
         try:
             return decode_text(raw)

@@ -1,7 +1,7 @@
 """A connection of its own for one bidirectional gRPC call, read and written on the event loop.
 
-grpc.aio reads in a thread and wakes the event loop for each message, which costs several times what the message itself
-does. A call stream lasts for hours and carries all calls between two processes, so it has a connection of its own here.
+grpc.aio reads in a thread and wakes the event loop for each message, which costs several times as much as the message
+itself. A call stream lasts for hours and has all calls between two processes, so it has a connection of its own here.
 The server is an ordinary gRPC server.
 """
 

@@ -1,4 +1,4 @@
-"""Connects to the first of a server's addresses that answers (after RFC 8305, Happy Eyeballs)."""
+"""Connects to the first live address of a server (after RFC 8305, Happy Eyeballs)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def addresses_of(host: str, port: int) -> list[str]:
 async def first_connection(
     addresses: Sequence[str], connect: Callable[[str], Awaitable[_C]], within_seconds: float
 ) -> _C:
-    """Returns the first connection that is made, and closes others.
+    """Returns the first connection made, and closes others.
 
     Args:
         addresses: The addresses, the preferred one first.

@@ -21,16 +21,16 @@ _SLICE_BYTES = 16 << 10
 _READ_US = 20
 """CPU time of a small read, microseconds."""
 _BYTES_PER_US = 4
-"""Bytes that are processed in a microsecond, when they are the outputs of an engine's step."""
+"""Bytes processed in a microsecond, when they are the outputs of an engine's step."""
 _MAX_EARLY = 16
-"""Messages that a server may send after its first one before the client has processed that."""
+"""Messages a server may send after its first one before the client has processed it."""
 
 
 class ConnectionLost(Exception):
     """The connection could not be made, or it or its call has ended."""
 
     def __init__(self, cause: str, *, never_processed: bool = False) -> None:
-        """``never_processed`` tells that the server said so of the call."""
+        """``never_processed``: the server said so of the call."""
         super().__init__(cause)
         self.never_processed = never_processed
 
@@ -47,9 +47,9 @@ class GrpcConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._budget = loop_budget()
         self._unread: deque[bytes] = deque()
-        """What was read and waits for its turn. No more is read meanwhile."""
+        """Input in wait for its turn. No more is read meanwhile."""
         self._lost: Exception | None = None
-        """Why the connection was lost, to be told after what was read."""
+        """Cause of the loss of the connection, reported after the input."""
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._answered: asyncio.Future[None] = self._loop.create_future()
         """Done when the server has sent its first frames."""
@@ -80,13 +80,13 @@ class GrpcConnection(asyncio.Protocol):
         max_message_bytes: int,
         within_seconds: float = _CONNECT_SECONDS,
     ) -> GrpcConnection:
-        """Connects to the first address of the server that answers, and starts the call.
+        """Connects to the first live address of the server, and starts the call.
 
         Args:
             target: Address of the server, host:port.
             path: Path of the method, such as /kvrouter.v1.CallStreamService/OpenCallStream.
             tls: Encrypts the connection and checks the server's certificate; None for plain text.
-            role: What the server is, for the name in its certificate.
+            role: Role of the server, for the name in its certificate.
             metadata: Metadata of the call. It may be secret.
             max_message_bytes: Maximum size of a message of the server.
             within_seconds: Time in which every address of the server must be tried, seconds. The caller ends the
@@ -158,7 +158,7 @@ class GrpcConnection(asyncio.Protocol):
         self.wake()
 
     def wake(self) -> None:
-        """Sends what ``next_message`` returns, after the callbacks that are ready, so that they share a message."""
+        """Sends the messages of ``next_message``, after the ready callbacks, so they share a message."""
         if not self._woken:
             self._woken = True
             self._loop.call_soon(self._flush)
@@ -188,7 +188,7 @@ class GrpcConnection(asyncio.Protocol):
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether a part of the latest message is not written, so that the server cannot have processed it."""
+        """Whether a part of the latest message is not written, so the server cannot have processed it."""
         return self._call.blocked
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class GrpcConnection(asyncio.Protocol):
             self._budget.call(_cost_us(self._unread[0]), self._receive_waiting)
 
     def _receive_waiting(self) -> None:
-        """Processes the next slice of what waits for its turn."""
+        """Processes the next slice of the input."""
         self._receive(self._unread.popleft())
         if self._unread:
             self._budget.call(_cost_us(self._unread[0]), self._receive_waiting)
@@ -303,7 +303,7 @@ class GrpcConnection(asyncio.Protocol):
             self.end(error)
 
     def _check_heard(self) -> None:
-        """Detects a server that has vanished, as gRPC's keepalive does."""
+        """Detects a vanished server, as gRPC's keepalive does."""
         self._silent_checks = 0 if self._heard else self._silent_checks + 1
         self._heard = False
         if self._silent_checks > _CHECKS_TO_PING:
@@ -333,6 +333,6 @@ def _ignore() -> None:
 
 
 def _retrieve(awaited: asyncio.Future[Any]) -> None:
-    """Retrieves the exception, so that asyncio does not report it."""
+    """Retrieves the exception, so asyncio does not report it."""
     if not awaited.cancelled():
         awaited.exception()

@@ -6,14 +6,14 @@ import struct
 from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-"""What a client sends first."""
+"""First bytes of a client."""
 HEADER_BYTES = 9
 LEAST_MAX_FRAME_BYTES = 1 << 14
-"""Size of a frame's payload that every peer accepts."""
+"""Size of a frame's payload every peer accepts."""
 MOST_MAX_FRAME_BYTES = (1 << 24) - 1
-"""Size of a frame's payload that no peer may allow to be exceeded."""
+"""Largest permitted size of a frame's payload."""
 INITIAL_WINDOW_BYTES = (1 << 16) - 1
-"""Bytes that may be sent before the receiver allows more."""
+"""Bytes permitted before the receiver allows more."""
 MAX_31_BITS = (1 << 31) - 1
 """Largest window and largest stream number. As a mask it drops the reserved bit before them."""
 
@@ -94,5 +94,5 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
 
 
 def window_update(stream: int, more: int) -> bytes:
-    """Returns a frame that allows the peer to send more bytes."""
+    """Returns a frame with permission for more bytes."""
     return frame(Kind.WINDOW_UPDATE, more.to_bytes(4, "big"), stream=stream)

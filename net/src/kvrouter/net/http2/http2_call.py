@@ -1,7 +1,7 @@
 """The client's side of one gRPC call on an HTTP/2 connection of its own. Does no I/O.
 
-Sources: RFC 9113 (HTTP/2), RFC 7541 (HPACK, by the library hpack) and gRPC's "gRPC over HTTP2". Only what one call
-needs is here: stream 1, messages that are not compressed, no priorities, no push.
+Sources: RFC 9113 (HTTP/2), RFC 7541 (HPACK, by the library hpack) and gRPC's "gRPC over HTTP2". Only the parts one call
+needs is here: stream 1, messages not compressed, no priorities, no push.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from kvrouter.net.http2.frames import (
 _STREAM: Final = 1
 """Number of the only stream."""
 _WINDOW_BYTES: Final = 4 << 20
-"""What the server may send before it is read. It is read at once, so this covers the way between the two."""
+"""Bytes the server may send ahead of the reader. They are read at once, so this covers the way between the two."""
 _MAX_HEADER_BYTES: Final = 16 << 10
 """Size of a header block, encoded and decoded, as gRPC limits it."""
 _MAX_REPLY_BYTES: Final = 64 << 10
 """Size of unsent answers to settings and pings at which the server is flooding."""
 _FLOOD_ITEMS: Final = 1_000
 _FLOOD_SECONDS: Final = 10.0
-"""What a server may send in this time that carries no message. It takes some 20 ms of a core to read."""
+"""Frames without a message a server may send in this time. They take some 20 ms of a core to read."""
 _HEADER_ITEM_BYTES: Final = 16
-"""Bytes of a header block that count as one item of a flood: HPACK takes about 1 µs a byte."""
+"""Bytes of a header block per item of a flood: HPACK takes about 1 µs a byte."""
 _FRAME_ITEM_BYTES: Final = 64
-"""The same for other frames that carry no message."""
+"""The same for other frames without a message."""
 _LEAST_USEFUL_BYTES: Final = 256
 """Frames with data, and reads, below this size count as items of a flood, unless they complete a message."""
 _ITEMS_OF_MESSAGE: Final = 2
 """A message, sent alone, comes in a read and a frame."""
 _ITEMS_OF_SENT_FRAME: Final = 4
-"""What a server may answer to data: window updates of stream and connection, a ping that measures, settings."""
+"""Answers of a server to data: window updates of stream and connection, a measuring ping, settings."""
 _PREFIX: Final = struct.Struct(">BI")
-"""What precedes a gRPC message: whether it is compressed, and its length."""
+"""Prefix of a gRPC message: compression and length."""
 _PREFIX_BYTES: Final = _PREFIX.size
 _MAX_DETAILS: Final = 512
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
@@ -85,7 +85,7 @@ _HTTP_CODES: Final = {
 
 
 _OF_CONNECTION: Final = frozenset({Kind.SETTINGS, Kind.PING, Kind.GOAWAY})
-"""Kinds of frames that belong to no stream."""
+"""Kinds of frames outside of streams."""
 _OF_STREAMS: Final = frozenset({Kind.HEADERS, Kind.PRIORITY, Kind.RST_STREAM, Kind.PUSH_PROMISE, Kind.CONTINUATION})
 _SIZES: Final[Mapping[int, int]] = {Kind.PRIORITY: 5, Kind.RST_STREAM: 4, Kind.PING: 8, Kind.WINDOW_UPDATE: 4}
 _GOAWAY_BYTES: Final = 8
@@ -108,13 +108,13 @@ class MessageTooLong(Http2Violation):
 
 
 class Flood(Http2Violation):
-    """The server sends frames that carry no message."""
+    """The server floods with frames without a message."""
 
     reason = "flood"
 
 
 class Http2Call:
-    """One call. ``take`` returns the bytes to write, ``receive`` processes those that were read."""
+    """One call. ``take`` returns the bytes to write, ``receive`` processes those read."""
 
     def __init__(
         self, path: str, authority: str, scheme: str, metadata: Metadata = (), *, max_message_bytes: int
@@ -125,7 +125,7 @@ class Http2Call:
         self.ended: tuple[grpc.StatusCode, str] | None = None
         """The call's status, once the server has ended it."""
         self.never_processed = False
-        """Whether the server ended the call and said that it processed nothing of it."""
+        """Whether the server ended the call and said it processed nothing of it."""
         self.going_away = False
         """Whether the server takes no further calls on the connection. This one goes on."""
         self._max_message_bytes = max_message_bytes
@@ -136,18 +136,18 @@ class Http2Call:
         self._message = bytearray()
         """The first part of a message."""
         self._headers: bytearray | None = None
-        """The first part of a header block that is continued."""
+        """The first part of a header block continued."""
         self._headers_flags = 0
         self._status = ""
         self._consumed = 0
-        """Bytes that were read since the server was last allowed more."""
+        """Bytes read since the server was last allowed more."""
         self._unsent = b""
         """A message, with its prefix, of which a part waits for the server's window."""
         self._sent = 0
         self._max_frame = LEAST_MAX_FRAME_BYTES
         self._initial_window = INITIAL_WINDOW_BYTES
         self._window = INITIAL_WINDOW_BYTES
-        """Bytes that the server accepts on the stream."""
+        """Bytes the server accepts on the stream."""
         self._connection_window = INITIAL_WINDOW_BYTES
         self._replies = [
             PREFACE,
@@ -169,7 +169,7 @@ class Http2Call:
 
     @property
     def blocked(self) -> bool:
-        """Whether a part of the latest message is not written, so that no further one can be sent.
+        """Whether a part of the latest message is not written, so no further one can be sent.
 
         The server cannot have processed such a message.
         """
@@ -196,7 +196,7 @@ class Http2Call:
         self._replies.append(frame(Kind.GOAWAY, bytes(4) + ErrorCode.NO_ERROR.to_bytes(4, "big")))
 
     def take(self) -> bytes:
-        """Returns what can be written now, and forgets it."""
+        """Returns the bytes to write now, and forgets them."""
         chunks, self._replies = self._replies, []
         while self._unsent:
             left = len(self._unsent) - self._sent

@@ -9,14 +9,14 @@ MAX_CALLS = 16_384
 """Maximum number of concurrent calls of a server, sessions included; further calls get RESOURCE_EXHAUSTED."""
 
 MAX_PENDING_CALLS = 4_096
-"""Maximum number of calls that wait for the event loop of a server."""
+"""Maximum number of calls in wait for the event loop of a server."""
 CONNECTION_CALLS = 1_024
 """Maximum number of concurrent calls of one connection."""
 
 KEEPALIVE_MS = 20_000
 """Silence after which a peer is pinged."""
 KEEPALIVE_TIMEOUT_MS = 10_000
-"""Time for the answer of a peer that is pinged."""
+"""Time for the answer of a pinged peer."""
 
 _BOTH = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

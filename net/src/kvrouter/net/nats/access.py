@@ -79,7 +79,7 @@ class NatsAccess:
 
     @classmethod
     def of(cls, target: str | NatsAccess) -> NatsAccess:
-        """Returns the access to URLs that need nothing else.
+        """Returns the access to plain URLs.
 
         Raises:
             InvalidNats: a URL is malformed.

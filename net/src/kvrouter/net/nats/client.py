@@ -1,16 +1,16 @@
-"""A NATS client that survives refusals, and messages with undecodable subjects and headers.
+"""A NATS client for refusals, and for messages with undecodable subjects and headers.
 
 The client library gives a connection up for good when a server ends it with an error, such as after a change of its
 password. This one connects again.
 
-The library decodes subjects and headers in its read loop and stops reading if that fails. The connection then receives
+The library decodes subjects and headers in its read loop and stops reading at a failure. The connection then receives
 nothing until its pings time out, and a redelivered stream message stops it again.
 
-The library delivers all that it has read before other tasks run. This client takes a turn of the event loop for each
+The library delivers all it has read before other tasks run. This client takes a turn of the event loop for each
 message.
 
-Of headers it parses only those that begin with a status of the server. kvrouter reads no others, and to parse the id
-and the stream that come with each event took longer than to apply the event.
+Of headers it parses only those with a status of the server. kvrouter reads no others, and to parse the id
+and the stream of each event took longer than to apply the event.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
 _STATUS_LINE = b"NATS/1.0 "
 _REFUSALS = ("authorization violation", "authentication")
-"""What errors of a server contain that refuses an identity or no longer admits it."""
+"""Words of errors for a refused identity."""
 _OPERATIONS = ("permissions violation", "stale connection")
-"""What errors contain that the library handles itself."""
+"""Words of errors the library handles itself."""
 
 
 class NatsRefused(Error):
@@ -83,7 +83,7 @@ class TolerantClient(Client):
         return await or_cancelled(super().request(*args, **kwargs))
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
-        """Waits until the server has what was sent, as ``Client.flush`` does."""
+        """Waits until the server has all messages, as ``Client.flush`` does."""
         await or_cancelled(super().flush(*args, **kwargs))
 
     async def _flush_pending(self, *args: Any, **kwargs: Any) -> Any:

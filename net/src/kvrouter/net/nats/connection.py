@@ -1,4 +1,4 @@
-"""NATS connections that are made again when they are lost."""
+"""NATS connections made again when they are lost."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvrouter.net.nats.client import TolerantClient
 log = get_logger(__name__)
 
 _MAX_OUTGOING_BYTES = 8 << 20
-"""Bytes that are queued for sending while NATS is away; publishing more fails at once."""
+"""Bytes queued for sending while NATS is away; publishing more fails at once."""
 _CONNECT_SECONDS = 2
 _RECONNECT_WAIT_SECONDS: Any = 0.5  # declared as int by the library, which passes it to asyncio.sleep
 _PING_SECONDS = 5
 _MAX_PINGS_OUTSTANDING = 2
-"""With the interval above: a server that vanished without closing is noticed within 15 s."""
+"""With the interval above: a vanished server is noticed within 15 s."""
 
 
 class NatsObserver:
-    """Learns what happens to a connection. Does nothing by itself."""
+    """Learns of changes and errors of a connection. Does nothing by itself."""
 
     def on_connected(self) -> None:
         """The connection is up."""

@@ -1,4 +1,4 @@
-"""The JetStream stream that stores a component's events, as publishers and Indexers both create it."""
+"""The JetStream stream of a component's events, as publishers and Indexers both create it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nats.js.errors import APIError, NotFoundError, ServerError
 log = get_logger(__name__)
 
 MAX_AGE_SECONDS = 3600.0
-"""Age at which events are discarded. An Indexer that was away for longer restores a snapshot or resyncs."""
+"""Age at which events are discarded. An Indexer away for longer restores a snapshot or resyncs."""
 
 MAX_BYTES = 1 << 30
 """Size at which the oldest events are discarded. The server reserves this much storage when it creates the stream."""
@@ -77,8 +77,8 @@ async def write_error(js: JetStreamContext, stream: str) -> str:
 
     From version 2.14 on (nats-server pull request 7788), the server stops a stream at its first failed write. The
     stream stays stopped until the server is restarted or the stream is recreated, even if the disk has space again.
-    Meanwhile publishing gets no reply, but reading works. A request that would change the stream is answered with the
-    error, so this function purges a subject that no stream has. A missing stream has no error.
+    Meanwhile publishing gets no reply, but reading works. A request to change the stream is answered with the
+    error, so this function purges a subject outside of all streams. A missing stream has no error.
 
     Raises:
         nats.errors.Error: NATS or JetStream is away.

@@ -1,6 +1,6 @@
 """Decides about each call of a gRPC server before a byte of its request is read.
 
-gRPC reads and parses the request of a unary call before the handler runs, so that a client without a credential could
+gRPC reads and parses the request of a unary call before the handler runs, so a client without a credential could
 make a server receive 64 MiB, or wait for the rest of them for ever. Here, every call begins as a stream: the peer is
 checked, then the request is read within a time limit, then the handler runs.
 """
@@ -25,7 +25,7 @@ from kvrouter.v1.errors import BadRequest, KvRouterError, TooLarge
 from kvrouter.v1.errors_pb2 import ErrorReason
 
 _FOR_EVERYBODY = ("grpc.health.", "grpc.reflection.")
-"""Beginnings of the names of services that need no credential."""
+"""Beginnings of the names of services without a credential."""
 _LASTING = "grpc.health.v1.Health/Watch"
 """The method for everybody whose calls last."""
 _REQUEST_SECONDS = 60.0
@@ -34,11 +34,11 @@ _OPEN_SECONDS = 10.0
 """Time for the request of a call for everybody to arrive, and for all of the call unless it lasts, seconds."""
 
 _REFUSALS_PER_SECOND = 100
-"""Calls in a second that are refused for their callers' limits; each takes about 1 ms."""
+"""Calls in a second refused for their callers' limits; each takes about 1 ms."""
 _MAX_REFUSAL_SECONDS = 5.0
-"""Maximum time that a refusal waits for its turn."""
+"""Maximum time a refusal waits for its turn."""
 _MAX_WAITING_REFUSALS = 1_024
-"""Maximum number of refusals that wait; a further one ends the wait of the oldest."""
+"""Maximum number of waiting refusals; a further one ends the wait of the oldest."""
 
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -56,15 +56,15 @@ class CallGate(grpc.aio.ServerInterceptor):
     ) -> None:
         """``check`` decides which methods a peer may call; None permits all. ``max_calls`` bounds admitted calls.
 
-        Without ``admits`` the handlers tell ``conduct`` which peers have a credential that counts.
+        Without ``admits`` the handlers tell ``conduct`` which peers have a valid credential.
         """
         self._admits = admits
         self.calls = 0
-        """Number of admitted calls that run."""
+        """Number of running admitted calls."""
         self.max_calls = max_calls
         self.for_everybody = EvictableCalls() if for_everybody is None else for_everybody
         self.conduct = PeerConduct()
-        """Closes connections that flood the server."""
+        """Closes flooding connections."""
         self.refusals = EvictableCalls(_MAX_WAITING_REFUSALS)
         """Calls beyond their callers' limits, which wait for their refusal."""
         self._check = check
@@ -127,7 +127,7 @@ class CallGate(grpc.aio.ServerInterceptor):
         return admit
 
     async def _await_refusal(self) -> None:
-        """Waits for the turn of a refusal, since a client that is refused at once may call again at once."""
+        """Waits for the turn of a refusal, since a client refused at once may call again at once."""
         if seconds := self._refusal_turns.take():
             with suppress(TimeoutError):
                 async with asyncio.timeout(None) as timeout:
@@ -161,7 +161,7 @@ class CallGate(grpc.aio.ServerInterceptor):
 
 
 def _behaviour(handler: Any, seconds: float) -> Callable[[Any, Context], Awaitable[None]]:
-    """Returns what reads the request of a call within a time limit, runs its handler, and writes what it returns."""
+    """Returns a function for a call: reads the request within a time limit, runs the handler, writes its responses."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     parse = handler.request_deserializer or _unparsed
 

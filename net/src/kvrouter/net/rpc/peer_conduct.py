@@ -1,7 +1,7 @@
-"""Closes connections that flood a gRPC server with calls for which they show no credential.
+"""Closes connections with floods of calls without a credential.
 
-A refused call costs a server as much as an admitted one that does nothing. gRPC serves calls in the order in which they
-come, so that a flood of them would delay everybody, and has no way to close one connection. So its socket is shut down.
+A refused call costs a server as much as an idle admitted one. gRPC serves calls in the order in which they
+come, so a flood of them would delay everybody, and has no way to close one connection. So its socket is shut down.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvrouter.net.logs import get_logger
 log = get_logger(__name__)
 
 _CALLS_PER_SECOND = 10.0
-"""Calls without a credential that one connection may make for good, each second: probes and tools make fewer."""
+"""Calls without a credential of one connection for good, each second: probes and tools make fewer."""
 _BURST = 32.0
-"""Calls without a credential that one connection may make at once."""
+"""Calls without a credential of one connection at once."""
 _FLOOD_BURST = 2.0
 """The same while such calls of all connections are a flood."""
 _FLOOD_PER_SECOND = 500
-"""Calls without a credential of all connections in a second that are a flood."""
+"""Calls without a credential of all connections in a second to count as a flood."""
 _MAX_PEERS = 16_384
-"""Connections that are remembered; the least recently used is forgotten."""
+"""Connections remembered; the least recently used is forgotten."""
 _SWEEP_SECONDS = 0.2
 """Least interval at which connections are closed: each time, all descriptors are looked at."""
 
@@ -38,14 +38,14 @@ _Address = tuple[str, int]
 
 
 class PeerConduct:
-    """Counts calls by connection. One that made an admitted call is never closed: it may carry many clients."""
+    """Counts calls by connection. One with an admitted call is never closed: it may carry many clients."""
 
     def __init__(self) -> None:
         self.closed = 0
-        """Number of connections that were closed."""
+        """Number of closed connections."""
         self._admitted: OrderedDict[str, None] = OrderedDict()
         self._allowances: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Calls that a connection may still make, and when they were computed."""
+        """Calls a connection may still make, and when they were computed."""
         self._second = 0
         self._in_second = 0
         self._closing: dict[str, _Address] = {}
@@ -53,7 +53,7 @@ class PeerConduct:
         self._sweeping: asyncio.TimerHandle | None = None
 
     def opened(self, peer: str, admitted: bool) -> None:
-        """Records that a peer opened a call stream, or tried to."""
+        """Records a peer's attempt to open a call stream."""
         if admitted:
             self.admitted(peer)
         else:
@@ -69,7 +69,7 @@ class PeerConduct:
                 self._admitted.popitem(last=False)
 
     def without_credential(self, peer: str) -> None:
-        """Records a call for which a peer showed no credential that counts. Too many of them end the connection."""
+        """Records a call for which a peer showed no valid credential. Too many of them end the connection."""
         if peer in self._admitted:
             return
         now = time.monotonic()
@@ -109,7 +109,7 @@ class PeerConduct:
 
 
 def close_connections(peers: set[_Address]) -> int:
-    """Shuts down the sockets of this process that are connected to one of the addresses; returns how many."""
+    """Shuts down the sockets of this process connected to one of the addresses; returns how many."""
     closed = 0
     for name in os.listdir("/dev/fd"):
         try:
@@ -155,12 +155,12 @@ MAX_CALLS = 256
 
 
 class EvictableCalls:
-    """Calls that may end at any time, since their clients have shown no credential."""
+    """Calls without a credential, which may be ended at any time."""
 
     def __init__(self, limit: int = MAX_CALLS) -> None:
         self.limit = limit
         self.evicted = 0
-        """Number of calls that were ended because a further one came."""
+        """Number of calls ended because a further one came."""
         self._timeouts: dict[asyncio.Timeout, None] = {}
 
     def __len__(self) -> int:

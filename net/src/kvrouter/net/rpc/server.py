@@ -1,4 +1,4 @@
-"""A gRPC server with call streams, health and reflection, behind a gate that admits each call."""
+"""A gRPC server with call streams, health and reflection, behind a gate for each call."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class GrpcServer:
         call_stream_counts: CallStreamCounts | None = None,
         reuse_port: bool = False,
     ) -> None:
-        """Creates a server that does not listen.
+        """Creates a server without a port.
 
         Args:
             check: Decides which methods a peer may call; None permits all.
             tls: Encrypts the connections; None for plain text.
-            max_calls: Maximum number of admitted calls that run.
+            max_calls: Maximum number of running admitted calls.
             call_stream_counts: Counts of the call streams; new ones by default.
             reuse_port: Whether other processes may listen on the same port.
         """
@@ -81,7 +81,7 @@ class GrpcServer:
         return port
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuses new calls, cancels those that run after ``grace_seconds``, and closes all connections."""
+        """Refuses new calls, cancels running ones after ``grace_seconds``, and closes all connections."""
         await self._server.stop(grace_seconds)
 
 

@@ -1,7 +1,7 @@
 """Serves grpc.health.v1 and server reflection.
 
-The servicer of grpcio-health-checking writes to each watching client while it holds the lock that a change of the
-status needs, and keeps every name that clients ask for. grpcio-reflection serves v1alpha only; the messages of v1 have
+The servicer of grpcio-health-checking writes to each watching client while it holds the lock a change of the
+status needs, and keeps every name of clients' requests. grpcio-reflection serves v1alpha only; the messages of v1 have
 the same encoding, so one servicer answers both.
 """
 
@@ -43,7 +43,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
             changed.set()
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a gRPC server that is not started yet."""
+        """Adds the service to a gRPC server before its start."""
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse | None:  # noqa: N802 - gRPC's name
@@ -68,13 +68,13 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
 
 
 _MAX_NAME = 256
-"""Characters of a name that are kept; no service has a longer one."""
+"""Characters kept of a name; no service has a longer one."""
 _WRITE_SECONDS = 1.0
 """Time for a write to complete after its call was cancelled, seconds."""
 
 
 async def _write(context: Context, response: HealthCheckResponse) -> None:
-    """Writes a response. A call that is cancelled meanwhile waits for it: gRPC cannot end a call before a write."""
+    """Writes a response. A call cancelled meanwhile waits for it: gRPC cannot end a call before a write."""
     writing = asyncio.ensure_future(context.write(response))
     try:
         await asyncio.shield(writing)

@@ -48,7 +48,7 @@ class Certificates:
 
 
 class CertificateFiles:
-    """Follows the files of one process. Content that cannot be used is logged, and the previous one stays in use."""
+    """Follows the files of one process. Unusable content is logged, and the previous one stays in use."""
 
     def __init__(self, options: TlsOptions) -> None:
         """Reads the files.
@@ -63,13 +63,13 @@ class CertificateFiles:
         self._checked_at = time.monotonic()
         self._refused = ""
         self.reloads = 0
-        """Number of times that changed files were taken over."""
+        """Number of times changed files were taken over."""
         self.failed_reloads = 0
-        """Number of times that changed files could not be used."""
+        """Number of times changed files were unusable."""
         self._certificates = self._read(1)
 
     def current(self) -> Certificates:
-        """Returns what to use for a new connection.
+        """Returns the certificates of a new connection.
 
         Reads changed files at once, on the caller's thread: they are a few kilobytes on a local disk, and gRPC asks
         in the middle of a handshake.
@@ -194,7 +194,7 @@ def _expiry(options: TlsOptions, chain: bytes) -> float:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, object]:
-    """Connects the two in memory and returns the certificate that the client saw."""
+    """Connects the two in memory and returns the certificate the client saw."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.wrap_bio(to_client, to_server, server_hostname=None),
@@ -212,7 +212,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, ob
 
 
 ClientAuth = Literal["none", "optional", "required"]
-"""Whether clients must present a certificate. With ``optional``, one that is presented must be valid."""
+"""Whether clients must present a certificate. With ``optional``, one presented must be valid."""
 
 
 class InvalidTls(ValueError):
@@ -232,7 +232,7 @@ class TlsOptions:
     key_file: str = ""
     """PEM file with the certificate's private key, not encrypted; mode 0600 or 0640."""
     ca_file: str = ""
-    """PEM file with the authorities that peers' certificates must come from; empty for the system's."""
+    """PEM file with the authorities of peers' certificates; empty for the system's."""
     client_auth: ClientAuth = "none"
     """Whether gRPC clients must present a certificate of ``ca_file``: none or required. gRPC has no ``optional``."""
     http_client_auth: ClientAuth = "none"

@@ -22,7 +22,7 @@ def open_channel(target: str, options: _Options, tls: Tls | None = None, role: s
         target: The address.
         options: gRPC options of the channel.
         tls: Encrypts the channel and checks the server's certificate; None for plain text.
-        role: What the server is (frontend, scheduler, indexer or worker), for the name in its certificate.
+        role: Role of the server (frontend, scheduler, indexer or worker), for the name in its certificate.
     """
     if tls is None:
         return grpc.aio.insecure_channel(target, options=tuple(options))
@@ -30,9 +30,9 @@ def open_channel(target: str, options: _Options, tls: Tls | None = None, role: s
 
 
 class _FollowingChannel(grpc.aio.Channel):
-    """Opens a new channel when the certificates change; calls that run on the previous one continue there.
+    """Opens a new channel when the certificates change; running calls on the previous one continue there.
 
-    gRPC's channels read their certificates once, so that after a rotation a reconnection would show an expired one.
+    gRPC's channels read their certificates once, so after a rotation a reconnection would show an expired one.
     A replaced channel closes when the last of its calls ends.
     """
 
@@ -68,7 +68,7 @@ class _FollowingChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes the channel for new calls, and cancels those that run after ``grace`` seconds."""
+        """Closes the channel for new calls, and cancels running ones after ``grace`` seconds."""
         replaced = dict(self._replaced)
         for closing in replaced:
             closing.cancel()

@@ -13,7 +13,7 @@ log = get_logger(__name__)
 
 
 def add_port(server: grpc.aio.Server, bind: str, tls: Tls | None) -> int:
-    """Adds a port to a server that has not started, and returns its number.
+    """Adds a port to a server before its start, and returns its number.
 
     Raises:
         InvalidTls: TLS is enabled without a certificate.
@@ -28,7 +28,7 @@ def add_port(server: grpc.aio.Server, bind: str, tls: Tls | None) -> int:
 
 
 def warn_if_exposed(bind: str, tls: Tls | None) -> None:
-    """Logs a warning if an address that other machines can reach is listened on without TLS."""
+    """Logs a warning if a server listens without TLS on an address other machines can reach."""
     if tls is None and not is_loopback(bind.rpartition(":")[0]):
         log.warning(
             "listener.exposed",

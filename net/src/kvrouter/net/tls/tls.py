@@ -21,7 +21,7 @@ class Tls:
         self.options = options
         self.files = CertificateFiles(options)
         self.handshakes = 0
-        """Number of connections that began a handshake with a server of this process."""
+        """Number of begun handshakes with a server of this process."""
 
     @classmethod
     def of(cls, options: TlsOptions | None) -> Tls | None:
@@ -78,7 +78,7 @@ class Tls:
         return self.files.current().call_context
 
     def peer_name(self, role: str) -> str:
-        """Returns the name that the certificate of a peer with this role must contain; empty for its address."""
+        """Returns the name the certificate of a peer with this role must contain; empty for its address."""
         return f"{role}.{self.options.peer_domain}" if role and self.options.peer_domain else ""
 
 

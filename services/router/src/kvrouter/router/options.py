@@ -1,4 +1,4 @@
-"""Options of the services that a router runs, given once for all of them."""
+"""Options of the services a router runs, given once for all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ S = TypeVar("S", bound=ServiceSettings)
 
 
 def settings_of(kind: type[S], options: Mapping[str, Any]) -> S:
-    """Returns a service's settings: those of the options that it has.
+    """Returns a service's settings: those of the options it has.
 
     Raises:
         BadRequest: the value of an option is invalid.

@@ -1,4 +1,4 @@
-"""Routing in the caller's process: a Frontend without servers, and the services that it needs."""
+"""Routing in the caller's process: a Frontend without servers, and the services it needs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _POLL_SECONDS = 0.02
 class Router(RoutingCalls):
     """Routes in the event loop in which its context is entered. A program may have several.
 
-    By default it runs a Scheduler and an Indexer of its own, so that it needs only NATS and etcd. Of the load it then
-    knows its own bookings and what workers report, not the bookings of others.
+    By default it runs a Scheduler and an Indexer of its own, so it needs only NATS and etcd. Of the load it then
+    knows its own bookings and the reports of workers, not the bookings of others.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Router(RoutingCalls):
         """Starts nothing yet.
 
         Args:
-            model: Model of calls that name none.
+            model: Model of calls without one.
             runs_scheduler: Whether to run a Scheduler here; otherwise the registered ones decide.
             runs_indexer: Whether to run an Indexer here; otherwise the registered ones are asked.
             name: Name of this router in the logs of services; at most 64 bytes.
-            timeout: Deadline of calls that set none, seconds; None for ``request_timeout_seconds``.
+            timeout: Deadline of calls without one, seconds; None for ``request_timeout_seconds``.
             ready_seconds: Longest time until requests can be routed, seconds.
             options: Options of the services, such as ``nats``, ``etcd``, ``namespace``, ``router_mode`` or
                 ``static_workers``, with their names in docs/reference/options.md.

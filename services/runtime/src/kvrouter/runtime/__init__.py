@@ -1,4 +1,4 @@
-"""What all services share: settings, logs, discovery, NATS, gRPC, metrics, start and stop."""
+"""The common base of all services: settings, logs, discovery, NATS, gRPC, metrics, start and stop."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Bounds of queues and rooms: what they hold, their limits, and fair shares of them."""
+"""Bounds of queues and rooms: fill levels, limits, and fair shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 WhenFull = Literal["refuses", "drops", "evicts"]
-"""What happens to what no longer fits: it is refused, lost, or replaces the least useful entry."""
+"""Fate of an entry beyond the bound: it is refused, lost, or replaces the least useful entry."""
 
 
 class _Bound(NamedTuple):
@@ -37,18 +37,18 @@ class Bounds(Collector):
         *,
         when_full: WhenFull = "refuses",
     ) -> None:
-        """Adds a bound, or replaces the one of that name.
+        """Adds a bound, or replaces the one of the same name.
 
         Args:
             name: Label of the bound, with its unit, such as ``recording_queue_requests``.
             used: Returns how much is in use.
             limit: The most that may be in use; 0 for no limit.
-            when_full: What happens to what no longer fits.
+            when_full: Fate of an entry beyond the bound.
         """
         self._bounds[name] = _Bound(when_full, used, limit if callable(limit) else lambda: limit)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yields fill level and limit of each bound that has a limit."""
+        """Yields fill level and limit of each limited bound."""
         labels = ("bound", "when_full")
         used = GaugeMetricFamily("kvrouter_bound_used", "Amount in use of a bounded part.", labels=labels)
         limit = GaugeMetricFamily(
@@ -94,7 +94,7 @@ class FairBound:
     """The bound. It knows amounts and no requests."""
 
     def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Starts empty; ``most`` is what may be in use, 0 for no limit, and ``clock`` returns seconds."""
+        """Starts empty; ``most`` is the limit, 0 for none, and ``clock`` returns seconds."""
         self._clock = clock
         self._wanting: dict[str, tuple[float, float]] = {}
         """Weight of refused tenants, and the time until which they count."""
@@ -125,7 +125,7 @@ class FairBound:
         self.used += amount
 
     def remove(self, tenant: str, amount: float, *, requests: int = 1) -> None:
-        """Removes an amount that was added; ``requests`` is 0 if its request keeps a rest."""
+        """Removes an added amount; ``requests`` is 0 if its request keeps a rest."""
         use = self._tenants[tenant]
         use.amount -= amount
         use.requests -= requests

@@ -1,10 +1,10 @@
 """One protocol per service, which both the service's object and its stub implement.
 
-A unary method is a coroutine function; one that never waits is a plain function of the object, and its stub returns an
+A unary method is a coroutine function; one without waiting is a plain function of the object, and its stub returns an
 awaitable (``Immediate``). A streaming one returns an async generator, which the caller closes (``contextlib.aclosing``)
 to cancel the call. Messages must not be modified. Every method raises ``kvrouter.v1.errors.KvRouterError``. An
 object that can answer in encoded form has a second method with the suffix ``_encoded``, which yields or returns
-``bytes``; the gRPC server prefers that one. A plain function with a parameter ``connection`` receives the call stream
+``bytes``; the gRPC server prefers it. A plain function with a parameter ``connection`` receives the call stream
 that carries the call. The .proto files define every field.
 """
 
@@ -23,11 +23,11 @@ T = TypeVar("T")
 Stream: TypeAlias = AsyncGenerator[T, None]
 """A stream of responses."""
 Immediate: TypeAlias = T | Awaitable[T]
-"""The response of a method that never waits: as it is from the object, awaitable from a stub."""
+"""The response of a method without waiting: as it is from the object, awaitable from a stub."""
 
 
 class Connection(Protocol):
-    """The connection that carries a client's calls; the same object for all calls of one connection."""
+    """The connection of a client's calls; the same object for all calls of one connection."""
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Calls the callback once the connection has ended."""
@@ -122,7 +122,7 @@ class Scheduler(Protocol):
     async def get_potential_loads(
         self, request: scheduler.GetPotentialLoadsRequest, *, deadline: Deadline
     ) -> scheduler.GetPotentialLoadsResponse:
-        """Returns the load that each rank would have with a request."""
+        """Returns the load each rank would have with a request."""
         ...
 
     async def drain_worker(
@@ -172,13 +172,13 @@ class Frontend(Protocol):
     async def best_worker(
         self, request: frontend.BestWorkerRequest, *, deadline: Deadline
     ) -> frontend.BestWorkerResponse:
-        """Returns the worker that a request would go to. If it is booked, the caller must release it."""
+        """Returns the worker a request would go to. If it is booked, the caller must release it."""
         ...
 
     async def potential_loads(
         self, request: frontend.PotentialLoadsRequest, *, deadline: Deadline
     ) -> frontend.PotentialLoadsResponse:
-        """Returns the load that each rank would have with a request."""
+        """Returns the load each rank would have with a request."""
         ...
 
     async def prefill_complete(
@@ -194,7 +194,7 @@ class Frontend(Protocol):
     async def list_models(
         self, request: frontend.ListModelsRequest, *, deadline: Deadline
     ) -> frontend.ListModelsResponse:
-        """Lists the models that are served."""
+        """Lists the served models."""
         ...
 
     async def get_worker_health(

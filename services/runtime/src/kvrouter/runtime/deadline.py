@@ -16,7 +16,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """Returns the deadline that many seconds from now."""
+        """Returns the deadline a number of seconds from now."""
         return cls(time.monotonic() + seconds)
 
     @classmethod
@@ -34,19 +34,19 @@ class Deadline:
         return self.at is not None and time.monotonic() >= self.at
 
     def within(self, seconds: float) -> Deadline:
-        """Returns the earlier of this deadline and one that many seconds from now, to limit a nested call."""
+        """Returns the earlier of this deadline and one a number of seconds from now, to limit a nested call."""
         limit = Deadline.after(seconds)
         return limit if self.at is None or limit.at is None or limit.at < self.at else self
 
     def or_after(self, seconds: float) -> Deadline:
-        """Returns this deadline, or if there is none, one that many seconds from now."""
+        """Returns this deadline, or if there is none, one a number of seconds from now."""
         return Deadline.after(seconds) if self.at is None else self
 
 
 class Backoff:
-    """A pause that doubles after each consecutive failure, up to a maximum.
+    """A pause, doubled after each consecutive failure, up to a maximum.
 
-    Pauses vary randomly by half in either direction, so that processes that lost the same server do not all return at
+    Pauses vary randomly by half in either direction, so processes that lost the same server do not all return at
     one moment.
     """
 

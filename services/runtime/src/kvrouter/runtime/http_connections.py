@@ -1,4 +1,4 @@
-"""Answers what never becomes a request, such as headers that are too large, as other errors are: as JSON.
+"""Answers unreadable requests, such as too large headers, in JSON like other errors.
 
 The body has the format of the OpenAI API, whose clients show its message.
 """
@@ -19,12 +19,12 @@ _MAX_TEXT = 256
 
 
 class JsonRequestHandler(RequestHandler):
-    """aiohttp's handler of a connection, with JSON for requests that it cannot parse."""
+    """aiohttp's handler of a connection, with JSON for requests it cannot parse."""
 
     __slots__ = ("is_stranger",)
 
     is_stranger: bool
-    """Whether its last request had no credential that counts."""
+    """Whether its last request had no valid credential."""
 
     def handle_error(
         self,
@@ -65,7 +65,7 @@ def error(status: int, cause: str = "") -> bytes:
 
 
 def ending(status: int, cause: str) -> bytes:
-    """Returns a whole response for a connection that is closed before a request has arrived."""
+    """Returns a whole response for a connection closed before a request has arrived."""
     body = error(status, cause)
     head = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -78,10 +78,10 @@ END_OF_HEADERS = b"\r\n\r\n"
 _TURNS_PER_SECOND = 500
 """Requests of strangers in a second: some 15% of a core, if each takes 0.3 ms."""
 _BURST = 100
-"""Requests of strangers that are served at once."""
+"""Requests of strangers served at once."""
 _TICK_SECONDS = 0.02
 MAX_HELD_BYTES = 8 << 20
-"""Bytes that wait for turns, of all connections. At more, the connection that has most of them is closed."""
+"""Bytes waiting for turns, of all connections. At more, the connection that has most of them is closed."""
 
 
 def nobody(_head: bytes) -> bool:
@@ -96,11 +96,11 @@ class Stranger(Protocol):
         """Stores received data until its turn, and reads no more meanwhile."""
 
     def pass_on(self) -> None:
-        """Processes the next request of what is held."""
+        """Processes the next request of the held bytes."""
 
     @property
     def held(self) -> int:
-        """Number of bytes that are held."""
+        """Number of bytes held."""
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -110,9 +110,9 @@ class StrangerTurns:
     """The turns of the strangers of one port."""
 
     def __init__(self, recognizes: Callable[[bytes], bool]) -> None:
-        """``recognizes`` returns whether the beginning of a request shows a credential that admits it."""
+        """``recognizes`` returns whether the beginning of a request shows a valid credential."""
         self.held = 0
-        """Number of bytes that wait for turns."""
+        """Number of bytes waiting for turns."""
         self._recognizes = recognizes
         self._turns = TokenBucket(_TURNS_PER_SECOND, _BURST)
         self._waiting: dict[Stranger, None] = {}
@@ -139,7 +139,7 @@ class StrangerTurns:
         return True
 
     def forget(self, stranger: Stranger) -> None:
-        """Drops a connection that is closed."""
+        """Drops a closed connection."""
         if stranger in self._waiting:
             del self._waiting[stranger]
             self.held -= stranger.held

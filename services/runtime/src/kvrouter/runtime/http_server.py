@@ -1,4 +1,4 @@
-"""Serves HTTP within limits, so that clients that open connections and send nothing harm nobody else.
+"""Serves HTTP within limits, so clients that open connections and send nothing harm nobody else.
 
 The headers of a request must arrive within a time limit. The number of connections of a port is limited, which leaves
 file descriptors for gRPC. At that limit, a new connection replaces the oldest idle one. Where requests have
@@ -28,7 +28,7 @@ MAX_CONNECTIONS = 16_384
 """Default limit of connections of one port, if there are enough file descriptors."""
 
 _OF_SERVER = frozenset({"handler_cancellation", "shutdown_timeout"})
-"""Options of the server that its connections do not have."""
+"""Options of the server its connections do not have."""
 _SETTLED_SECONDS = 1.0
 """Time after a request in which its response is certainly written."""
 _DROPPED_BYTES_PER_SECOND = 8 << 20
@@ -47,13 +47,13 @@ class HttpLimits:
 
 
 def share_of_descriptors(share: float) -> int:
-    """Returns that share of the file descriptors that the process may open, at most MAX_CONNECTIONS."""
+    """Returns that share of the file descriptors the process may open, at most MAX_CONNECTIONS."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, int(soft * share)))
 
 
 def note_admitted(request: web.Request) -> None:
-    """Notes that a request is within the limits of its credential, so that its connection is no stranger."""
+    """Notes a request within the limits of its credential, so its connection is no stranger."""
     if isinstance(request.protocol, JsonRequestHandler):
         request.protocol.is_stranger = False
 
@@ -72,7 +72,7 @@ async def serving_http(
     recognizes: Callable[[bytes], bool] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serves an application while the context lasts; yields the host and port that it listens on.
+    """Serves an application while the context lasts; yields the host and port it listens on.
 
     Args:
         application: The application.
@@ -139,7 +139,7 @@ class _Connections:
         self.turns = None if recognizes is None else StrangerTurns(recognizes)
         """Turns of strangers; None if there are no strangers."""
         self.dropped = TokenBucket(_DROPPED_BYTES_PER_SECOND, _DROPPED_BYTES_PER_SECOND, _MOST_DROPPED_BYTES)
-        """Bytes of bodies that may be dropped."""
+        """Bytes of bodies permitted to be dropped."""
         self._by_handler: dict[asyncio.Protocol, _Connection] = {}
         # Idle connections, the longest idle first.
         self._waiting: dict[_Connection, None] = {}
@@ -237,7 +237,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_stranger(self) -> bool:
-        """Whether its last request had no credential that counts."""
+        """Whether its last request had no valid credential."""
         return self.handler.is_stranger
 
     def is_settled(self) -> bool:
@@ -247,14 +247,14 @@ class _Connection(asyncio.Protocol):
         )
 
     def begin_request(self) -> None:
-        """Records that the headers of a request have arrived."""
+        """Records the arrival of a request's headers."""
         self.handler.is_stranger = self._connections.turns is not None
         self._in_request = True
         self._drops_body = False
         self._headers_since = None
 
     def end_request(self, *, drops_body: bool) -> None:
-        """Records that the request was answered; with ``drops_body`` before its body had arrived."""
+        """Records the response; with ``drops_body`` before its body had arrived."""
         self._in_request = False
         self._drops_body = drops_body
         self._ended_at = self._loop.time()
@@ -264,7 +264,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def held(self) -> int:
-        """Number of bytes that wait for the connection's turn."""
+        """Number of bytes waiting for the connection's turn."""
         return len(self._held)
 
     def hold(self, data: bytes) -> None:
@@ -274,7 +274,7 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def pass_on(self) -> None:
-        """Processes the next request of what is held."""
+        """Processes the next request of the held bytes."""
         end = self._held.find(END_OF_HEADERS)
         size = len(self._held) if end < 0 else end + len(END_OF_HEADERS)
         data = bytes(memoryview(self._held)[:size])
@@ -363,7 +363,7 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
     def _drop(self) -> None:
-        """Passes on what is held of a body, which aiohttp drops."""
+        """Passes on the held rest of a body, which aiohttp drops."""
         self._drop_timer = None
         data = bytes(self._held)
         self._held.clear()

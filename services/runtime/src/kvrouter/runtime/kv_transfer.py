@@ -28,5 +28,5 @@ class KvTransfer:
         return self.bytes_per_token / self.gigabytes_per_second / 1e6
 
     def ms(self, tokens: int) -> float:
-        """Returns the time in ms for the blocks of that many tokens; 0 for none."""
+        """Returns the time in ms for the blocks of a number of tokens; 0 for none."""
         return self.latency_ms + tokens * self.ms_per_token if tokens else 0.0

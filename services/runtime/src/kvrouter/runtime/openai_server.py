@@ -1,4 +1,4 @@
-"""Asks servers that have only an OpenAI API what they serve, and whether they live."""
+"""Asks servers with only an OpenAI API for their models and health."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_BODY_BYTES = 4 << 20
 
 
 class Unanswered(Exception):
-    """The server does not answer as a live one does. The message says what it did."""
+    """The server does not answer as a live one does. The message describes its answer."""
 
 
 def is_openai_server(worker: WorkerRegistration) -> bool:
@@ -79,7 +79,7 @@ _ANSWER = aiohttp.ClientTimeout(total=0.5)
 
 
 async def is_alive(session: aiohttp.ClientSession, url: str) -> bool:
-    """Returns False if an engine refuses connections, or says at ``/health`` that it has failed.
+    """Returns False if an engine refuses connections, or says at ``/health`` it has failed.
 
     The server of a vLLM whose engine has died lives a moment longer. A late answer says nothing.
     """

@@ -1,4 +1,4 @@
-"""Fields of requests that several services read: component and request id."""
+"""Common fields of requests: component and request id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def check_request_id(request_id: str, max_bytes: int, field: str) -> None:
-    """Checks an id that a client chose; it may be empty.
+    """Checks an id a client chose; it may be empty.
 
     Args:
         request_id: The id.

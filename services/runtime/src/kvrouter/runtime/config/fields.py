@@ -1,4 +1,4 @@
-"""Types of options that several services have."""
+"""Types of options of several services."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ TRANSPORTS: Mapping[TransportOption, Transport] = MappingProxyType(
 
 
 def can_be_written(path: Path) -> bool:
-    """Returns whether a file can be written or created. Call it at the start, so that no work is lost at the end."""
+    """Returns whether a file can be written or created. Call it at the start, so no work is lost at the end."""
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)

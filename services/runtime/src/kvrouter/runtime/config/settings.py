@@ -41,7 +41,7 @@ def _made_up_id() -> str:
 
 
 class ServiceSettings(BaseModel):
-    """Options that every service has."""
+    """Options every service has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
@@ -227,7 +227,7 @@ class ServiceSettings(BaseModel):
 
 
 class RoutingSettings(ServiceSettings):
-    """Options of services that route, with listed workers as an alternative to etcd and NATS."""
+    """Options of routing services, with listed workers as an alternative to etcd and NATS."""
 
     max_prompt_tokens: int = Field(
         default=1 << 20, ge=1, description="Largest prompt, in tokens, whatever the model allows."

@@ -33,7 +33,7 @@ _SUCCESSORS: dict[str, str] = {
     "spread": "sharding",
     "spread-lag-ms": "overload-lag-ms",
 }
-"""Options of earlier releases that were renamed or removed, with the option that replaced each; empty for none."""
+"""Options of earlier releases renamed or removed, with the option that replaced each; empty for none."""
 
 
 class _Settings(Protocol):
@@ -62,10 +62,10 @@ class _File:
     newer: bool
     """Whether the file is for a later release than this one, which may have options unknown to this one."""
     warnings: dict[str, None]
-    """Keys that are ignored, each with the reason, once each."""
+    """Keys ignored, each with the reason, once each."""
 
     def ignore_unknown(self, key: str, place: str, names: Iterable[str]) -> None:
-        """Warns of a key that another release knows.
+        """Warns of a key another release knows.
 
         Raises:
             SettingsError: no release knows the key.
@@ -91,7 +91,7 @@ def load(kind: type[S], argv: Sequence[str] | None = None, *, prog: str | None =
 def load_all(
     kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, prog: str | None = None, about: str = ""
 ) -> list[Any]:
-    """Returns the settings of several services that share a process and a command line.
+    """Returns the settings of several services in one process, from one command line.
 
     A flag applies to all services that have it. ``--help``, which begins with ``about``, and invalid values end the
     process.
@@ -290,7 +290,7 @@ def _parser(kinds: Sequence[type[BaseModel]], prog: str | None, about: str = "")
 
 
 def _add_flag(group: Any, flag: str, name: str, field: FieldInfo, *, shown: bool) -> None:
-    """Adds one flag. Each name of a field is a flag of its own, so that an error can name the one that was used."""
+    """Adds one flag. Each name of a field is a flag of its own, so an error can name the used one."""
     text = _help(name, field) if shown else argparse.SUPPRESS
     if bool in _types(field.annotation):
         group.add_argument(f"--{flag}", dest=flag, action=argparse.BooleanOptionalAction, default=None, help=text)

@@ -21,24 +21,24 @@ _E = TypeVar("_E", bound=_Entry)
 
 
 class StaticWorker(_Entry):
-    """A listed worker. Properties that are not given are fetched from the worker."""
+    """A listed worker. Properties not given are fetched from the worker."""
 
     endpoint: AddressOrUrl
-    """Address of its WorkerService, host:port; or URL of a server that has only an OpenAI API."""
+    """Address of its WorkerService, host:port; or URL of a server with only an OpenAI API."""
     worker_id: int | None = Field(default=None, ge=0, lt=1 << 64)
-    """Worker id; by default the one that the worker reports, otherwise its position in the list, from 1."""
+    """Worker id; by default the one the worker reports, otherwise its position in the list, from 1."""
     ranks: int | None = Field(default=None, ge=1, le=1024)
-    """Number of data-parallel ranks; by default those that the worker reports, otherwise 1."""
+    """Number of data-parallel ranks; by default those the worker reports, otherwise 1."""
     total_blocks: int = Field(default=0, ge=0)
     """KV blocks of each rank, used if ``ranks`` is given; 0 if unknown."""
     max_batched_tokens: int = Field(default=0, ge=0, lt=1 << 32)
     """Maximum number of prompt tokens computed in one step; 0 if unknown."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Labels that routing constraints can require."""
+    """Labels for routing constraints."""
     lora_names: tuple[str, ...] = ()
-    """Names of the LoRA adapters that the worker serves."""
+    """Names of the LoRA adapters the worker serves."""
     engine: EngineName | None = None
-    """Engine of a server that has only an OpenAI API; None if unknown. Isolated tenants use known engines only."""
+    """Engine of a server with only an OpenAI API; None if unknown. Isolated tenants use known engines only."""
 
 
 class StaticComponent(_Entry):
@@ -100,7 +100,7 @@ def read_static_file(path: Path) -> tuple[StaticComponent, ...]:
 
 
 def static_component(addresses: Sequence[str], *, name: str, model: str, block_size: int) -> StaticComponent:
-    """Returns a component of workers that are given by address only.
+    """Returns a component of workers given by address only.
 
     Raises:
         ValueError: an address is invalid or occurs twice; the message is one line.

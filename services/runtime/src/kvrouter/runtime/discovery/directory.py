@@ -1,6 +1,6 @@
 """The live components, workers and services of a namespace, as etcd lists them.
 
-While etcd is away, ``Directory`` keeps its last state, so that routing continues.
+While etcd is away, ``Directory`` keeps its last state, so routing continues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = structlog.get_logger(component="discovery")
 
 _CONFLICT_ADVICE = "find out who wrote it; kvrouter component forget deletes it"
 _REST = 20.0
-"""Pause between two rebuilds, in multiples of the time that the last one took."""
+"""Pause between two rebuilds, in multiples of the time the last one took."""
 
 
 class Directory:
@@ -58,7 +58,7 @@ class Directory:
             registry: Registry for the metrics.
             source: Yields the entries and their changes; None for etcd. Only entries from etcd are retained when they
                 vanish while their processes answer (``kvrouter.runtime.discovery.retention``).
-            quarantine: Receives entries that cannot be decoded.
+            quarantine: Receives undecodable entries.
             tls: Encrypts connections to the processes found here.
         """
         self.tls = tls
@@ -110,7 +110,7 @@ class Directory:
 
     @property
     def components(self) -> Mapping[ComponentName, ComponentView]:
-        """Components that have a descriptor. A new mapping with new views after each change."""
+        """Components with a descriptor. A new mapping with new views after each change."""
         return self._components
 
     def services(self, kind: str) -> Mapping[str, ServiceRegistration]:
@@ -119,7 +119,7 @@ class Directory:
 
     @property
     def ignored(self) -> Mapping[str, str]:
-        """Registrations that are left out, by key, with the reason."""
+        """Registrations left out, by key, with the reason."""
         return self._ignored
 
     def _conflicts(self, ignored: Mapping[str, str]) -> set[str]:
@@ -272,7 +272,7 @@ class ServiceRegistrar:
             self.register(kind, entry)
 
     def withdraw(self) -> None:
-        """Deletes all registrations, so that clients move to other replicas while running calls finish."""
+        """Deletes all registrations, so clients move to other replicas while running calls finish."""
         for kind in self._registered:
             self._keys.delete(service_key(self._namespace, kind, self._instance_id))
         self._registered.clear()

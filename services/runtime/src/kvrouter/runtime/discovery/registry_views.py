@@ -52,11 +52,11 @@ class ComponentView:
     name: ComponentName
     descriptor: ComponentDescriptor
     workers: Mapping[int, WorkerRegistration] = field(default_factory=dict)
-    """Live workers by id, without those that differ from the descriptor."""
+    """Live workers by id, without those contradicting the descriptor."""
     drains: Mapping[int, WorkerDrain] = field(default_factory=dict)
-    """Drains that operators requested, by worker id. Their workers' registrations say that they drain."""
+    """Drains that operators requested, by worker id. Their workers' registrations say they drain."""
     is_written: bool = True
-    """Whether etcd has a descriptor, so that the followed one need not be written."""
+    """Whether etcd has a descriptor, so the followed one need not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def read_entry(
 
 
 def process_of(key: str, raw: bytes, namespace: str) -> Process | None:
-    """Returns the process behind an entry; None for other entries, and for a process that is stopping."""
+    """Returns the process behind an entry; None for other entries, and for a stopping process."""
     try:
         name, entry = parse_key(key, namespace), read_entry(key, raw, namespace)
     except Undecodable:
@@ -171,7 +171,7 @@ def differences(descriptor: ComponentDescriptor, worker: WorkerRegistration) -> 
 def build_views(
     entries: Mapping[str, bytes], namespace: str, former: Mapping[ComponentName, ComponentView] = MappingProxyType({})
 ) -> tuple[dict[ComponentName, ComponentView], dict[str, str]]:
-    """Returns the components of a namespace, and for each entry that was left out, the reason by key.
+    """Returns the components of a namespace, and for each entry left out, the reason by key.
 
     A worker is left out if it cannot be decoded, or differs from its component's descriptor. A descriptor is left out
     if it cannot be decoded, or live workers outvote it.
@@ -218,7 +218,7 @@ def build_views(
 
 
 def build_services(entries: Mapping[str, bytes], namespace: str) -> dict[str, dict[str, ServiceRegistration]]:
-    """Returns the services of a namespace by kind and instance id, without entries that cannot be decoded."""
+    """Returns the services of a namespace by kind and instance id, without undecodable entries."""
     services: dict[str, dict[str, ServiceRegistration]] = {}
     for key, raw in entries.items():
         try:

@@ -33,7 +33,7 @@ _PROBES = 64
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that was registered."""
+    """A registered process."""
 
     endpoint: str
     """Address of its gRPC server, host:port."""
@@ -47,7 +47,7 @@ class Retention:
     """Retained entries."""
 
     def __init__(self, drop: Callable[[str], None], tls: Tls | None = None) -> None:
-        """``drop`` is called with the key of an entry that is no longer retained; ``tls`` is used for probes."""
+        """``drop`` is called with the key of an entry after its retention; ``tls`` is used for probes."""
         self._tls = tls
         self._drop = drop
         self._kept: dict[str, tuple[Process, asyncio.Task[None]]] = {}
@@ -68,7 +68,7 @@ class Retention:
             self._keys_at[process.endpoint + process.service] = key
 
     def registered(self, key: str, process: Process | None) -> None:
-        """Ends the retention of an entry that is registered again, or whose address belongs to another process now."""
+        """Ends the retention of an entry registered again, or whose address belongs to another process now."""
         former = self._keys_at.get(process.endpoint + process.service, key) if process is not None else key
         for known in {key, former} & self._kept.keys():
             self._forget(known).cancel()

@@ -1,7 +1,7 @@
 """Discovery from a static list: probes every listed worker and yields the same entries that etcd would contain.
 
-A worker is left out until it answers. What the list does not say comes from the worker: ``GetLoad`` returns its id,
-ranks, blocks and incarnation, and grpc.health says whether it is stopping. A server that has only an OpenAI API is
+A worker is left out until it answers. Properties beyond the list come from the worker: ``GetLoad`` returns its id,
+ranks, blocks and incarnation, and grpc.health says whether it is stopping. A server with only an OpenAI API is
 asked for its models. A worker that serves another model than the list says, or has blocks of another size, is left out.
 """
 
@@ -211,7 +211,7 @@ class StaticDiscovery:
     def _register(
         self, component: StaticComponent, worker: StaticWorker, known: _Known, place: int
     ) -> WorkerRegistration:
-        """Records a probe that succeeded. Returns the worker's registration."""
+        """Records a successful probe. Returns the worker's registration."""
         if known.registration is None:
             log.info("static_worker.answered", endpoint=worker.endpoint)
         known.failures, known.mismatch = 0, ""

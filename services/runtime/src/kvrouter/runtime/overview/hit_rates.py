@@ -26,7 +26,7 @@ class HitRate:
     predicted: float | None = None
     found: float | None = None
     possible: float | None = None
-    """What the rank with most of each prompt held, by the prediction; at least ``found``."""
+    """Tokens the best rank held of each prompt, by the prediction; at least ``found``."""
 
     @property
     def differs(self) -> bool:
@@ -44,7 +44,7 @@ class HitWindow:
 
     @property
     def spans(self) -> bool:
-        """Whether there are two samples. With one, rates cover everything that the Schedulers have counted."""
+        """Whether there are two samples. With one, rates cover everything the Schedulers have counted."""
         return len(self._samples) > 1
 
     def take(self, system: System, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What is unusual about a rank, in a few words each."""
+"""Unusual states of a rank, in a few words each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Note:
 
 
 def rank_notes(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth]) -> list[Note]:
-    """Returns what is unusual about a rank; nothing if all is well.
+    """Returns the unusual states of a rank; none if all is well.
 
     Args:
         rank: The rank as its Scheduler sees it.

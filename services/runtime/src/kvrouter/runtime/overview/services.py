@@ -57,7 +57,7 @@ class ServiceQueries:
             addresses: Returns the addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``.
             note: Returns why there is no service to query; empty if there is one.
             tls: Returns the TLS of the connections; None for plain text.
-            api_key: Returns the API key that calls show; empty for none.
+            api_key: Returns the API key of calls; empty for none.
             local: Services of this process by the address under which ``addresses`` lists them.
         """
         self._addresses = addresses
@@ -70,7 +70,7 @@ class ServiceQueries:
     async def look(self, *, asks_frontends: bool = True) -> System:
         """Returns the current state. A service that does not answer is reported and costs at most one deadline.
 
-        Frontends that are not asked are listed as if they asked for a key; those of this process are always asked.
+        Frontends not asked are listed as if they asked for a key; those of this process are always asked.
         """
         schedulers, indexers, frontends = map(self._addresses, ("scheduler", "indexer", "frontend"))
         await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})

@@ -49,11 +49,11 @@ class Runtime:
         self.etcd = settings.etcd_access()
         """Where etcd is."""
         self.keys = LeasedKeys(self.etcd, ttl_seconds=settings.lease_seconds)
-        """Keys that exist in etcd for as long as this process lives."""
+        """Keys in etcd with the lifetime of this process."""
         self.call_streams = CallStreamMetrics(registry)
         """Counts of the process's call streams."""
         self.quarantine = metered_quarantine(registry)
-        """Entries of etcd and NATS that were skipped because they cannot be decoded."""
+        """Entries of etcd and NATS skipped because they cannot be decoded."""
         self.tls = Tls.of(settings.tls_options())
         """TLS of this process's servers and clients; None for plain text."""
         self.callers = CallerCheck(self.tls, token)
@@ -112,7 +112,7 @@ class Runtime:
 
 @asynccontextmanager
 async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | None = None) -> AsyncIterator[Runtime]:
-    """Opens a runtime that follows etcd, or the listed workers, while the context lasts.
+    """Opens a runtime, following etcd, or the listed workers, while the context lasts.
 
     Neither etcd nor NATS has to be reachable yet. With listed workers, neither is used at all.
     """
@@ -143,7 +143,7 @@ log = structlog.get_logger(component="discovery")
 
 _CALL_SECONDS = 3.0
 REPAIRED = ((3, 5, 33), (3, 6, 14), (3, 7, 1))
-"""First release of each series that is not affected by CVE-2026-33343, -33413, -44283 and -73499."""
+"""First release of each series not affected by CVE-2026-33343, -33413, -44283 and -73499."""
 
 
 def is_outdated(version: str) -> bool:

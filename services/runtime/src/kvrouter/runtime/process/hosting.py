@@ -58,7 +58,7 @@ async def host(
     Args:
         runtime: Shared resources; its settings have the addresses to listen on.
         services: The services, on one gRPC server.
-        stopping: Event that stops the services.
+        stopping: Event to stop the services.
         started: Called with the server once it listens.
         reuse_port: Whether processes share the gRPC port, which their parent holds (``shared_port``).
 

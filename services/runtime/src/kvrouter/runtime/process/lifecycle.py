@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class StartRefused(Exception):
-    """A process cannot run with its configuration. The message says why and what to do."""
+    """A process cannot run with its configuration. The message has cause and advice."""
 
 
 _YOUNG_OBJECTS = 20_000
@@ -51,7 +51,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSetti
     Without the Rust core it warns, unless the Python core is requested.
 
     Args:
-        main: The service. Its argument is an event that is set when it must drain and return. A second signal
+        main: The service. Its argument is an event set when it must drain and return. A second signal
             cancels it.
         settings: Log level and format.
         component: Name of the service in its logs.
@@ -73,9 +73,9 @@ def _allow_descriptors() -> None:
 
 
 def _collect_rarely() -> None:
-    """Leaves what the imports created out of garbage collection, and collects young objects less often.
+    """Leaves the objects of the imports out of garbage collection, and collects young objects less often.
 
-    A request creates about a thousand objects, none of them garbage in cycles, so that at Python's own threshold of 700
+    A request creates about a thousand objects, none of them garbage in cycles, so at Python's own threshold of 700
     each request paid for a collection.
     """
     gc.collect()

@@ -18,7 +18,7 @@ from kvrouter.v1.errors import DeadlineExceeded, Internal
 def remote_on_call_stream(descriptor: ServiceDescriptor, client: CallStreamClient) -> Any:
     """Returns a stub of a service, to be cast to its protocol in ``kvrouter.runtime.contracts``.
 
-    It has the service's unary methods, and behaves like ``kvrouter.runtime.rpc.remote``. A call that was not sent, or
+    It has the service's unary methods, and behaves like ``kvrouter.runtime.rpc.remote``. A call not sent, or
     whose outcome is unknown, raises ``DependencyAway``. A method whose name has the suffix ``_encoded`` returns the
     encoded response.
     """

@@ -1,4 +1,4 @@
-"""Stubs that behave like the object that they represent.
+"""Stubs that behave like the object they represent.
 
 Deadlines become gRPC timeouts, failures are raised as the typed errors of the service, and closing a stream early
 cancels its call.
@@ -26,7 +26,7 @@ from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError
 
 _SHOW_TOKEN = frozenset({"scheduler", "indexer", "worker"})
-"""Roles of servers that may expect the service token."""
+"""Roles of servers with a service token."""
 
 
 def open_channel(
@@ -42,12 +42,12 @@ def open_channel(
     Args:
         target: The address.
         tls: Encrypts the channel and checks the peer's certificate; None for plain text.
-        role: What the peer is (frontend, scheduler, indexer or worker), for the name in its certificate.
+        role: Role of the peer (frontend, scheduler, indexer or worker), for the name in its certificate.
         max_message_bytes: Maximum size of a response; a larger one raises ``TooLarge``.
-        api_key: API key or token that every call shows; empty for none.
+        api_key: API key or token every call shows; empty for none.
 
     Calls to a scheduler or an indexer also show the service token of this process, if it has one, and calls to a worker
-    the token that is derived from it.
+    the token derived from it.
     """
     options = dict(CHANNEL_OPTIONS) | {"grpc.max_receive_message_length": max_message_bytes}
     channel = transport_security.open_channel(target, tuple(options.items()), tls, role)
@@ -72,7 +72,7 @@ def call_stream_client(
         target: The address.
         client_name: Name of this client, for the server's logs.
         tls: Encrypts the connection and checks the server's certificate; None for plain text.
-        role: What the server is (scheduler, indexer or worker), for the name in its certificate.
+        role: Role of the server (scheduler, indexer or worker), for the name in its certificate.
         counts: Counts for metrics.
         ends_when_silent: Whether a server that answers no heartbeat loses its calls. If not, they wait for it.
 

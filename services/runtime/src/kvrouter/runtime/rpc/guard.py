@@ -1,4 +1,4 @@
-"""What decides whether a call may run, before its request is read."""
+"""Decides whether a call may run, before reading its request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Guard(Protocol):
 
         Args:
             method: The method's path on the wire, such as /kvrouter.v1.FrontendService/Generate.
-            metadata: Metadata of the call, or of the call stream that carries it.
+            metadata: Metadata of the call, or of its call stream.
             size: Size of the encoded request, bytes; 0 for a stream of requests.
 
         Raises:
@@ -70,7 +70,7 @@ class GuardedPeer:
     metadata: Metadata
 
     def open_stream(self, methods: Sequence[str]) -> None:
-        """Checks that the peer may call one of the methods.
+        """Admits a peer of one of the methods.
 
         Raises:
             KvRouterError: it may call none of them.
@@ -96,7 +96,7 @@ class GuardedPeer:
             raise refused
 
     def check(self, method: str) -> None:
-        """Checks that the peer may call a method now. Its guard counts the call when the size of its request is known.
+        """Admits a peer to a method now. Its guard counts the call when the size of its request is known.
 
         Raises:
             KvRouterError: it may not call it.

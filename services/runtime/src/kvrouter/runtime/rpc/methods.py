@@ -30,7 +30,7 @@ _BY_THE_CONTRACT = "Encode it as the .proto files define, which reflection serve
 
 
 def request_parser(method: MethodDescriptor, limits: MessageLimits) -> Callable[[bytes], Message]:
-    """Returns what parses a request of a method, and raises BadRequest or PromptTooLong if it cannot be parsed."""
+    """Returns the parser of a method's requests, which raises BadRequest or PromptTooLong if it cannot be parsed."""
     kind: type[Message] = GetMessageClass(method.input_type)
 
     def read(encoded: bytes) -> Message:

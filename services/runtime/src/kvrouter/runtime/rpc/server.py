@@ -94,7 +94,7 @@ class RpcServer:
 
     @property
     def gate(self) -> CallGate:
-        """What admits the calls."""
+        """Admits the calls."""
         return self._server.gate
 
     @property
@@ -104,7 +104,7 @@ class RpcServer:
 
     @property
     def port(self) -> int:
-        """The port that the server listens on, once started."""
+        """The port the server listens on, once started."""
         return self._port
 
     def endpoint(self, advertise: str = "") -> str:
@@ -136,7 +136,7 @@ class RpcServer:
         """Stops: refuses new calls, lets running calls finish, then closes connections.
 
         Args:
-            seconds: Maximum time to wait for calls; those that take longer are cancelled.
+            seconds: Maximum time to wait for calls; longer ones are cancelled.
         """
         self._draining = True
         self.health.drain()
@@ -157,7 +157,7 @@ class RpcServer:
         limits: MessageLimits = DEFAULT_LIMITS,
         guard: Guard | None = None,
     ) -> None:
-        """Serves an object under the service's name. Methods that it lacks return UNIMPLEMENTED.
+        """Serves an object under the service's name. Methods it lacks return UNIMPLEMENTED.
 
         Its unary methods are served on call streams as well.
 
@@ -277,7 +277,7 @@ def _deadline_of(context: _Context) -> Deadline:
 
 
 def _companions_of(context: _Context) -> trace_context.Companions:
-    """Returns what the client sent beside its trace context."""
+    """Returns the companions of the client's trace context."""
     received: dict[str, list[str]] = {trace_context.STATE_HEADER: [], trace_context.BAGGAGE_HEADER: []}
     for key, value in context.invocation_metadata() or ():
         if key in received and isinstance(value, str):

@@ -22,11 +22,11 @@ from prometheus_client.registry import Collector
 
 
 class GrpcServer(Protocol):
-    """What bounds the calls of a server."""
+    """The bounds of a server's calls."""
 
     @property
     def gate(self) -> CallGate:
-        """What admits calls."""
+        """Admits calls."""
 
     @property
     def call_streams(self) -> CallStreamServer:
@@ -59,7 +59,7 @@ class _SummedBounds:
 
 
 def expose_servers(registry: CollectorRegistry, servers: Callable[[], Iterable[GrpcServer]]) -> None:
-    """Exposes the bounds of servers, and counts the connections that they closed."""
+    """Exposes the bounds of servers, and counts the connections they closed."""
     bounds = _SummedBounds(registry, servers)
     bounds.add("grpc_calls", lambda each: each.gate.calls, lambda each: each.gate.max_calls)
     bounds.add(
@@ -99,7 +99,7 @@ def expose_servers(registry: CollectorRegistry, servers: Callable[[], Iterable[G
 
 
 def expose_conduct(registry: CollectorRegistry, conducts: Conducts) -> None:
-    """Counts the connections that were closed, besides those of earlier calls with this registry."""
+    """Counts the closed connections, besides those of earlier calls with this registry."""
     closed = _closed.get(registry)
     if closed is None:
         closed = _closed[registry] = _ClosedConnections(registry)
@@ -107,7 +107,7 @@ def expose_conduct(registry: CollectorRegistry, conducts: Conducts) -> None:
 
 
 class _ClosedConnections(Collector):
-    """Counts the connections that the gRPC servers of a registry closed."""
+    """Counts the connections the gRPC servers of a registry closed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.conducts: list[Conducts] = []
@@ -153,7 +153,7 @@ class CallStreamMetrics(Collector):
         return self._counts.setdefault(("client", service), CallStreamCounts())
 
     def server(self) -> CallStreamCounts:
-        """Returns the counts for the streams that others open to this process."""
+        """Returns the counts for the streams others open to this process."""
         return self._counts.setdefault(("server", "this"), CallStreamCounts())
 
     def collect(self) -> Iterator[Metric]:

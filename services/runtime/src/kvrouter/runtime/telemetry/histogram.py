@@ -1,4 +1,4 @@
-"""Histograms that are observed for every request or token, on one thread.
+"""Histograms observed for every request or token, on one thread.
 
 A histogram of the client library locks two values and searches its buckets in a loop, which takes ten times as long.
 """
@@ -53,7 +53,7 @@ class LoopHistogram(Collector):
 
         Args:
             name: Name of the metric.
-            documentation: What it measures.
+            documentation: The measured quantity.
             labels: Names of its labels.
             buckets: Upper bounds of the buckets in ascending order, at least 0; one without a bound is added.
             registry: Registry to add it to.

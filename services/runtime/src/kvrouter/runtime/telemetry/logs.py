@@ -54,14 +54,14 @@ def configure(level: str = "info", format: Literal["json", "console"] = "json", 
 
 
 def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Adds the ids of the trace and the span that the line belongs to."""
+    """Adds the ids of the trace and the span the line belongs to."""
     if traceparent := trace_context.current():
         event["trace_id"], event["span_id"] = traceparent[3:35], traceparent[36:52]
     return event
 
 
 def _escape(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Escapes what a terminal would obey or hide, and line ends outside of tracebacks, which would forge lines."""
+    """Escapes control and hidden characters, and line ends outside of tracebacks, which would forge lines."""
     for key, value in event.items():
         if isinstance(value, str) and not value.isprintable():
             lines = value.split("\n") if key == "exception" else [value]

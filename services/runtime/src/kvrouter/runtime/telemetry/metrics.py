@@ -1,6 +1,6 @@
-"""Prometheus metrics, and the HTTP ops server that exposes them.
+"""Prometheus metrics, and the HTTP ops server for them.
 
-Every service takes the registry for its metrics as an argument, so that several services can share a process and each
+Every service takes the registry for its metrics as an argument, so several services can share a process and each
 test starts with an empty registry.
 """
 
@@ -123,13 +123,13 @@ async def _serving(
 
 
 _MOST_UNREAD = 16
-"""Responses that are sent at once. A further one ends the oldest."""
+"""Responses sent at once. A further one ends the oldest."""
 _SECONDS = 10.0
 """Time for a client to read a response, seconds."""
 _SHARE = 0.05
 """Share of a core that expositions may use for good. Beyond it, requests get the newest one."""
 _BURST_SECONDS = 1.0
-"""CPU time that they may use at once, seconds."""
+"""CPU time they may use at once, seconds."""
 
 
 class MetricsHandler:
@@ -142,7 +142,7 @@ class MetricsHandler:
         self._time = TokenBucket(_SHARE, _BURST_SECONDS)
         self._exposing = asyncio.Lock()
         self.sending = EvictableCalls(_MOST_UNREAD)
-        """Responses that are being sent."""
+        """Responses on the way."""
 
     async def send(self, request: web.Request) -> web.StreamResponse:
         """Sends the metrics."""

@@ -46,7 +46,7 @@ async def tracing(settings: ServiceSettings, registry: CollectorRegistry) -> Asy
 
 
 class TracingMetrics:
-    """Counts spans, so that it shows if a collector is away or too slow."""
+    """Counts spans, so it shows if a collector is away or too slow."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.ended = Counter("kvrouter_trace_spans", "Spans that were sampled and have ended.", registry=registry)

@@ -34,9 +34,9 @@ _EXPORT_SECONDS = 5.0
 _LAST_EXPORT_SECONDS = 3.0
 """Maximum time to export the last spans when the process stops."""
 _QUEUED_SPANS = 8192
-"""Spans that wait to be exported; the oldest are dropped."""
+"""Spans waiting to be exported; the oldest are dropped."""
 _EXPORTED_SPANS = 512
-"""Spans that are exported together."""
+"""Spans exported together."""
 _PAUSE_SECONDS = 1.0
 """Maximum pause between two exports."""
 _MAX_TEXT = 512
@@ -55,7 +55,7 @@ async def recording(
 
     Args:
         endpoint: URL of the collector. Without a path, it is that of OTLP, /v1/traces.
-        sample_ratio: Share of the traces that are recorded, of those whose client has not decided that, 0 to 1.
+        sample_ratio: Share of the recorded traces, of those whose client has not decided that, 0 to 1.
         resource: Attributes of this process.
         metrics: Counts the spans.
     """
@@ -164,7 +164,7 @@ def _host(url: str) -> str:
 
 
 class _CountedProcessor(BatchSpanProcessor):
-    """Counts the spans that have ended."""
+    """Counts ended spans."""
 
     def __init__(self, exporter: SpanExporter, metrics: TracingMetrics, **options: Any) -> None:
         super().__init__(exporter, **options)
@@ -177,7 +177,7 @@ class _CountedProcessor(BatchSpanProcessor):
 
 
 class _CountedExporter(SpanExporter):
-    """Counts the spans that were exported, and logs when exports begin to fail and to succeed again."""
+    """Counts the exported spans, and logs when exports begin to fail and to succeed again."""
 
     def __init__(self, exporter: SpanExporter, collector: str, metrics: TracingMetrics) -> None:
         self._exporter = exporter

@@ -21,7 +21,7 @@ Attribute: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[int] 
 
 
 class Kind(Enum):
-    """What a span covers."""
+    """The kind of work of a span."""
 
     SERVER = "server"
     """Work for a client."""
@@ -48,7 +48,7 @@ class Span(Protocol):
         ...
 
     def fail(self, code: str, message: str) -> None:
-        """Marks what the span covers as failed.
+        """Marks the work of the span as failed.
 
         Args:
             code: Name of the gRPC code, or type of the error.
@@ -71,7 +71,7 @@ class Recorder(Protocol):
 
 
 class _Off:
-    """A span that is not recorded."""
+    """A span not recorded."""
 
     __slots__ = ()
     recording = False
@@ -94,7 +94,7 @@ class _Off:
 
 
 OFF = _Off()
-"""The span of everything that is not traced."""
+"""The span of everything not traced."""
 current: ContextVar[Span] = ContextVar("kvrouter_span", default=OFF)
 """The innermost span of the running code. A recorder sets it."""
 
@@ -119,7 +119,7 @@ def tracer() -> Tracer | None:
 
 
 def span(name: str, kind: Kind = Kind.INTERNAL) -> AbstractContextManager[Span]:
-    """Returns a span of the current trace for a ``with`` block; outside of a trace, one that is not recorded.
+    """Returns a span of the current trace for a ``with`` block; outside of a trace, one not recorded.
 
     An error that leaves the block is recorded. The block must begin and end in the same task.
     """
