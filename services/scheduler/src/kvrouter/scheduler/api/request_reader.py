@@ -55,7 +55,8 @@ class RequestReader:
         key = checked_key(request.booking) if request.HasField("booking") else None
         booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds, request.restores)
         context = self.read_request(request.request, None if key is None else stage_of(request.booking), booking)
-        self._warn_of_ignored(context)
+        if context.ignored_overrides:
+            self._warn_of_ignored(context)
         return context._replace(tenant=tenant)
 
     def read_request(

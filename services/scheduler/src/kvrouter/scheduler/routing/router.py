@@ -142,7 +142,8 @@ class Router:
         key = context.booking.key
         response = selection_response(decision, overlaps)
         response.sharding_advised = self.is_behind()
-        response.ignored_overrides.extend(context.ignored_overrides)
+        if context.ignored_overrides:
+            response.ignored_overrides.extend(context.ignored_overrides)
         if key is not None:
             placement = Placement(decision.rank, decision.prefill_tokens)
             response.prefill_tokens = placement.prefill_tokens
