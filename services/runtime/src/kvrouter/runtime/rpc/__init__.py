@@ -1,18 +1,12 @@
 """gRPC servers and stubs for the protocols in ``kvrouter.runtime.contracts``."""
 
-from kvrouter.net.http2.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from kvrouter.runtime.rpc.call_stub import remote_on_call_stream
 from kvrouter.runtime.rpc.client import call_stream_client, open_channel, remote
 from kvrouter.runtime.rpc.guard import Guard, Metadata
 from kvrouter.runtime.rpc.server import RpcServer, not_awaited_by_drain
-from kvrouter.runtime.telemetry.health import HealthBoard
 
 __all__ = [
-    "CHANNEL_OPTIONS",
-    "MAX_MESSAGE_BYTES",
-    "SERVER_OPTIONS",
     "Guard",
-    "HealthBoard",
     "Metadata",
     "RpcServer",
     "call_stream_client",
