@@ -33,16 +33,16 @@ async def join_component(
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.descriptor_key.encode()
-    found = await client.get(name)
-    if found is None:
+    entry = await client.get(name)
+    if entry is None:
         return await _create_descriptor(client, component, desired)
     try:
-        settled = read_descriptor(component, found.value)
+        settled = read_descriptor(component, entry.value)
     except Undecodable as error:
         # No reader accepts it, so the next worker to join replaces it unless another process did so meanwhile.
         log.warning("descriptor.replaced", key=component.descriptor_key, reason=error.reason, detail=str(error))
         await client.transaction(
-            compare=[client.transactions.mod(name) == found.mod_revision],
+            compare=[client.transactions.mod(name) == entry.mod_revision],
             success=[client.transactions.put(name, desired.SerializeToString())],
             failure=[],
         )
@@ -87,8 +87,8 @@ async def begin_incarnation(client: aetcd.Client, component: ComponentName, work
     """
     name = component.incarnation_key(worker_id).encode()
     while True:
-        found = await client.get(name)
-        last, revision = (_incarnation(found.value), found.mod_revision) if found is not None else (0, 0)
+        entry = await client.get(name)
+        last, revision = (_incarnation(entry.value), entry.mod_revision) if entry is not None else (0, 0)
         live = await client.get(component.worker_key(worker_id).encode())
         registered = registered_incarnation(live.value) if live is not None else 0
         incarnation = max(now_ns, last + 1, registered + 1)
@@ -103,11 +103,11 @@ async def resume_incarnation(client: aetcd.Client, component: ComponentName, wor
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.incarnation_key(worker_id).encode()
-    found = await client.get(name)
-    if found is not None and _incarnation(found.value) > incarnation:
+    entry = await client.get(name)
+    if entry is not None and _incarnation(entry.value) > incarnation:
         return False
     # The unchanged record is written, so that this and a worker that begins an incarnation now notice each other.
-    return await _put_incarnation(client, name, found.mod_revision if found else 0, incarnation)
+    return await _put_incarnation(client, name, entry.mod_revision if entry else 0, incarnation)
 
 
 async def keep_incarnation(client: aetcd.Client, component: ComponentName, worker_id: int, incarnation: int) -> None:
@@ -118,13 +118,13 @@ async def keep_incarnation(client: aetcd.Client, component: ComponentName, worke
         One of ``kvrouter.net.etcd.AWAY``: etcd is away.
     """
     name = component.incarnation_key(worker_id).encode()
-    found = await client.get(name)
-    recorded = 0 if found is None else _incarnation(found.value)
+    entry = await client.get(name)
+    recorded = 0 if entry is None else _incarnation(entry.value)
     if recorded > incarnation:
         raise KeyTaken(component.worker_key(worker_id))
     if recorded < incarnation:
         # If another incarnation is written at this moment, it stays, and the next renewal checks again.
-        await _put_incarnation(client, name, 0 if found is None else found.mod_revision, incarnation)
+        await _put_incarnation(client, name, 0 if entry is None else entry.mod_revision, incarnation)
 
 
 def companions(component: ComponentName, worker_id: int, incarnation: int) -> dict[str, Callable[[bytes], bool]]:

@@ -98,10 +98,10 @@ class IndexerService:
             UnknownComponent, NotReady, BlockSizeMismatch, DeadlineExceeded.
         """
         began = time.perf_counter()
-        found = self._ready(component)
-        if block_size != found.block_size:
-            raise BlockSizeMismatch(block_size, found.block_size)
-        return await self._find(found, local_hashes, deadline, began)
+        index = self._ready(component)
+        if block_size != index.block_size:
+            raise BlockSizeMismatch(block_size, index.block_size)
+        return await self._find(index, local_hashes, deadline, began)
 
     async def _find(self, component: ComponentIndex, local_hashes: bytes, deadline: Deadline, began: float) -> bytes:
         answer = await component.state.shared.find_matches(local_hashes, deadline)
@@ -268,18 +268,18 @@ class IndexerService:
         return self._named(component_name(component))
 
     def _named(self, name: ComponentName) -> ComponentIndex:
-        found = self._replica.components.get(name)
-        if found is None:
+        index = self._replica.components.get(name)
+        if index is None:
             if not self._replica.known:
                 raise NotReady("the components are not known yet")
             raise UnknownComponent(name, self._replica.components)
-        return found
+        return index
 
     def _ready(self, name: ComponentName) -> ComponentIndex:
-        found = self._named(name)
-        if not found.ready:
-            raise NotReady(f"the index of {found.name} is being restored")
-        return found
+        index = self._named(name)
+        if not index.ready:
+            raise NotReady(f"the index of {index.name} is being restored")
+        return index
 
     async def _hashes(self, request: FindMatchesRequest, block_size: int) -> bytes:
         if request.WhichOneof("prompt") == "local_hashes":

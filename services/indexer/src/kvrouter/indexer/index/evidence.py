@@ -95,7 +95,7 @@ class SilenceWatch:
         # The limit of a rank without any message counts from the registration of its worker.
         self._known_since = {rank: self._known_since.get(rank, now) for rank in limits}
         schedules = {}
-        found = []
+        due = []
         for rank, limit in sorted(limits.items()):
             known = evidence(rank)
             if not exceeds(known.heard_at or self._known_since[rank], now, limit):
@@ -103,9 +103,9 @@ class SilenceWatch:
             schedule = schedules[rank] = self._schedules.get(rank) or _Schedule(now, limit / 2, now)
             if now < schedule.due:
                 continue
-            found.append(rank)
+            due.append(rank)
             news = known.news_at is not None and known.news_at >= schedule.requested_at
             schedule.spacing = limit if news else min(schedule.spacing * 2, _MOST_LIMITS * limit)
             schedule.requested_at, schedule.due = now, now + schedule.spacing * self._rng.uniform(*_JITTER)
         self._schedules = schedules
-        return found
+        return due

@@ -54,8 +54,8 @@ def repair_after(summary: ApplySummary, *, was_partial: bool) -> Repair | None:
     if summary.unparsable:
         return None
     if summary.gap is not None:
-        _, found = summary.gap
-        return Repair("gap", summary.incarnation, found, reapply=True)
+        _, received = summary.gap
+        return Repair("gap", summary.incarnation, received, reapply=True)
     if summary.rejected:
         return Repair("rejected", summary.incarnation, summary.next_event_id, reapply=False)
     if summary.unknown_parents and not was_partial:

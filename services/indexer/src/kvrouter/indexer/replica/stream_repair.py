@@ -69,20 +69,20 @@ class StreamRepair:
                 self._log.warning("stream.check_failed", error=repr(error))
 
     async def _check(self) -> None:
-        found = await write_error(self._js, self._name.stream)
-        if found and not self.error:
+        error = await write_error(self._js, self._name.stream)
+        if error and not self.error:
             self._log.error(
                 "stream.stopped",
                 stream=self._name.stream,
-                error=found,
+                error=error,
                 consequence="ranks are read from their workers, and the stream is recreated",
                 advice="free disk space for JetStream",
             )
-        if self.error and not found:
+        if self.error and not error:
             self._log.info("stream.resumed", stream=self._name.stream)
-        self.error = found
+        self.error = error
         now = time.monotonic()
-        if (found or self._unfinished) and now >= self._next_try:
+        if (error or self._unfinished) and now >= self._next_try:
             self._pause = min(_LONGEST_PAUSE_SECONDS, max(_CHECK_SECONDS, 2 * self._pause))
             self._next_try = now + self._pause * random.uniform(1.0, 1.5)
             await self._recreate()

@@ -37,15 +37,15 @@ async def read_pointer(client: Any, component: ComponentName, quarantine: Quaran
     """
     quarantine = Quarantine() if quarantine is None else quarantine
     key = component.snapshot_key
-    found = await client.get(key.encode())
+    entry = await client.get(key.encode())
     pointer = SnapshotPointer()
     try:
-        if found is not None:
-            pointer = decode_message(SnapshotPointer, found.value)
+        if entry is not None:
+            pointer = decode_message(SnapshotPointer, entry.value)
         quarantine.release("etcd", key)
     except Undecodable as error:
         quarantine.reject("etcd", key, error)
-    return Pointer(pointer, 0 if found is None else found.mod_revision)
+    return Pointer(pointer, 0 if entry is None else entry.mod_revision)
 
 
 async def live_replicas(client: Any, component: ComponentName, quarantine: Quarantine) -> dict[str, AppliedRecord]:
@@ -84,8 +84,8 @@ class AcquiredLock:
         Raises:
             LockLost: it does not.
         """
-        found = await self.client.get(self._key)
-        if found is None or found.create_revision != self._revision:
+        entry = await self.client.get(self._key)
+        if entry is None or entry.create_revision != self._revision:
             raise LockLost("expected to have the snapshot lock, but its lease expired or another replica has it")
 
     async def move(self, before: Pointer, after: SnapshotPointer | None) -> None:
@@ -136,12 +136,12 @@ async def acquired(
                 success=[client.transactions.put(key, value, lease.id)],
                 failure=[],
             )
-            found = await client.get(key) if taken else None
-            if found is None:
+            entry = await client.get(key) if taken else None
+            if entry is None:
                 raise LockLost("another replica has the snapshot lock; try again later")
             renewing = asyncio.ensure_future(_renew(client, lease.id, ttl_seconds))
             try:
-                yield AcquiredLock(client, component, found.create_revision)
+                yield AcquiredLock(client, component, entry.create_revision)
             finally:
                 renewing.cancel()
                 await asyncio.wait({renewing})
@@ -152,13 +152,13 @@ async def acquired(
 
 async def _delete_unleased(client: Any, component: ComponentName, quarantine: Quarantine) -> None:
     key = component.snapshot_lock_key
-    found = await client.get(key.encode())
-    if found is None or found.lease:
+    entry = await client.get(key.encode())
+    if entry is None or entry.lease:
         quarantine.release("etcd", key)
         return
     quarantine.reject("etcd", key, Undecodable("not_leased", "expected a lock under a lease, received none"))
     await client.transaction(
-        compare=[client.transactions.mod(key.encode()) == found.mod_revision],
+        compare=[client.transactions.mod(key.encode()) == entry.mod_revision],
         success=[client.transactions.delete(key.encode())],
         failure=[],
     )

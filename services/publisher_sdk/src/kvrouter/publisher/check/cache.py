@@ -79,14 +79,14 @@ async def check_published_blocks(worker: WorkerUnderTest, probe: CacheProbe) -> 
 
     await worker.until(published)
     state = await worker.snapshot()
-    found = {block.sequence_hash for block in state.blocks}
+    resident = {block.sequence_hash for block in state.blocks}
     if not state.is_complete:
         raise CheckFailed(
             expected="a last chunk of GetRankState with last set",
             received=f"{len(state.blocks)} blocks without it",
             advice="set last in the last chunk: consumers drop a state that breaks off.",
         )
-    missing = [number for number, each in enumerate(expected) if each not in found]
+    missing = [number for number, each in enumerate(expected) if each not in resident]
     if missing:
         raise _missing(worker, probe, before, state, missing)
     return f"all {len(expected)} full blocks of the prompt"
@@ -217,10 +217,10 @@ async def _check_hit(worker: WorkerUnderTest, prompt: Sequence[int]) -> str:
 
 async def published_blocks(worker: WorkerUnderTest, prompt: Sequence[int], scope: Scope = _BASE_SCOPE) -> int:
     """Returns the number of leading blocks of a prompt in the rank's state."""
-    found = {block.sequence_hash for block in (await worker.snapshot()).blocks}
+    resident = {block.sequence_hash for block in (await worker.snapshot()).blocks}
     count = 0
     for each in _sequences(prompt, worker.block_size, scope):
-        if each not in found:
+        if each not in resident:
             break
         count += 1
     return count

@@ -108,8 +108,8 @@ async def check_published_loads(worker: WorkerUnderTest, messages: PublishedMess
     rank = worker.options.dp_rank
 
     def reports() -> list[LoadReport]:
-        found = [(each.rank.worker_id, each.rank.dp_rank) == (worker.worker_id, rank) for each in collected.reports]
-        return [each for each, is_ours in zip(collected.reports, found, strict=True) if is_ours]
+        matches = [(each.rank.worker_id, each.rank.dp_rank) == (worker.worker_id, rank) for each in collected.reports]
+        return [each for each, is_ours in zip(collected.reports, matches, strict=True) if is_ours]
 
     async def enough() -> bool | None:
         return True if len(reports()) >= _REPORTS else None

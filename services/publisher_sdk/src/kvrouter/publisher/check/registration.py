@@ -111,7 +111,7 @@ async def _registration(
     client: aetcd.Client, component: ComponentName, worker: WorkerUnderTest
 ) -> tuple[WorkerRegistration, int]:
     """Returns the registration with the worker's address, and its lease."""
-    found = []
+    endpoints = []
     for entry in await client.get_prefix(component.workers_prefix.encode()):
         worker_id = worker_id_of_key(entry.key.decode(errors="replace"))
         if worker_id is None:
@@ -126,13 +126,13 @@ async def _registration(
                     advice="see protos/kvrouter/v1/registry.proto.",
                 ) from None
             continue
-        found.append(registration.endpoint)
+        endpoints.append(registration.endpoint)
         if registration.endpoint == worker.endpoint or worker_id == worker.worker_id:
             _compare("endpoint", worker.endpoint, registration.endpoint)
             return registration, int(entry.lease)
     raise CheckFailed(
         expected=f"a registration with endpoint {worker.endpoint} below {component.workers_prefix}",
-        received=f"{', '.join(found) or 'none'}",
+        received=f"{', '.join(endpoints) or 'none'}",
         advice="register the address by which others reach the worker, and name that in --worker.",
     )
 

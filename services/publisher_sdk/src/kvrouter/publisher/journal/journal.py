@@ -196,9 +196,9 @@ def _encoded_notes(partial: bool, notes: Iterable[BlockNote]) -> bytes:
 
 
 def _read_notes(body: bytes) -> tuple[bool, list[BlockNote]]:
-    found = json.loads(body)
-    blocks = [(Scope(**scope), parts, engine_hashes) for scope, parts, engine_hashes in found["blocks"]]
-    return bool(found["partial"]), blocks
+    notes = json.loads(body)
+    blocks = [(Scope(**scope), parts, engine_hashes) for scope, parts, engine_hashes in notes["blocks"]]
+    return bool(notes["partial"]), blocks
 
 
 def _packed(events: Iterable[RecordedEvent], position: int) -> bytes:

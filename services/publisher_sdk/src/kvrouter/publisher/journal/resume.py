@@ -29,16 +29,16 @@ def recover_worker(config: WorkerConfig) -> dict[int, Recovered]:
     """Returns the recovered journals by rank; empty unless all ranks have one of the same incarnation and engine."""
     if config.journal_path is None:
         return {}
-    found = {}
+    journals = {}
     for rank in config.ranks:
         place = _place(config, config.journal_path, rank)
         try:
-            found[rank] = recover(place, _head(config, rank, 0), config.buffer_events, config.buffer_bytes)
+            journals[rank] = recover(place, _head(config, rank, 0), config.buffer_events, config.buffer_bytes)
         except Unusable as error:
             log.info("journal.not_recovered", path=str(place), reason=str(error))
             return {}
-    incarnations = {each.head.incarnation for each in found.values()}
-    return found if len(incarnations) == 1 else {}
+    incarnations = {each.head.incarnation for each in journals.values()}
+    return journals if len(incarnations) == 1 else {}
 
 
 def positions(config: WorkerConfig) -> dict[int, int]:
@@ -47,7 +47,7 @@ def positions(config: WorkerConfig) -> dict[int, int]:
     Call it before ``running``. A relay resumes if its engine can repeat all later messages. Otherwise call
     ``discard``, for the worker to begin a new incarnation.
     """
-    return {rank: found.position for rank, found in recover_worker(config).items()}
+    return {rank: journal.position for rank, journal in recover_worker(config).items()}
 
 
 def discard(config: WorkerConfig) -> None:
@@ -57,12 +57,14 @@ def discard(config: WorkerConfig) -> None:
             _place(config, config.journal_path, rank).unlink(missing_ok=True)
 
 
-def places(config: WorkerConfig, incarnation: int, found: Mapping[int, Recovered]) -> dict[int, JournalPath]:
+def places(config: WorkerConfig, incarnation: int, recovered: Mapping[int, Recovered]) -> dict[int, JournalPath]:
     """Returns the journal paths of a worker's ranks in an incarnation; empty without ``journal_path``."""
     if config.journal_path is None:
         return {}
     return {
-        rank: JournalPath(_place(config, config.journal_path, rank), _head(config, rank, incarnation), found.get(rank))
+        rank: JournalPath(
+            _place(config, config.journal_path, rank), _head(config, rank, incarnation), recovered.get(rank)
+        )
         for rank in config.ranks
     }
 
