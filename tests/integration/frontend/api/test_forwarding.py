@@ -242,6 +242,25 @@ async def test_a_refusal_of_the_engine_passes_unchanged(system: System, stack: A
     await system.until_idle()
 
 
+async def no_such_path(request: web.Request, body: Any) -> web.StreamResponse:
+    return web.Response(status=404)
+
+
+async def test_a_server_without_the_path_gives_way_to_another_and_alone_is_an_error_that_says_so(
+    system: System, stack: AsyncExitStack
+) -> None:
+    engines = [await start_engine(system, stack, number) for number in (1, 2)]
+    engines[0].respond = no_such_path
+    for _ in range(2):
+        response, received = await post(system, chat())
+        assert (response.status, received) == (200, WHOLE)
+    engines[1].respond = no_such_path
+    response, received = await post(system, chat())
+    assert response.status == 503
+    assert b"answers an empty 404 to /v1/chat/completions: check the URL of its OpenAI API" in received
+    await system.until_idle()
+
+
 async def test_a_request_that_an_engine_fails_is_retried_at_another(system: System, stack: AsyncExitStack) -> None:
     engines = [await start_engine(system, stack, number) for number in (1, 2)]
     engines[0].respond = fail

@@ -268,6 +268,8 @@ class EngineCalls:
                 if answer.status == HTTPStatus.UNAUTHORIZED and (key or self._is_authenticated):
                     # The credential that it refuses is not the client's.
                     raise DependencyAway("its OpenAI API refuses the Frontend: expected its key in --engine-keys-file")
+                if answer.status == HTTPStatus.NOT_FOUND and answer.content_length == 0:
+                    raise DependencyAway(f"its server answers an empty 404 to {path}: check the URL of its OpenAI API")
                 if self._is_authenticated and "Content-Encoding" in answer.headers:
                     raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
                 await read(answer, receiver)

@@ -189,7 +189,7 @@ class StaticDiscovery:
                     "static_worker.doubtful",
                     endpoint=worker.endpoint,
                     cause=f"it answers {status} to GET /v1/models",
-                    advice="Check its URL and port: chats get its answer.",
+                    advice="Check its URL and port.",
                 )
             self._register(component, worker, known, place).openai_endpoint = worker.endpoint
 
