@@ -29,7 +29,8 @@ class _Totals:
 
     def __str__(self) -> str:
         rate = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-        return f"{rate:.1%} of prompt tokens cached, {self.errors} errors"
+        # Short, so that the bar beside it fits 80 columns.
+        return f"{rate:.1%} cached, {self.errors} error{'' if self.errors == 1 else 's'}"
 
 
 @contextmanager
