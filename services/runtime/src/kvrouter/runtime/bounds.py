@@ -91,7 +91,17 @@ class _Use:
 
 
 class FairBound:
-    """The bound. It knows amounts and no requests."""
+    """A bound shared by tenants. It knows amounts and no requests.
+
+        share of a tenant = most * its weight / weights of all active tenants, itself included
+
+    A tenant is active while it has something in use, and for WANTING_S seconds after a refusal: otherwise a tenant
+    with everything in use and the most requests would win every free place.
+
+    Below FREE of the bound everybody is admitted. Above, only tenants within their share are, so a tenant in flood
+    leaves room for the others. Amounts in use are never taken back: a tenant above its share shrinks as its requests
+    end. An amount larger than the bound fits if nothing is in use.
+    """
 
     def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Starts empty; ``most`` is the limit, 0 for none, and ``clock`` returns seconds."""

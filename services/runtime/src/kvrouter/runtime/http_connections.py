@@ -107,7 +107,12 @@ class Stranger(Protocol):
 
 
 class StrangerTurns:
-    """The turns of the strangers of one port."""
+    """The turns of the strangers of one port: connections without a credential, or beyond its limits.
+
+    To refuse a request costs an HTTP server nearly as much as to serve one, so a flood of them would delay the served
+    requests. Strangers take turns: one for each request, as many a second as take a small part of the process's time.
+    A connection with a credential within its limits waits for none.
+    """
 
     def __init__(self, recognizes: Callable[[bytes], bool]) -> None:
         """``recognizes`` returns whether the beginning of a request shows a valid credential."""

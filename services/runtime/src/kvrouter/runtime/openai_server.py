@@ -27,7 +27,7 @@ class Unanswered(Exception):
 
 
 def is_openai_server(worker: WorkerRegistration) -> bool:
-    """Returns whether a worker has an OpenAI API and no WorkerService."""
+    """Returns whether a worker has an OpenAI API and no WorkerService: its endpoint is the URL of the API."""
     return bool(worker.openai_endpoint) and worker.endpoint == worker.openai_endpoint
 
 

@@ -123,6 +123,9 @@ _Address = tuple[socket.AddressFamily, tuple[str, int]]
 def shared_port(host: str, port: int) -> Iterator[int]:
     """Holds a port while the context lasts; yields its number. Child processes listen on it with ``SO_REUSEPORT``.
 
+    With ``SO_REUSEPORT`` the kernel spreads connections over all processes listening on a port, and admits any process
+    of the same user. So the port is first taken exclusively, and then held by a socket without listening.
+
     Args:
         host: Address to listen on; empty for all addresses.
         port: The port; 0 chooses a free one.
