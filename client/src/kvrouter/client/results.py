@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
 from kvrouter.v1.frontend_pb2 import Model as ModelMessage
+from kvrouter.v1.indexer_pb2 import RankState
 from kvrouter.v1.scheduler_pb2 import PotentialLoad as LoadMessage
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import FinishReason as FinishMessage
@@ -198,3 +199,23 @@ def _routing_of(info: RoutingInfo) -> Routing:
         decision_id=info.decision_id,
         ignored_overrides=tuple(info.ignored_overrides),
     )
+
+
+def rank_events(state: RankState) -> list[dict[str, Any]]:
+    """Returns one stored event for each block of a part of a rank's state, parents before children."""
+    return [
+        {
+            "worker_id": state.rank.worker_id,
+            "event": {
+                "event_id": number,
+                "data": {
+                    "stored": {
+                        "parent_hash": block.parent_engine_hash if block.HasField("parent_engine_hash") else None,
+                        "blocks": [{"block_hash": block.engine_hash, "tokens_hash": block.local_hash}],
+                    }
+                },
+                "dp_rank": state.rank.dp_rank,
+            },
+        }
+        for number, block in enumerate(state.blocks)
+    ]

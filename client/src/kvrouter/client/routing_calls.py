@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self, Unpack, cast
 
 from kvrouter.client.calls import Calls
-from kvrouter.client.dump import rank_events
 from kvrouter.client.errors import ClientClosed, WrongEventLoop
 from kvrouter.client.generation import Generation
 from kvrouter.client.options import (
@@ -31,6 +30,7 @@ from kvrouter.client.results import (
     model_of,
     output_of,
     potential_load_of,
+    rank_events,
 )
 from kvrouter.client.session import BookingSession
 from kvrouter.v1.errors import BadRequest

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
-from kvrouter.client.background_loop import background_loop
 from kvrouter.client.client import DEFAULT_RECONNECT_SECONDS, DEFAULT_TIMEOUT_SECONDS, Client
 from kvrouter.client.errors import ClientClosed
 from kvrouter.client.generation import Generation
@@ -208,3 +208,27 @@ class SyncClient:
         finally:
             # An interrupt of this thread must not leave the call running.
             running.cancel()
+
+
+class _LoopThread:
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        # A daemon, so that it does not keep the program from ending.
+        self.thread = threading.Thread(target=self.loop.run_forever, name="kvrouter clients", daemon=True)
+        self.thread.start()
+
+
+_lock = threading.Lock()
+_running: list[_LoopThread] = []
+
+
+def background_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of all blocking clients. The first call starts its thread, also after a fork.
+
+    It is never closed: grpc.aio delivers the events of all loops of a process through each of them, and fails in the
+    others when one is closed.
+    """
+    with _lock:
+        if not (_running and _running[-1].thread.is_alive()):
+            _running.append(_LoopThread())
+        return _running[-1].loop

@@ -12,10 +12,9 @@ from kvrouter.net.calls.errors import (
     OutcomeUnknown,
 )
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
-from kvrouter.net.calls.peer_check import Context, Peer, PeerCheck
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.calls.server import SERVICE, CallStreamServer
-from kvrouter.net.calls.server_call import ServerCall
+from kvrouter.net.calls.server_call import Context, Peer, PeerCheck, ServerCall
 
 __all__ = [
     "SERVICE",

@@ -12,8 +12,7 @@ from typing import Any
 import grpc.aio
 from kvrouter.net.calls.errors import ProtocolViolation
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
-from kvrouter.net.calls.peer_check import Context, Peer, PeerCheck
-from kvrouter.net.calls.server_call import Method, ServerCall, StreamingHandler, UnaryHandler
+from kvrouter.net.calls.server_call import Context, Method, Peer, PeerCheck, ServerCall, StreamingHandler, UnaryHandler
 from kvrouter.net.calls.server_connection import StreamConnection, refuse
 from kvrouter.net.logs import get_logger
 from kvrouter.v1 import calls_pb2

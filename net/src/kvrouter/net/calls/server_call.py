@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import grpc.aio
 from kvrouter.net.calls.errors import failure_of
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import CallFailure, CallResponseKind
@@ -136,3 +137,34 @@ class Method:
     """Full name, such as kvrouter.v1.IndexerService/FindMatches."""
     unary: UnaryHandler | None = None
     streaming: StreamingHandler | None = None
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Peer(Protocol):
+    """Who opened a connection, with the credential it showed."""
+
+    def open_stream(self, methods: Sequence[str]) -> None:
+        """Admits a peer of one of the methods, such as kvrouter.v1.IndexerService/FindMatches.
+
+        Raises:
+            KvRouterError: it may call none of them, or its credential is no longer valid.
+        """
+        ...
+
+    def check(self, method: str) -> None:
+        """Admits a peer to a method.
+
+        Raises:
+            KvRouterError: it may not call it.
+        """
+        ...
+
+
+class PeerCheck(Protocol):
+    """Finds out who calls."""
+
+    def peer(self, context: Context) -> Peer:
+        """Returns the peer of a call."""
+        ...

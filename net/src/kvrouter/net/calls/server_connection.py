@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc.aio
 from kvrouter.net.calls.errors import ProtocolViolation, parse
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
-from kvrouter.net.calls.peer_check import Context, Peer
-from kvrouter.net.calls.server_call import Method, ServerCall
+from kvrouter.net.calls.server_call import Context, Method, Peer, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.net.logs import get_logger
 from kvrouter.net.loop_budget import loop_budget

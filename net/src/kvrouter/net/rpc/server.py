@@ -9,7 +9,7 @@ import grpc.aio
 from kvrouter.net import trace_context
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer, PeerCheck
-from kvrouter.net.calls.peer_check import Context
+from kvrouter.net.calls.server_call import Context
 from kvrouter.net.http2.options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.standard_services import SERVICE as HEALTH_SERVICE
