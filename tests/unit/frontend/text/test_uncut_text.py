@@ -7,7 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvrouter.frontend.text import tokenizer as tokenizer_module
 from kvrouter.frontend.text import uncut_text
@@ -51,7 +51,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen": split(QWEN) | {"normalizer": {"type": "NFC"}},
     "gpt-oss": split(O200K),
     "deepseek": split(r"\p{N}{1,3}", r"[一-龥\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK),
-    "no words": {"normalizer": SPACES, "pre_tokenizer": None},
+    "no words": {"normalizer": SPACES, "pre_tokenizer": None, "unk_token": "<|endoftext|>"},
+    "dropped characters": {"normalizer": SPACES, "pre_tokenizer": None},
     "long digits": {"pre_tokenizer": {"type": "Digits", "individual_digits": False}},
     "metaspace": {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True}},
     "prepended": {
@@ -89,7 +90,9 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def family(model_files: dict[str, bytes], **changes: Any) -> ModelTokenizer:
-    definition = json.loads(model_files["tokenizer.json"]) | changes
+    definition = json.loads(model_files["tokenizer.json"])
+    definition["model"]["unk_token"] = changes.pop("unk_token", None)
+    definition |= changes
     return ModelTokenizer(json.dumps(definition).encode(), cache_bytes=1 << 20)
 
 
@@ -103,6 +106,7 @@ def test_slices_have_the_tokens_of_the_whole_text(model_files: dict[str, bytes],
     tokenizer = family(model_files, **FAMILIES[name])
 
     @settings(max_examples=60, deadline=None)
+    @example(text="0000 \x80ࠀ𐀀𐀀𐀀aaaaaaaaaaaaaaaaaaaaaaaaa00000 \x80ࠀ𐀀¡  aaaaaaaaaaaaaaaaaaaaaaaaa00000  ¡0000")
     @given(text=TEXTS)
     def check(text: str) -> None:
         encoded = completed(tokenizer.encode(text, special_tokens=False, limit=LIMIT))

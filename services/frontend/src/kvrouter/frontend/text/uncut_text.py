@@ -53,7 +53,8 @@ class UncutText:
         self._tokenizer = tokenizer
         self._cutter = cutter
         self._cuts_between_words = _is_local(definition)
-        self._cuts_words = self._cuts_between_words and _is_plain_bpe(definition.get("model") or {})
+        model = definition.get("model") or {}
+        self._cuts_words = self._cuts_between_words and _is_plain_bpe(model) and _keeps_characters(definition, model)
         added = tokenizer.get_added_tokens_decoder().values()
         self._after = _AFTER_SLICE + max((len(token.content) for token in added), default=0)
 
@@ -186,6 +187,14 @@ def _is_plain_bpe(model: Mapping[str, Any]) -> bool:
     """Returns whether the tokens of a word are those of merges alone."""
     changes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     return model.get("type") == "BPE" and not any(model.get(name) for name in changes)
+
+
+def _keeps_characters(definition: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Returns whether every character has a token. The places of tokens behind a dropped one are wrong."""
+    parts = types_of(definition.get("normalizer"), "normalizers") | types_of(
+        definition.get("pre_tokenizer"), "pretokenizers"
+    )
+    return "ByteLevel" in parts or model.get("unk_token") is not None
 
 
 def _members(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
