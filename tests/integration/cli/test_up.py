@@ -109,6 +109,12 @@ def body_of(response: str) -> Any:
     return json.loads(response[response.rindex("\n{") :])
 
 
+def has_whole_output(answer: Any) -> bool:
+    """Returns whether the output has its 8 tokens, or ended before at a length that the engine drew."""
+    tokens, reason = answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+    return (tokens, reason) == (8, "length") or (0 < tokens <= 8 and reason == "stop")
+
+
 async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +123,8 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         first, second = [body_of(await run(["sh", "-c", paste])) for _ in range(2)]
         assert "usage" in first, first
-        assert first["usage"]["completion_tokens"] == second["usage"]["completion_tokens"] == 8
+        assert has_whole_output(first)
+        assert has_whole_output(second)
         assert second["usage"]["prompt_tokens"] > 500
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
         report = await run(
@@ -163,7 +170,7 @@ async def test_parts_that_die_are_named_and_started_again(tmp_path: Path) -> Non
             await system.until_said(f"{name} ")
             await until(lambda service=service: any(service in command_line(child) for child in system.children()))
         answer = body_of(await run(["sh", "-c", f"{paste} --retry 30 --retry-all-errors --fail"]))
-        assert answer["usage"]["completion_tokens"] == 8
+        assert has_whole_output(answer)
         children = system.children()
         system.process.send_signal(signal.SIGINT)
         assert "nothing is left running" in await system.rest()
