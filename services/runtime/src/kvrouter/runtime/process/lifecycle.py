@@ -102,6 +102,9 @@ async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> in
     try:
         await main(stopping)
     except asyncio.CancelledError:
+        if not stopping.is_set():
+            # What it awaited was cancelled, not the service.
+            log.exception("service.failed")
         return 1
     except Exception as failure:
         known = _leaves(failure)
