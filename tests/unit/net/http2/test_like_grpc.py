@@ -158,9 +158,15 @@ BREAKING = {
     "a window that is too large": RESPONSE + settings({Setting.INITIAL_WINDOW_SIZE: 1 << 31}),
     "a continuation of nothing": RESPONSE + frame(Kind.CONTINUATION, b"", stream=1),
     "headers that cannot be decoded": RESPONSE + frame(Kind.HEADERS, b"\xff" * 40, flags=END_HEADERS, stream=1),
-    "a compressed message": RESPONSE + data(prefixed(b"x", compressed=1)) + ended("0"),
     "another protocol": b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20,
 }
+
+
+async def test_a_compressed_message_without_an_encoding_is_refused() -> None:
+    """gRPC 1.83 passes it on as it is."""
+    sent = RESPONSE + data(prefixed(b"x", compressed=1)) + ended("0")
+    async with asyncio.timeout(60), serving(saying(sent)) as port:
+        assert (await call_with_kvrouter(f"127.0.0.1:{port}")).code == BROKEN
 
 
 @pytest.mark.parametrize("sent", SAID.values(), ids=SAID)

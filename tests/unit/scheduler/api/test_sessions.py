@@ -207,7 +207,9 @@ async def test_a_connection_that_carries_many_sessions_ends_them_all() -> None:
         for number in range(5):
             await Client(client.scheduler, f"s{number}").open()
         assert parts.booking_leases.sessions == 5
-    assert parts.booking_leases.sessions == 0
+    async with asyncio.timeout(30):
+        while parts.booking_leases.sessions:
+            await asyncio.sleep(0.005)
 
 
 async def test_a_session_that_no_call_names_is_closed(transport: str) -> None:
