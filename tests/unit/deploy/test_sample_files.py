@@ -25,7 +25,9 @@ TABLES: dict[str, type[BaseModel]] = {
 }
 SETTINGS = (ServiceSettings, *TABLES.values(), SidecarSettings, RelaySettings, MockerSettings)
 NOT_SETTINGS = {"KVROUTER_CORE", "KVROUTER_CONFIG"}
-FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".json")
+FILES = sorted(
+    path for path in DEPLOY.rglob("*") if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".json"
+)
 
 
 def unknown_keys(options: dict[str, object]) -> set[str]:
