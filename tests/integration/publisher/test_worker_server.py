@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -34,6 +34,7 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateResponse,
 )
 
+from ...faults.wires import Wire
 from ...garbage import no_request_is_garbage
 from .worker_harness import EchoEngine, config, eventually, store
 
@@ -111,14 +112,17 @@ async def test_a_caller_that_goes_away_aborts_its_request(
     namespace: str, etcd_endpoint: str, nats_url: str, how: str
 ) -> None:
     engine = EchoEngine()
-    async with serving(engine, namespace, etcd_endpoint, nats_url) as (worker, calls, channel):
-        call = calls.generate(request([0, 1]), timeout=1 if how == "deadline" else None)
+    async with serving(engine, namespace, etcd_endpoint, nats_url) as (worker, _, _channel), AsyncExitStack() as stack:
+        wire = Wire(int(worker.endpoint.rpartition(":")[2]))
+        await stack.enter_async_context(wire.laid())
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(wire.address))
+        call = Calls(channel).generate(request([0, 1]), timeout=1 if how == "deadline" else None)
         await call.read()
         await engine.started.wait()
         if how == "cancel":
             call.cancel()
         elif how == "disconnect":
-            await channel.close()
+            wire.cut()
         await eventually(lambda: engine.aborted == ["r"] and engine.closed.is_set())
         assert not engine.running
         await eventually(lambda: worker.stats().requests == 0)

@@ -163,7 +163,7 @@ BREAKING = {
 
 
 async def test_a_compressed_message_without_an_encoding_is_refused() -> None:
-    """gRPC 1.83 passes it on as it is."""
+    """gRPC passes it on as it is."""
     sent = RESPONSE + data(prefixed(b"x", compressed=1)) + ended("0")
     async with asyncio.timeout(60), serving(saying(sent)) as port:
         assert (await call_with_kvrouter(f"127.0.0.1:{port}")).code == BROKEN

@@ -6,6 +6,9 @@ import random
 import time
 from dataclasses import dataclass
 
+ANSWER_SECONDS = 0.5
+"""The rest of a deadline that is kept for the answer, so the client learns why its request was not served."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
@@ -32,6 +35,11 @@ class Deadline:
     def expired(self) -> bool:
         """Whether the deadline has passed."""
         return self.at is not None and time.monotonic() >= self.at
+
+    def before_answer(self) -> float | None:
+        """Returns the seconds left for waiting, the rest being kept for the answer: None without a deadline."""
+        remaining = self.remaining()
+        return None if remaining is None else max(0.0, remaining - ANSWER_SECONDS)
 
     def within(self, seconds: float) -> Deadline:
         """Returns the earlier of this deadline and one a number of seconds from now, to limit a nested call."""

@@ -101,8 +101,6 @@ def _pinned() -> str:
 
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
-_ANSWER_SECONDS = 0.5
-"""The rest of the deadline for the answer, so the client learns why its request was not served."""
 
 
 class RestartWait:
@@ -124,8 +122,8 @@ class RestartWait:
     async def pause(self, deadline: Deadline) -> bool:
         """Waits a moment. Returns False, at once, if the time for waiting or the request's deadline is over."""
         left = self.limit_seconds - self._waited
-        if (until_deadline := deadline.remaining()) is not None:
-            left = min(left, until_deadline - _ANSWER_SECONDS)
+        if (until_answer := deadline.before_answer()) is not None:
+            left = min(left, until_answer)
         if left <= 0:
             return False
         pause = min(self._pauses.failed(), left)

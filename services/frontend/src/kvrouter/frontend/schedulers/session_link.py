@@ -168,7 +168,7 @@ class SchedulerLink:
                     self._release(request.booking)
                     raise self._unanswered() from None
                 except (NotFound, UnknownModel, NoWorkers):
-                    if time.monotonic() >= self._young_until:
+                    if time.monotonic() >= self._young_until or deadline.before_answer() == 0:
                         raise
                     await asyncio.sleep(_REASSERT_SECONDS)
                     continue
