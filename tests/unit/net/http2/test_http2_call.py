@@ -70,12 +70,13 @@ def test_a_call_begins_with_its_path_and_metadata() -> None:
 def test_messages_arrive_whole_however_they_are_cut(messages: list[bytes], chunks: list[int], payload: int) -> None:
     made, received = call()
     stream = b"".join(map(prefixed, messages))
-    payload = max(payload, len(stream) // 500)  # More frames without a message would be a flood.
+    # More frames without a message, or reads without a frame, would be a flood.
+    payload = max(payload, len(stream) // 400)
     sent = opened() + b"".join(data(stream[start : start + payload]) for start in range(0, len(stream), payload))
     sent += ended("0")
     position = 0
     while position < len(sent):
-        size = chunks[position % len(chunks)]
+        size = max(chunks[position % len(chunks)], len(sent) // 400)
         made.receive(sent[position : position + size])
         position += size
     assert received == messages
