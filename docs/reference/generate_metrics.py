@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from kvrouter.core import MemoryBudget
+from kvrouter.engines.relay.metrics import RelayMetrics
 from kvrouter.frontend.access.following import FollowedKeys
 from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.access.refusals import Refusals
@@ -22,7 +23,6 @@ from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
-from kvrouter.relay.metrics import RelayMetrics
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery

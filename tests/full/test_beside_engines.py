@@ -28,7 +28,7 @@ def test_the_sdk_runs_beside_the_pins_of_an_engine(
     probe = (sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--no-deps", "--ignore-installed", "xxhash")
     if subprocess.run(probe, check=False, capture_output=True).returncode:
         pytest.skip("needs a package registry")
-    environment = Environment(tmp_path, wheels, "kvrouter-publisher", list(PINS[engine]), extras="[zmq]")
+    environment = Environment(tmp_path, wheels, "kvrouter-engines", list(PINS[engine]))
     installed = environment.versions()
     for pinned in map(Requirement, PINS[engine]):
         version = installed.get(canonicalize_name(pinned.name))
@@ -36,5 +36,5 @@ def test_the_sdk_runs_beside_the_pins_of_an_engine(
     environment.run("-m", "pip", "check")
     environment.run(str(PROGRAMS / "publisher.py"), nats_url, etcd_endpoint)
     environment.run("-m", "kvrouter.publisher.check", "--help")
-    for module in ("zmq_publisher", "adapters.translation", "adapters.tensorrt_llm", "adapters.zmq_events"):
-        environment.run("-c", f"import kvrouter.publisher.{module}")
+    for module in ("zmq_publisher", "translation", "tensorrt_llm", "zmq_events"):
+        environment.run("-c", f"import kvrouter.engines.events.{module}")

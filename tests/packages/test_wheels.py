@@ -21,7 +21,10 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-LIBRARIES = ("kvrouter-protos", "kvrouter-core", "kvrouter-net", "kvrouter-publisher", "kvrouter-client")
+LIBRARIES = (
+    *("kvrouter-protos", "kvrouter-core", "kvrouter-net", "kvrouter-publisher", "kvrouter-engines"),
+    "kvrouter-client",
+)
 DEVELOPMENT = frozenset({"kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator"})
 """Packages of kvrouter-devstack."""
 NEEDS_EXTRA = "needs an extra that is not installed: pip install 'kvrouter[devstack]'"

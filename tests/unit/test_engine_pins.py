@@ -14,14 +14,14 @@ from packaging.version import Version
 from ..packages.engine_pins import PINS
 
 ROOT = Path(__file__).parents[2]
-OURS = ("protos", "core", "net", "services/publisher_sdk")
+OURS = ("protos", "core", "net", "services/publisher_sdk", "services/engines")
 
 
 def required() -> list[Requirement]:
     found = []
     for folder in OURS:
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
-        found += [*project["dependencies"], *project.get("optional-dependencies", {}).get("zmq", ())]
+        found += project["dependencies"]
     return [each for each in map(Requirement, found) if not each.name.startswith("kvrouter-")]
 
 

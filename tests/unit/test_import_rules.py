@@ -21,16 +21,27 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "publisher": ("kvrouter.v1", "kvrouter.core", "kvrouter.net"),
     # Released apart, into programs that call a Frontend. It offers the router only where the services are installed.
     "client": ("kvrouter.v1", "kvrouter.router"),
-    "runtime": ("kvrouter.v1", "kvrouter.core", "kvrouter.net"),
+    # All that is known of particular engines. It installs into one, as the SDK does.
+    "engines": ("kvrouter.v1", "kvrouter.core", "kvrouter.net", "kvrouter.publisher"),
+    # Options and static workers name engines and their keys.
+    "runtime": (
+        *("kvrouter.v1", "kvrouter.core", "kvrouter.net"),
+        *("kvrouter.engines.fields", "kvrouter.engines.keys", "kvrouter.engines.openai_server"),
+    ),
     "indexer": SERVICE,
     "scheduler": SERVICE,
-    "frontend": SERVICE,
+    # Requests to engines, never their events.
+    "frontend": (
+        *SERVICE,
+        *("kvrouter.engines.chats", "kvrouter.engines.fields", "kvrouter.engines.keys"),
+        *("kvrouter.engines.openai_server", "kvrouter.engines.transfers"),
+    ),
     # A process beside an engine.
-    "relay": (*SERVICE, "kvrouter.publisher"),
+    "relay": (*SERVICE, "kvrouter.publisher", "kvrouter.engines"),
     # The same, and it serves the engine's requests.
-    "sidecar": (*SERVICE, "kvrouter.publisher", "kvrouter.relay"),
+    "sidecar": (*SERVICE, "kvrouter.publisher", "kvrouter.engines"),
     # An engine as the SDK sees one.
-    "mocker": (*SERVICE, "kvrouter.publisher"),
+    "mocker": (*SERVICE, "kvrouter.publisher", "kvrouter.engines"),
     # Reads which policies there are, to name a run's mode.
     "devtools": (*SERVICE, "kvrouter.scheduler.policies.catalogue"),
     # Puts the Scheduler's own code between engine models.
@@ -50,11 +61,6 @@ COMPOSING = frozenset({"cli", "router"})
 
 FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "net": {
-        "engine_chats": (),
-        "engine_fields": (),
-        "engine_keys": ("secret_files",),
-        "engine_salts": (),
-        "engine_transfers": (),
         "flood_budget": (),
         "logs": (),
         "loop_budget": (),
@@ -79,7 +85,6 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "deadline": (),
         "http_connections": (),
         "kv_transfer": (),
-        "openai_server": (),
         "packed_hashes": (),
         "request_fields": (),
         "contracts": ("deadline",),
@@ -88,7 +93,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "telemetry": ("bounds", "http_connections", "http_server", "version"),
         "tracing": ("config", "version"),
         "rpc": ("deadline", "telemetry", "tracing"),
-        "discovery": ("config", "contracts", "deadline", "openai_server", "rpc"),
+        "discovery": ("config", "contracts", "deadline", "rpc"),
         "overview": ("contracts", "deadline", "discovery", "rpc"),
         "process": ("config", "discovery", "rpc", "telemetry", "tracing"),
     },
@@ -99,9 +104,6 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "events": ("errors",),
         "journal": ("config", "errors"),
         "publishing": ("errors", "events", "journal"),
-        "adapters": ("errors", "events", "publishing"),
-        "zmq_sockets": ("adapters", "errors"),
-        "zmq_publisher": ("errors", "events", "zmq_sockets"),
         "serving": ("errors",),
         # Checks a worker from outside.
         "check": ("config", "errors", "journal"),
@@ -117,6 +119,19 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
             "serving",
             "worker_server",
         ),
+    },
+    "engines": {
+        "chats": (),
+        "fields": (),
+        "keys": (),
+        "openai_server": (),
+        "salts": (),
+        "transfers": (),
+        "events": ("salts",),
+        # Follows the event sockets of an engine.
+        "relay": ("events",),
+        # Calls the HTTP API of an engine.
+        "servers": ("events", "fields", "openai_server", "relay", "salts", "transfers"),
     },
     "indexer": {
         "index": (),
@@ -172,19 +187,13 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "settings": ("schedulers", "text"),
     },
     "relay": {
-        "sequence": (),
-        "engine_sockets": (),
         "settings": (),
-        "rank_relay": ("engine_sockets", "sequence"),
-        "relaying": ("engine_sockets", "rank_relay"),
-        "metrics": ("relaying",),
     },
     "sidecar": {
-        "engines": (),
-        "settings": ("engines",),
-        "engine_options": ("engines", "settings"),
-        "served_engine": ("engines",),
-        "supervisor": ("engine_options", "engines", "served_engine"),
+        "settings": (),
+        "engine_options": ("settings",),
+        "served_engine": (),
+        "supervisor": ("engine_options", "served_engine"),
         "metrics": ("supervisor",),
     },
     "mocker": {

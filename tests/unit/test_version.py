@@ -26,7 +26,7 @@ DISTRIBUTIONS = {manifest(path)["project"]["name"]: path for path in sorted(MANI
 
 
 def test_every_distribution_is_checked() -> None:
-    others = ("client", "core", "devstack", "net", "protos", "publisher")
+    others = ("client", "core", "devstack", "engines", "net", "protos", "publisher")
     assert set(DISTRIBUTIONS) == {"kvrouter", *(f"kvrouter-{name}" for name in others)}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 import zmq
 import zmq.asyncio
+from kvrouter.engines.events.zmq_events import Dialect
+from kvrouter.engines.events.zmq_messages import EventMessage, encode_sequence, read_published, read_replayed
 from kvrouter.mocker.serving.http import ServedEngine
-from kvrouter.publisher.adapters.zmq_events import Dialect
-from kvrouter.publisher.adapters.zmq_messages import EventMessage, encode_sequence, read_published, read_replayed
 from kvrouter.v1.common_pb2 import CopyCounting
 
 from ...unit.publisher.adapters.engine_frames import Engine

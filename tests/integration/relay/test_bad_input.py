@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 import pytest
-from kvrouter.relay import engine_sockets
+from kvrouter.engines.relay import engine_sockets
 
 from ...faults.wires import Wire
 from .engine import Engine, Relay, relaying, removed, settings, stored, until

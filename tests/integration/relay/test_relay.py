@@ -14,11 +14,11 @@ import pytest
 import zmq.asyncio
 from kvrouter.core import Scope
 from kvrouter.devtools.system.ports import free_port, free_ports
+from kvrouter.engines.events.zmq_events import Batch, Dialect, decode_batch
+from kvrouter.engines.events.zmq_messages import encode_sequence, read_published
+from kvrouter.engines.events.zmq_publisher import ZmqPublisher
 from kvrouter.net.etcd import connect
 from kvrouter.net.loop_budget import PASS_US
-from kvrouter.publisher.adapters.zmq_events import Batch, Dialect, decode_batch
-from kvrouter.publisher.adapters.zmq_messages import encode_sequence, read_published
-from kvrouter.publisher.zmq_publisher import ZmqPublisher
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -495,7 +495,7 @@ async def test_a_long_message_is_applied_by_a_thread(
         decoders[len(payload)] = threading.current_thread() is threading.main_thread()
         return decode_batch(payload, dialect)
 
-    monkeypatch.setattr("kvrouter.relay.rank_relay.decode_batch", decode)
+    monkeypatch.setattr("kvrouter.engines.relay.rank_relay.decode_batch", decode)
     async with beside(engine) as relay:
         await relay.is_connected()
         await engine.publish(stored([1], 0))

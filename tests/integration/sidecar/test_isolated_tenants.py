@@ -15,9 +15,9 @@ import aiohttp
 import grpc.aio
 import pytest
 from kvrouter.core import Scope, local_hashes
+from kvrouter.engines.fields import INTERNAL, ROUTED
 from kvrouter.frontend.access.key_file import TenantEntry
 from kvrouter.mocker.serving.http import ServedEngine
-from kvrouter.net.engine_fields import INTERNAL, ROUTED
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1 import frontend_pb2_grpc
 from kvrouter.v1.common_pb2 import BlockScope

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import aiohttp
 from aiohttp import web
+from kvrouter.engines.servers.http import EngineHttp
 from kvrouter.net import trace_context
-from kvrouter.sidecar.engines.http import EngineHttp
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

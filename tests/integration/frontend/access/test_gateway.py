@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.net.engine_fields import HARMLESS, INTERNAL, ROUTED
+from kvrouter.engines.fields import HARMLESS, INTERNAL, ROUTED
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.names import ComponentName
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvrouter.engines.fields import HARMLESS, HARMLESS_OPTIONS, INTERNAL, INTERNAL_PART_FIELDS
 from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.refusals import RuleBroken
-from kvrouter.net.engine_fields import HARMLESS, HARMLESS_OPTIONS, INTERNAL, INTERNAL_PART_FIELDS
 
 SCHEMAS = json.loads((Path(__file__).parents[2] / "net" / "engine_schemas.json").read_text())
 CHATS = "/v1/chat/completions"

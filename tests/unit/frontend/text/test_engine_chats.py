@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from kvrouter.net.engine_chats import chat_rule
+from kvrouter.engines.chats import chat_rule
 
 from ....byte_tokenizer import write_byte_tokenizer
 from ....tool_chats import STORED, digest, generate, prompt_ids, templates_of

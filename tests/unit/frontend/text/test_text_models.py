@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvrouter.engines.chats import chat_rule
 from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.text.text_models import TextModels
-from kvrouter.net.engine_chats import chat_rule
 from kvrouter.v1.errors import BadRequest, NotReady
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry

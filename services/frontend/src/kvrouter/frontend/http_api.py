@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import aiohttp
 import structlog
 from aiohttp import web
+from kvrouter.engines.keys import EngineKeys
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
@@ -37,7 +38,6 @@ from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
-from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import KvRouterError, UnknownModel
 from kvrouter.v1.frontend_pb2 import ListModelsRequest, Model

@@ -7,12 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+from kvrouter.engines.fields import INTERNAL
+from kvrouter.engines.keys import EngineKeys
 from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tool_formats import ToolFormatName
-from kvrouter.net.engine_fields import INTERNAL
-from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.net.model_files import NAMES
 from kvrouter.runtime.config.fields import ENGINE_KEYS_FILE, EngineKeysFile, can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings

@@ -18,9 +18,9 @@ from typing import Any
 import aiohttp
 import structlog
 from aiohttp import web
+from kvrouter.engines.transfers import SGLANG_TRANSFER
 from kvrouter.mocker.rooms import PrefillRooms, await_prefill
 from kvrouter.mocker.serving.errors import ApiError
-from kvrouter.net.engine_transfers import SGLANG_TRANSFER
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.runtime.kv_transfer import KvTransfer

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
+from kvrouter.engines.events.translation import TranslationOptions
+from kvrouter.engines.relay.engine_sockets import EndpointRefused, Endpoints
+from kvrouter.engines.relay.metrics import RelayMetrics
+from kvrouter.engines.relay.relaying import EventSource, RelayedRanks, relaying
 from kvrouter.publisher import worker as sdk
-from kvrouter.publisher.adapters.translation import TranslationOptions
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
-from kvrouter.relay.engine_sockets import EndpointRefused, Endpoints
-from kvrouter.relay.metrics import RelayMetrics
-from kvrouter.relay.relaying import EventSource, RelayedRanks, relaying
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import aiohttp
-from kvrouter.net.engine_keys import EngineKeys
-from kvrouter.relay.metrics import RelayMetrics
+from kvrouter.engines.keys import EngineKeys
+from kvrouter.engines.relay.metrics import RelayMetrics
+from kvrouter.engines.servers.http import EngineHttp
 from kvrouter.runtime.telemetry.connections import CallerMetrics, expose_servers
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.sidecar.engine_options import options_of_engines
-from kvrouter.sidecar.engines.http import EngineHttp
 from kvrouter.sidecar.metrics import SidecarMetrics
 from kvrouter.sidecar.settings import SidecarSettings
 from kvrouter.sidecar.supervisor import EngineSupervisor

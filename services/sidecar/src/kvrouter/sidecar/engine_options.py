@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvrouter.publisher.adapters.translation import TranslationOptions
+from kvrouter.engines.events.translation import TranslationOptions
+from kvrouter.engines.relay.relaying import EventSource
+from kvrouter.engines.servers.description import EngineDescription, Overrides
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.relay.relaying import EventSource
 from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.tracing import tracer
-from kvrouter.sidecar.engines.description import EngineDescription, Overrides
 from kvrouter.sidecar.settings import SidecarSettings
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.names import ComponentName

@@ -9,14 +9,14 @@ from contextlib import aclosing
 
 import aiohttp
 import structlog
+from kvrouter.engines.servers.api import EngineApi, EngineCall
+from kvrouter.engines.servers.description import EngineDescription
+from kvrouter.engines.servers.event_stream import EventStream, EventTooLarge
+from kvrouter.engines.servers.failures import EngineFailed, refusal_of_status
+from kvrouter.engines.servers.http import EngineAway, EngineHttp, UnexpectedAnswer, read_body
 from kvrouter.net.loop_budget import loop_budget
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.runtime.tracing import Kind, span
-from kvrouter.sidecar.engines.api import EngineApi, EngineCall
-from kvrouter.sidecar.engines.description import EngineDescription
-from kvrouter.sidecar.engines.event_stream import EventStream, EventTooLarge
-from kvrouter.sidecar.engines.failures import EngineFailed, refusal_of_status
-from kvrouter.sidecar.engines.http import EngineAway, EngineHttp, UnexpectedAnswer, read_body
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 

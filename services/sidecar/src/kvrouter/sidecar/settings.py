@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from kvrouter.engines.servers.description import NO_EVENTS
+from kvrouter.engines.servers.detection import EngineKindOption
 from kvrouter.runtime.config.fields import (
     ENGINE_KEYS_FILE,
     EngineKeysFile,
@@ -14,8 +16,6 @@ from kvrouter.runtime.config.fields import (
     check_socket_endpoint,
 )
 from kvrouter.runtime.config.settings import Name, ServiceSettings
-from kvrouter.sidecar.engines.description import NO_EVENTS
-from kvrouter.sidecar.engines.detection import EngineKindOption
 from pydantic import Field, field_validator, model_validator
 
 _PER_ENGINE = ("kv_events", "kv_replay", "engine_advertise", "bootstrap_endpoint")

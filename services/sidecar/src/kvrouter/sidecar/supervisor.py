@@ -8,17 +8,17 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import structlog
+from kvrouter.engines.relay.engine_sockets import EndpointRefused, ReplayFailed
+from kvrouter.engines.relay.relaying import RelayedRanks, relaying
+from kvrouter.engines.servers.api import EngineApi
+from kvrouter.engines.servers.description import EngineDescription, NotDiscovered, describe
+from kvrouter.engines.servers.detection import detect
+from kvrouter.engines.servers.http import EngineAway, EngineHttp, UnexpectedAnswer
+from kvrouter.engines.servers.pushed_load import following
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.errors import DescriptorMismatch, InvalidConfig
 from kvrouter.publisher.worker_server import WorkerServer
-from kvrouter.relay.engine_sockets import EndpointRefused, ReplayFailed
-from kvrouter.relay.relaying import RelayedRanks, relaying
 from kvrouter.sidecar.engine_options import EngineOptions
-from kvrouter.sidecar.engines.api import EngineApi
-from kvrouter.sidecar.engines.description import EngineDescription, NotDiscovered, describe
-from kvrouter.sidecar.engines.detection import detect
-from kvrouter.sidecar.engines.http import EngineAway, EngineHttp, UnexpectedAnswer
-from kvrouter.sidecar.engines.pushed_load import following
 from kvrouter.sidecar.served_engine import ServedEngine
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol
 
+from kvrouter.engines.fields import HARMLESS
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
@@ -19,7 +20,6 @@ from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.key_file import TenantEntry
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals, RuleBroken
-from kvrouter.net.engine_fields import HARMLESS
 from kvrouter.runtime.rpc import Metadata
 from kvrouter.v1.errors import KvRouterError, PermissionDenied
 

@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
-from kvrouter.net.engine_fields import (
+from kvrouter.engines.fields import (
     HARMLESS,
     HARMLESS_OPTIONS,
     INTERNAL_PART_FIELDS,
     INTERNAL_TEMPLATE_FIELDS,
 )
+from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
 
 _MOST_NAMED = 8
 _MOST_CHARACTERS = 64

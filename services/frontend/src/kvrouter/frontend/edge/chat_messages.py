@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrouter.net.engine_chats import ChatRule
+from kvrouter.engines.chats import ChatRule
 from kvrouter.v1.errors import BadRequest
 
 MAX_MESSAGES = 65_536

@@ -13,8 +13,8 @@ import re
 from typing import Any
 
 import msgspec
+from kvrouter.engines.transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
 from kvrouter.frontend.edge.token_list import encode_token_ids
-from kvrouter.net.engine_transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
 from kvrouter.v1.worker_pb2 import SamplingOptions, TransferParams
 
 _COMPLETIONS = "/v1/completions"

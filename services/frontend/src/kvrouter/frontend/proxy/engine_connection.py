@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from kvrouter.engines.openai_server import connection_failure
 from kvrouter.net.calls import NotSent
 from kvrouter.net.loop_budget import loop_budget
-from kvrouter.runtime.openai_server import connection_failure
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 
 _CONNECT_SECONDS = 10.0

@@ -15,6 +15,9 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from kvrouter.engines.fields import HARMLESS_HEADERS, quotes_internal, shown_failure
+from kvrouter.engines.keys import EngineKeys
+from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
@@ -43,11 +46,8 @@ from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net import trace_context
 from kvrouter.net.calls import OutcomeUnknown
-from kvrouter.net.engine_fields import HARMLESS_HEADERS, quotes_internal, shown_failure
-from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.openai_server import is_alive, is_openai_server
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

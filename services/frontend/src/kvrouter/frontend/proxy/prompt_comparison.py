@@ -14,10 +14,10 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 import structlog
+from kvrouter.engines.keys import EngineKeys
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
-from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.v1.errors import BadRequest, KvRouterError
 from kvrouter.v1.registry_pb2 import WorkerRegistration

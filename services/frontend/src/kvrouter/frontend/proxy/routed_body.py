@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.chat_request import MAX_STRUCTURE
 from kvrouter.frontend.edge.json_body import decode_json
@@ -24,7 +25,6 @@ from kvrouter.frontend.request.validation import check_vocabulary
 from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.text_models import TextModels
-from kvrouter.net.engine_fields import has_salt
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError, Overloaded, RateLimited
 from kvrouter.v1.frontend_pb2 import RoutedOn

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+from kvrouter.engines.fields import HARMLESS_HEADERS, ROUTED
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_engine_request
 from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, RoutedBody
 from kvrouter.frontend.text.client_work import ClientWork, Lane
 from kvrouter.net import trace_context
-from kvrouter.net.engine_fields import HARMLESS_HEADERS, ROUTED
 from kvrouter.runtime.discovery.directory import ComponentView
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])

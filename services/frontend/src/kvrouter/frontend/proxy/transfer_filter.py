@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 import msgspec
+from kvrouter.engines.fields import TRANSFER_RESULTS, quotes_internal, shown_failure
 from kvrouter.frontend.proxy.event_reader import EventReader
-from kvrouter.net.engine_fields import TRANSFER_RESULTS, quotes_internal, shown_failure
 from kvrouter.v1.errors import DependencyAway
 
 _NAMES = "|".join(TRANSFER_RESULTS).encode()

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from kvrouter.net.engine_transfers import SGLANG_TRANSFER
+from kvrouter.engines.transfers import SGLANG_TRANSFER
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Rank, Role
 from kvrouter.v1.registry_pb2 import WorkerRegistration

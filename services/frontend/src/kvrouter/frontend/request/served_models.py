@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_model
 from kvrouter.frontend.request.validation import resolve_model
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.openai_server import is_openai_server
 from kvrouter.v1.errors import NoWorkers, UnknownModel
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvrouter.core import TokenBuffer, first_token_outside
+from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.openai_server import is_openai_server
 from kvrouter.runtime.request_fields import check_request_id
 from kvrouter.v1.common_pb2 import Role, RoutingConstraints, RoutingOverrides, Stage
 from kvrouter.v1.errors import BadRequest, PromptTooLong, UnknownModel

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
+from kvrouter.engines.chats import chat_rule
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.tokenizer import encode
 from kvrouter.mocker.tools import asked_tool
-from kvrouter.net.engine_chats import chat_rule
 
 
 class StreamOptions(msgspec.Struct):

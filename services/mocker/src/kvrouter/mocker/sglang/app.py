@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from kvrouter.engines.events.zmq_sockets import EventSockets
 from kvrouter.mocker.app import make_drivers
 from kvrouter.mocker.driver import Publish
 from kvrouter.mocker.rooms import PrefillRooms
@@ -16,7 +17,6 @@ from kvrouter.mocker.sglang.errors import error_body
 from kvrouter.mocker.sglang.events import SglangPublisher, describe, make_sockets
 from kvrouter.mocker.sglang.load import TOPIC, LoadPublisher, base_endpoint
 from kvrouter.mocker.sglang.server import SglangOptions, SglangServer, is_open
-from kvrouter.publisher.zmq_sockets import EventSockets
 from kvrouter.runtime.process.lifecycle import StartRefused
 from prometheus_client import CollectorRegistry
 

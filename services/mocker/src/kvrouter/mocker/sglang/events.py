@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+from kvrouter.engines.events.zmq_sockets import EventSockets
 from kvrouter.mocker.engine.types import CacheEvent, Cleared, Removed, Stored
 from kvrouter.mocker.serving.kv_events import KvEventsConfig
-from kvrouter.publisher.zmq_sockets import EventSockets
 
 
 def make_sockets(config: KvEventsConfig, dp_rank: int, *, host: str) -> EventSockets:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from kvrouter.engines.events.zmq_sockets import EventSockets
 from kvrouter.mocker.driver import EngineDriver
 from kvrouter.mocker.serving.kv_events import KvEventsConfig
-from kvrouter.publisher.zmq_sockets import EventSockets
 
 TOPIC = "load"
 _INTERVAL_SECONDS = 0.05

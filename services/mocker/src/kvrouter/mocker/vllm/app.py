@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from kvrouter.engines.events.zmq_publisher import ZmqPublisher
 from kvrouter.mocker.app import make_drivers
 from kvrouter.mocker.driver import Publish
 from kvrouter.mocker.serving.http import ServedEngine, address_of, reachable, running, serving_engine_api
@@ -14,7 +15,6 @@ from kvrouter.mocker.vllm.errors import error_body
 from kvrouter.mocker.vllm.events import make_publisher, publish_to, source
 from kvrouter.mocker.vllm.server import VllmOptions, VllmServer, is_open
 from kvrouter.mocker.vllm.transfers import KvTransfers
-from kvrouter.publisher.zmq_publisher import ZmqPublisher
 from prometheus_client import CollectorRegistry
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvrouter.core import Scope as CoreScope
+from kvrouter.engines.events.zmq_publisher import ZmqPublisher
 from kvrouter.mocker.driver import Publish
 from kvrouter.mocker.engine.types import CacheEvent, Cleared, Removed, Stored
 from kvrouter.mocker.serving.kv_events import KvEventsConfig
-from kvrouter.publisher.zmq_publisher import ZmqPublisher
 
 
 def make_publisher(config: KvEventsConfig, dp_rank: int, *, block_size: int, host: str) -> ZmqPublisher:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from kvrouter.net.engine_keys import EngineKeys
+from kvrouter.engines.keys import EngineKeys
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import InvalidName, check_name
 from pydantic import AfterValidator

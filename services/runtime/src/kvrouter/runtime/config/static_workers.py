@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrouter.net.engine_fields import EngineName
+from kvrouter.engines.fields import EngineName
 from kvrouter.runtime.config.fields import AddressOrUrl, Name, RoleOption, is_url
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 

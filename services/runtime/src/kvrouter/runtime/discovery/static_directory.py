@@ -18,13 +18,13 @@ import grpc.aio
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.engines.openai_server import Unanswered, served_models
 from kvrouter.net.etcd import Snapshot
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.fields import ROLES, is_url
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, StaticWorker
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.openai_server import Unanswered, served_models
 from kvrouter.runtime.rpc.client import open_channel, remote
 from kvrouter.v1 import scheduler_pb2, worker_pb2
 from kvrouter.v1.common_pb2 import Component

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import aiohttp
 import structlog
 from kvrouter.core import Scope, local_hashes
+from kvrouter.engines.keys import EngineKeys
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.model_metrics import MetricsByModel
@@ -28,7 +29,6 @@ from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
-from kvrouter.net.engine_keys import EngineKeys
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.packed_hashes import local_hashes_message

@@ -1,0 +1,1 @@
+"""Follows the event sockets of an engine and publishes its KV events."""

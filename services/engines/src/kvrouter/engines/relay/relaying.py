@@ -1,0 +1,116 @@
+"""Publishes the events of an engine as those of a worker, whatever serves the worker's requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvrouter.engines.events.translation import EventTranslator, TranslationOptions
+from kvrouter.engines.events.zmq_events import Dialect
+from kvrouter.engines.relay.engine_sockets import Endpoints, EngineSockets
+from kvrouter.engines.relay.rank_relay import RankRelay, Start, read_start
+from kvrouter.publisher import worker as sdk
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.publisher.journal.resume import discard, positions
+from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+
+_NO_POSITION = -1
+
+RelayedRank: TypeAlias = tuple[RankRelay, EventTranslator, RankPublisher]
+"""The parts of a relayed rank."""
+RelayedRanks: TypeAlias = dict[int, RelayedRank]
+"""Those of each rank of a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where and how an engine publishes."""
+
+    endpoints: Mapping[int, Endpoints]
+    """By data-parallel rank."""
+    dialect: Dialect
+    """Whose event format the engine has."""
+    queued_messages: int
+    """Messages queued in each subscription; further ones are replayed."""
+    replay_seconds: float
+    """Longest time between two messages of a replay."""
+
+
+@asynccontextmanager
+async def relaying(
+    config: WorkerConfig,
+    source: EventSource,
+    options: TranslationOptions,
+    parts: RelayedRanks,
+    on_connection: Callable[[], None],
+    *,
+    engine: sdk.StepEngine | sdk.Engine | None = None,
+    wait_for_engine: bool = True,
+) -> AsyncIterator[sdk.Worker]:
+    """Runs a worker with the engine's events while the context lasts. Asks the engine's replay sockets first.
+
+    Args:
+        config: The worker.
+        source: Where its engine publishes.
+        options: Facts about the engine, missing in its events.
+        parts: Filled with the parts of each rank.
+        on_connection: Called when a rank's publisher connected or disconnected.
+        engine: Serves the worker's requests; none refuses them.
+        wait_for_engine: Whether the first answer of a replay socket may take any time, for a loading engine.
+
+    Raises:
+        DescriptorMismatch: the worker does not match its component.
+        EndpointRefused: an endpoint cannot be used.
+        ReplayFailed: a replay socket does not answer, or with something else.
+    """
+    async with AsyncExitStack() as stack:
+        sockets = {
+            dp_rank: await stack.enter_async_context(
+                EngineSockets(endpoints, high_water_mark=source.queued_messages, replay_seconds=source.replay_seconds)
+            )
+            for dp_rank, endpoints in source.endpoints.items()
+        }
+        starts = await _read_starts(sockets, positions(config), wait_for_engine=wait_for_engine)
+        if not all(start.resumes for start in starts.values()):
+            discard(config)
+        worker = await stack.enter_async_context(sdk.running(config, engine))
+        if not worker.resumed:
+            starts = await _read_starts(sockets, {}, starts, wait_for_engine=wait_for_engine)
+        for dp_rank in source.endpoints:
+            publisher = worker.rank(dp_rank)
+            translator = EventTranslator(publisher, options)
+            relay = RankRelay(dp_rank, sockets[dp_rank], translator, source.dialect, on_connection)
+            parts[dp_rank] = relay, translator, publisher
+        async with asyncio.TaskGroup() as tasks:
+            following = [tasks.create_task(relay.run(starts[rank])) for rank, (relay, _, _) in parts.items()]
+            try:
+                yield worker
+            finally:
+                for task in following:
+                    task.cancel()
+
+
+async def _read_starts(
+    sockets: dict[int, EngineSockets],
+    known: dict[int, int],
+    former: dict[int, Start] | None = None,
+    *,
+    wait_for_engine: bool,
+) -> dict[int, Start]:
+    """Returns the start of each rank, from its journal's position if it is known.
+
+    Starts in ``former`` from the engine's oldest message on are kept.
+    """
+    starts = {}
+    for dp_rank, each in sockets.items():
+        start = former.get(dp_rank) if former else None
+        if start is not None and start.position >= 0:
+            if start.rest is not None:
+                await start.rest.aclose()
+            start = None
+        position = known.get(dp_rank, _NO_POSITION)
+        starts[dp_rank] = start or await read_start(each, position, wait_for_engine=wait_for_engine)
+    return starts

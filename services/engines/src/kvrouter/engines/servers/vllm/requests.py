@@ -1,0 +1,241 @@
+"""Converts requests to vLLM's completions with token ids, and its answers to outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from kvrouter.engines.salts import engine_salt
+from kvrouter.engines.servers.api import EngineCall
+from kvrouter.engines.servers.description import EngineDescription
+from kvrouter.engines.servers.event_stream import END
+from kvrouter.engines.servers.failures import EngineFailed, error_in, refusal_of_code
+from kvrouter.engines.servers.http import as_json
+from kvrouter.engines.servers.json_options import (
+    engine_options,
+    json_schema,
+    no_constraint,
+    refuse_several_sequences,
+    transfer_parameters,
+)
+from kvrouter.engines.transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
+from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.worker_pb2 import (
+    FinishReason,
+    GenerateOutput,
+    StructuredOutput,
+    TopLogprobs,
+    TransferParams,
+    WorkerServiceGenerateRequest,
+)
+
+_PATH = "/v1/completions"
+_FINISH = {
+    "stop": FinishReason.FINISH_REASON_STOP,
+    "length": FinishReason.FINISH_REASON_LENGTH,
+    "abort": FinishReason.FINISH_REASON_ABORT,
+    "error": FinishReason.FINISH_REASON_ERROR,
+}
+_SAMPLING = (*("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),)
+
+_ABSENT = msgspec.Raw()
+_ID_PREFIX = "token_id:"
+_NOTHING = (b"", b"null")
+"""Encodings of a field that is absent or null."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    token_ids: list[TokenId] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: TokenId | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    kv_transfer_params: msgspec.Raw = _ABSENT
+    error: msgspec.Raw = _ABSENT
+    object: str = ""
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
+    """Returns a request as a completion. A prefill is not streamed, because only then its parameters are returned.
+
+    Raises:
+        RequestRefused: the engine cannot serve it.
+    """
+    is_prefill = request.stage == Stage.STAGE_PREFILL
+    body = engine_options(request.sampling_options, "vllm")
+    body |= _sampling(request)
+    body |= {
+        "model": request.scope.lora_name or engine.model,
+        "prompt": list(request.token_ids),
+        "add_special_tokens": False,
+        "stream": not is_prefill,
+        "return_token_ids": True,
+        "request_id": request.request_id,
+    }
+    if not is_prefill:
+        body["stream_options"] = {"include_usage": True}
+    if request.priority:
+        body["priority"] = request.priority
+    if salt := engine_salt(request.scope):
+        body["cache_salt"] = salt
+    transfer = _transfer(request, is_prefill=is_prefill)
+    if transfer is not None:
+        body["kv_transfer_params"] = transfer
+    headers = {"X-data-parallel-rank": str(request.dp_rank)} if len(engine.ranks) > 1 else {}
+    return EngineCall(_PATH, as_json(body), CompletionReader(), headers)
+
+
+def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
+    options, stop = request.sampling_options, request.stop_conditions
+    refuse_several_sequences(options)
+    body: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING if options.HasField(name)}
+    if options.HasField("top_k"):
+        body["top_k"] = options.top_k or -1
+    if options.logprobs:
+        body["logprobs"] = options.logprobs - 1
+        # Otherwise the alternatives have texts, of which several tokens may have the same.
+        body["return_tokens_as_token_ids"] = True
+    if options.HasField("structured_output"):
+        body["structured_outputs"] = _structured_output(options.structured_output)
+    body["max_tokens"] = 1 if request.stage == Stage.STAGE_PREFILL else stop.max_tokens
+    if stop.min_tokens:
+        body["min_tokens"] = min(stop.min_tokens, body["max_tokens"])
+    if stop.stop_token_ids:
+        body["stop_token_ids"] = list(stop.stop_token_ids)
+    if stop.ignore_eos:
+        body["ignore_eos"] = True
+    if stop.stop:
+        body["stop"] = list(stop.stop)
+    return body
+
+
+def _structured_output(constraint: StructuredOutput) -> dict[str, Any]:
+    match constraint.WhichOneof("constraint"):
+        case "json_schema":
+            return {"json": json_schema(constraint)}
+        case "json_object":
+            return {"json_object": True}
+        case "regex":
+            return {"regex": constraint.regex}
+        case "choice":
+            return {"choice": list(constraint.choice.texts)}
+        case "grammar":
+            return {"grammar": constraint.grammar}
+    raise no_constraint()
+
+
+def _transfer(request: WorkerServiceGenerateRequest, *, is_prefill: bool) -> dict[str, Any] | None:
+    if not request.HasField("transfer_params"):
+        return dict(START_OF_VLLM_TRANSFER) if is_prefill else None
+    parameters = transfer_parameters(request, VLLM_TRANSFER)
+    return START_OF_VLLM_TRANSFER | parameters if is_prefill else parameters
+
+
+class CompletionReader:
+    """Reads the answer to a completion, streamed or whole.
+
+    The number of cached tokens follows the last token, so the last output is kept until it or the end has come.
+    """
+
+    def __init__(self) -> None:
+        self._last: GenerateOutput | None = None
+        self._cached_tokens: int | None = None
+        self._ended = False
+
+    def read(self, data: bytes) -> Iterator[GenerateOutput]:
+        """Yields the outputs of one event, or of a whole answer.
+
+        Raises:
+            RequestRefused: it reports an error, or is malformed.
+        """
+        if data == END:
+            yield from self.end()
+            return
+        try:
+            answer = _decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise EngineFailed(f"the engine sent a malformed output: {error}") from None
+        if bytes(answer.error) not in _NOTHING or answer.object == "error":
+            raise error_in(data) or refusal_of_code(500, "no message")
+        if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
+            self._cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
+        for choice in answer.choices:
+            if self._last is not None or self._ended:
+                raise EngineFailed("the engine sent output after the end of the request")
+            output = _output(choice)
+            if output is None:
+                continue
+            if output.finish_reason:
+                self._last = output
+            else:
+                yield output
+        parameters = bytes(answer.kv_transfer_params)
+        if self._last is not None and parameters not in _NOTHING:
+            self._last.transfer_params.CopyFrom(TransferParams(format=VLLM_TRANSFER, payload=parameters))
+
+    def end(self) -> Iterator[GenerateOutput]:
+        """Yields the last output.
+
+        Raises:
+            RequestRefused: there is none.
+        """
+        if self._ended:
+            return
+        if self._last is None:
+            raise EngineFailed("the engine ended its answer before the request was finished")
+        self._ended = True
+        last, self._last = self._last, None
+        if self._cached_tokens is not None:
+            last.cached_tokens = self._cached_tokens
+        yield last
+
+
+def _output(choice: _Choice) -> GenerateOutput | None:
+    """Returns the output of a choice; None if it has neither tokens nor an end."""
+    if choice.token_ids is None and choice.text:
+        raise EngineFailed("the engine returns text without token ids: use a vLLM that knows return_token_ids")
+    tokens = choice.token_ids or []
+    # Newer releases may have further reasons, which are all kinds of a regular end.
+    finish = _FINISH.get(choice.finish_reason, FinishReason.FINISH_REASON_STOP) if choice.finish_reason else None
+    if not tokens and finish is None:
+        return None
+    output = GenerateOutput(token_ids=tokens, finish_reason=finish)
+    if choice.logprobs is not None and choice.logprobs.token_logprobs:
+        output.logprobs.extend(each or 0.0 for each in choice.logprobs.token_logprobs)
+        output.top_logprobs.extend(_top(each or {}) for each in choice.logprobs.top_logprobs or ())
+    return output
+
+
+def _top(alternatives: dict[str, float]) -> TopLogprobs:
+    """Returns alternatives whose tokens are written as ``token_id:ID``, in descending order."""
+    found = TopLogprobs()
+    for token, logprob in sorted(alternatives.items(), key=lambda item: -item[1]):
+        token_id = token.removeprefix(_ID_PREFIX)
+        if token_id.isdigit() and int(token_id) < 1 << 32:
+            found.token_ids.append(int(token_id))
+            found.logprobs.append(logprob)
+    return found
