@@ -27,7 +27,7 @@ async def test_a_sidecar_passes_the_conformance_kit(
     async with engine.started(), beside(namespace, etcd_endpoint, nats_url, engine.url, load_seconds=0.3) as sidecar:
         await sidecar.ready()
         check = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.publisher.check", "--worker", sidecar.worker.endpoint),
+            *(sys.executable, "-m", "kvrouter.devtools.conformance", "--worker", sidecar.worker.endpoint),
             *("--component", f"{namespace}/workers", "--etcd", etcd_endpoint, "--nats", nats_url),
             stdout=asyncio.subprocess.PIPE,
         )

@@ -37,7 +37,7 @@ async def test_from_nothing_to_a_routed_request(tmp_path: Path) -> None:
                 assert json.loads(first)["choices"][0]["token_ids"] == [1, 2, 3]
                 second = json.loads(await guide.run("curl"))
                 assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
-                checks = await guide.run("publisher.check")
+                checks = await guide.run("devtools.conformance")
                 assert checks.splitlines()[-1] == "17 passed, 0 failed, 3 skipped"
                 assert "kvrouter/small" in await guide.run("kvrouter top")
             await system.interrupt()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import typer
 from kvrouter.cli.main import app
+from kvrouter.devtools.conformance.__main__ import parser as check_parser
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
-from kvrouter.publisher.check.__main__ import parser as check_parser
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.sources import _parser
 from kvrouter.scheduler.settings import SchedulerSettings

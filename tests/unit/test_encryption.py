@@ -14,8 +14,6 @@ EXEMPT = {
     "net/src/kvrouter/net/tls/channel.py",
     "net/src/kvrouter/net/tls/listening.py",
     "net/src/kvrouter/net/etcd/secure_client.py",
-    # Checks one worker from the same machine.
-    "services/publisher_sdk/src/kvrouter/publisher/check/worker_under_test.py",
 }
 
 

@@ -42,8 +42,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "sidecar": (*SERVICE, "kvrouter.publisher", "kvrouter.engines"),
     # An engine as the SDK sees one.
     "mocker": (*SERVICE, "kvrouter.publisher", "kvrouter.engines"),
-    # Reads which policies there are, to name a run's mode.
-    "devtools": (*SERVICE, "kvrouter.scheduler.policies.catalogue"),
+    # Reads which policies there are, to name a run's mode. The conformance kit compares with the SDK's state.
+    "devtools": (*SERVICE, "kvrouter.scheduler.policies.catalogue", "kvrouter.publisher"),
     # Puts the Scheduler's own code between engine models.
     "simulator": (
         *SERVICE,
@@ -105,8 +105,6 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "journal": ("config", "errors"),
         "publishing": ("errors", "events", "journal"),
         "serving": ("errors",),
-        # Checks a worker from outside.
-        "check": ("config", "errors", "journal"),
         "model_files": ("config",),
         "worker_server": ("errors", "model_files", "publishing", "serving"),
         "worker": (
@@ -217,6 +215,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "settings": ("poison", "serving"),
     },
     "devtools": {
+        # Checks a worker from outside.
+        "conformance": (),
         "system": (),
         "traces": (),
         "replay": ("traces",),

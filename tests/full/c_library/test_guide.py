@@ -38,7 +38,7 @@ async def test_from_nothing_to_a_routed_request() -> None:
                 # The Indexer learns of the blocks from NATS, shortly after the first request.
                 second = json.loads(await guide.until("curl", lambda output: overlap_of(output) == 2))
                 assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
-                checks = await guide.run("publisher.check")
+                checks = await guide.run("devtools.conformance")
                 assert checks.splitlines()[-1] == "16 passed, 0 failed, 4 skipped", checks
                 await engine.interrupt()
             await system.interrupt()

@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from kvrouter.devtools.conformance.results import CheckResult
+from kvrouter.devtools.conformance.suite import run_checks
+from kvrouter.devtools.conformance.worker_under_test import CheckOptions
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.publisher.check.results import CheckResult
-from kvrouter.publisher.check.suite import run_checks
-from kvrouter.publisher.check.worker_under_test import CheckOptions
 from kvrouter.publisher.worker import running
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.names import ComponentName
 
-from ..worker_harness import EchoEngine, config
+from ...publisher.worker_harness import EchoEngine, config
 from .faulty_worker import BLOCK, MAX_MODEL_LEN, Fault, FaultyEngine, serving
 
 WITHOUT_SERVERS = {"registration", "events over NATS", "loads over NATS", "restart"}
@@ -178,7 +178,7 @@ async def test_the_mocker_passes_every_check(namespace: str, etcd_endpoint: str,
     mocker = Mocker(*names, "--worker-id", "7", "--clock-factor", "10", "--drain-seconds", "0.1")
     async with mocker.keeping_up():
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.publisher.check", "--worker", mocker.endpoint, "--json"),
+            *(sys.executable, "-m", "kvrouter.devtools.conformance", "--worker", mocker.endpoint, "--json"),
             *("--component", f"{namespace}/workers", "--etcd", etcd_endpoint, "--nats", nats_url),
             *("--any-adapter", "--restart-command", f"kill {mocker.pid}"),
             stdout=asyncio.subprocess.PIPE,
@@ -201,7 +201,7 @@ async def test_the_mocker_passes_every_check(namespace: str, etcd_endpoint: str,
 async def test_a_failed_check_is_printed_and_fails_the_command() -> None:
     async with serving("no hits") as endpoint:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.publisher.check", "--worker", endpoint, "--seconds", "1"),
+            *(sys.executable, "-m", "kvrouter.devtools.conformance", "--worker", endpoint, "--seconds", "1"),
             *("--restart-command", "true"),
             stdout=asyncio.subprocess.PIPE,
         )

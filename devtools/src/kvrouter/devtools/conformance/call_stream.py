@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from kvrouter.devtools.conformance.cache import CacheProbe, check_finish
+from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
+from kvrouter.devtools.conformance.worker_under_test import CLIENT_ERRORS, Output, WorkerUnderTest, add_piece
 from kvrouter.net.calls import CallStreamClient
-from kvrouter.publisher.check.cache import CacheProbe, check_finish
-from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import CLIENT_ERRORS, Output, WorkerUnderTest, add_piece
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest, WorkerServiceGenerateResponse

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import grpc
 from kvrouter.core import EventRecorder, Scope, local_hashes, sequence_hashes
-from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import CLIENT_ERRORS, Output, RankSnapshot, WorkerUnderTest
+from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
+from kvrouter.devtools.conformance.worker_under_test import CLIENT_ERRORS, Output, RankSnapshot, WorkerUnderTest
 from kvrouter.publisher.errors import InvalidEvent
 from kvrouter.publisher.journal.journal import replay
 from kvrouter.v1.events_pb2 import LoadReport

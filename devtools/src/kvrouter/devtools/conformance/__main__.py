@@ -1,4 +1,4 @@
-"""Entry point of ``python -m kvrouter.publisher.check``, which checks a running worker."""
+"""Entry point of ``python -m kvrouter.devtools.conformance``, which checks a running worker."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from kvrouter.publisher.check.results import CheckResult, as_json, as_text
-from kvrouter.publisher.check.suite import run_checks
-from kvrouter.publisher.check.worker_under_test import CheckOptions
+from kvrouter.devtools.conformance.results import CheckResult, as_json, as_text
+from kvrouter.devtools.conformance.suite import run_checks
+from kvrouter.devtools.conformance.worker_under_test import CheckOptions
 from kvrouter.v1.names import ComponentName
 
 
@@ -48,7 +48,7 @@ def _say(text: str) -> None:
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the options."""
     made = argparse.ArgumentParser(
-        prog="python -m kvrouter.publisher.check",
+        prog="python -m kvrouter.devtools.conformance",
         description="Checks that a worker does what the contract says. It should have no other traffic meanwhile.",
     )
     known = CheckOptions(worker="")

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import nats
 from google.protobuf.message import DecodeError
+from kvrouter.devtools.conformance.cache import CacheProbe
+from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
+from kvrouter.devtools.conformance.worker_under_test import CheckOptions, WorkerUnderTest
 from kvrouter.net.nats.client import TolerantClient
-from kvrouter.publisher.check.cache import CacheProbe
-from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import CheckOptions, WorkerUnderTest
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvrouter.publisher.check.cache import CacheProbe
-from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import WorkerUnderTest
+from kvrouter.devtools.conformance.cache import CacheProbe
+from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
+from kvrouter.devtools.conformance.worker_under_test import WorkerUnderTest
 
 
 async def check_load(worker: WorkerUnderTest, probe: CacheProbe) -> str:

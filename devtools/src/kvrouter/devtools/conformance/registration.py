@@ -6,11 +6,11 @@ import aetcd
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
+from kvrouter.devtools.conformance.worker_under_test import WorkerUnderTest
 from kvrouter.net.decoding import Undecodable
 from kvrouter.net.etcd import AWAY, connect
 from kvrouter.net.etcd.registry_entries import read_descriptor, read_worker
-from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import WorkerUnderTest
 from kvrouter.publisher.config import HASH_SCHEME
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration

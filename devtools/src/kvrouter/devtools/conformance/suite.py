@@ -6,20 +6,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 import grpc.aio
-from kvrouter.publisher.check import cache, requests
-from kvrouter.publisher.check.cache import CacheProbe
-from kvrouter.publisher.check.call_stream import check_call_stream
-from kvrouter.publisher.check.load import check_load
-from kvrouter.publisher.check.messages import (
+from kvrouter.devtools.conformance import cache, requests
+from kvrouter.devtools.conformance.cache import CacheProbe
+from kvrouter.devtools.conformance.call_stream import check_call_stream
+from kvrouter.devtools.conformance.load import check_load
+from kvrouter.devtools.conformance.messages import (
     PublishedMessages,
     check_published_events,
     check_published_loads,
     collecting,
 )
-from kvrouter.publisher.check.registration import check_reachable, check_registration
-from kvrouter.publisher.check.restart import check_restart
-from kvrouter.publisher.check.results import CheckFailed, CheckResult, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import CheckOptions, WorkerUnderTest
+from kvrouter.devtools.conformance.registration import check_reachable, check_registration
+from kvrouter.devtools.conformance.restart import check_restart
+from kvrouter.devtools.conformance.results import CheckFailed, CheckResult, CheckSkipped
+from kvrouter.devtools.conformance.worker_under_test import CheckOptions, WorkerUnderTest
 
 _Check = Callable[[], Awaitable[str]]
 """Returns the observed behaviour; raises CheckFailed or CheckSkipped."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+from kvrouter.devtools.conformance.cache import CacheProbe, published_blocks
+from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
+from kvrouter.devtools.conformance.worker_under_test import RankSnapshot, WorkerUnderTest
 from kvrouter.net.etcd import AWAY, connect
-from kvrouter.publisher.check.cache import CacheProbe, published_blocks
-from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import RankSnapshot, WorkerUnderTest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 

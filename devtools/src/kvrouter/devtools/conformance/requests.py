@@ -7,9 +7,15 @@ from typing import Any
 
 import grpc
 from kvrouter.core import Scope
-from kvrouter.publisher.check.cache import CacheProbe
-from kvrouter.publisher.check.results import CheckFailed, CheckSkipped
-from kvrouter.publisher.check.worker_under_test import CLIENT_ERRORS, Output, WorkerUnderTest, add_piece, read_output
+from kvrouter.devtools.conformance.cache import CacheProbe
+from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
+from kvrouter.devtools.conformance.worker_under_test import (
+    CLIENT_ERRORS,
+    Output,
+    WorkerUnderTest,
+    add_piece,
+    read_output,
+)
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
