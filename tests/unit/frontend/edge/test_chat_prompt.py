@@ -87,3 +87,11 @@ def test_a_message_that_cannot_be_continued_is_an_error(
     with pytest.raises(BadRequest) as caught:
         rendered(model, template, USER, final, continue_final_message=True, **fields)
     assert caught.value.info.field == "continue_final_message"
+
+
+def test_a_chat_of_too_many_objects_is_refused_before_it_is_decoded() -> None:
+    body = b'{"model": "m", "messages": [' + b"{}," * 1_000_000
+    with pytest.raises(BadRequest, match="brackets and commas"):
+        parse_chat(body)
+    with pytest.raises(BadRequest, match="body: "):
+        parse_chat(body[:1_900_000])

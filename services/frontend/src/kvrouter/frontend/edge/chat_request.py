@@ -6,16 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
-from kvrouter.frontend.edge.json_body import decode_json
+from kvrouter.frontend.edge.json_body import check_structure, decode_json
 from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.tool_choice import forced_schema, read_tool_use
 from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput
-
-MAX_STRUCTURE = 2_000_000
-"""Maximum number of brackets and commas, because an object takes a hundred times their size in memory."""
 
 
 class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -85,10 +82,7 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
     Raises:
         BadRequest: it is not JSON, or a field is missing, unknown, out of range or not supported; the error names it.
     """
-    if len(body) > MAX_STRUCTURE and body.count(b"{") + body.count(b"[") + body.count(b",") > MAX_STRUCTURE:
-        raise BadRequest(
-            f"body: more than {MAX_STRUCTURE} brackets and commas", field="messages", advice="Send a shorter chat."
-        )
+    check_structure(body)
     fields = decode_json(_FIELDS, body)
     fields.check(prompts=1)
     check_top_logprobs(fields.top_logprobs or 0, "top_logprobs")

@@ -15,6 +15,10 @@ T = TypeVar("T")
 MAX_FIELDS_BYTES = 256 << 10
 """Maximum size of a body without its prompt, because the decoded Python objects take many times its size."""
 
+MAX_STRUCTURE = 2_000_000
+"""Maximum number of brackets and commas of a chat, because an object takes a hundred times their size in memory."""
+_COUNTED_BYTES = 256 << 10
+"""Bytes in which brackets and commas are counted before another thread may have the GIL: some 0.2 ms."""
 _MAX_TEXT = 512
 _AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>.*)`$", re.DOTALL)
@@ -53,6 +57,24 @@ def decode_json(
     if flaw := json_flaw(body):
         raise BadRequest(f"body: {flaw}"[:_MAX_TEXT], advice="Send each field of an object once.")
     return decoded
+
+
+def check_structure(encoded: bytes | bytearray) -> None:
+    """Checks that decoding a chat, or a part of it, takes a bounded amount of memory.
+
+    Raises:
+        BadRequest: it has too many brackets and commas.
+    """
+    if len(encoded) <= MAX_STRUCTURE:
+        return
+    found = 0
+    for start in range(0, len(encoded), _COUNTED_BYTES):
+        part = encoded[start : start + _COUNTED_BYTES]
+        found += part.count(b"{") + part.count(b"[") + part.count(b",")
+    if found > MAX_STRUCTURE:
+        raise BadRequest(
+            f"body: more than {MAX_STRUCTURE} brackets and commas", field="messages", advice="Send a shorter chat."
+        )
 
 
 def check_uint64(value: int | None, field: str) -> None:

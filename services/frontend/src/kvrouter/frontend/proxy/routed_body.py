@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
-from kvrouter.frontend.edge.chat_request import MAX_STRUCTURE
-from kvrouter.frontend.edge.json_body import decode_json
+from kvrouter.frontend.edge.json_body import check_structure, decode_json
 from kvrouter.frontend.edge.prompt_list import parse_prompts
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
@@ -271,8 +270,7 @@ def _objects(raw: _Raw) -> list[dict[str, Any]]:
     encoded = _given(raw)
     if not encoded:
         return []
-    if sum(encoded.count(mark) for mark in (b"{", b"[", b",")) > MAX_STRUCTURE:
-        raise BadRequest(f"more than {MAX_STRUCTURE} brackets and commas")
+    check_structure(encoded)
     return decode_json(_OBJECTS, encoded)
 
 

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrouter.frontend.text.client_work import SLICE
 from kvrouter.frontend.text.prefix_cache import Cutter
@@ -37,6 +37,18 @@ _TRIED_TOKENS = 512
 _TRIED_CUTS = 3
 _WINDOW = 32
 """Characters before and after a cut a normalizer may join."""
+
+
+class _Slice(NamedTuple):
+    """A part of a text, tokenized."""
+
+    encoding: Encoding
+    ids: list[int]
+    """Its tokens. The library makes a new list each time it is asked for them."""
+    end: int
+    """Where it ends in the text."""
+    is_cut: bool
+    """Whether that is at the end of the text or a cut."""
 
 
 class UncutText:
@@ -78,35 +90,39 @@ class UncutText:
         Raises:
             BadRequest: a part cannot be divided and is too long.
         """
-        head, end, is_cut = self._slice(text, start)
-        while not is_cut:
-            for index, place in islice(self._cuts(text, start, end, head), _TRIED_CUTS):
-                following, following_end, following_is_cut = self._slice(text, place)
+        head = self._slice(text, start)
+        while not head.is_cut:
+            for index, place in islice(self._cuts(text, start, head), _TRIED_CUTS):
+                following = self._slice(text, place)
                 if following.ids[:1] == head.ids[index : index + 1]:
                     yield place - start, packed(head.ids[:index])
-                    start, head, end, is_cut = place, following, following_end, following_is_cut
+                    start, head = place, following
                     break
             else:
-                head, end = self._longer_slice(text, start, end, head.ids[:1], field)
-                is_cut = True
-        yield end - start, packed(head.ids)
-        return end
+                head = self._longer_slice(text, start, head, field)
+        yield head.end - start, packed(head.ids)
+        return head.end
 
-    def _slice(self, text: str, start: int) -> tuple[Encoding, int, bool]:
-        """Returns a slice tokenized, where it ends, and whether that is at the end of the text or a cut."""
+    def _slice(self, text: str, start: int) -> _Slice:
+        """Returns the next slice."""
         end = min(start + SLICE + self._after, len(text))
         cut = self._cutter.next_cut(text, start, end)
         if cut is not None:
             end = cut
-        encoded = self._tokenizer.encode(text[start:end], add_special_tokens=False)
-        return encoded, end, cut is not None or end == len(text)
+        return self._tokenized(text[start:end], end, is_cut=cut is not None or end == len(text))
 
-    def _longer_slice(self, text: str, start: int, end: int, first: Sequence[int], field: str) -> tuple[Encoding, int]:
-        """Returns all that lies before the next cut tokenized, and where it ends. ``first`` is its first token.
+    def _tokenized(self, text: str, end: int, *, is_cut: bool) -> _Slice:
+        # Unlike ``encode``, the library gives up the GIL for a batch.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return _Slice(encoding, encoding.ids, end, is_cut)
+
+    def _longer_slice(self, text: str, start: int, head: _Slice, field: str) -> _Slice:
+        """Returns all that lies before the next cut, of which ``head`` is the begin, as one slice.
 
         Raises:
             BadRequest: it is too long.
         """
+        end = head.end
         cut: int | None = None
         while cut is None and end < len(text):
             if end - start > MAX_UNCUT_CHARACTERS:
@@ -115,21 +131,22 @@ class UncutText:
             end = min(end + SLICE, len(text))
             cut = self._cutter.next_cut(text, before - self._after, end)
         end = end if cut is None else cut
-        encoded = self._tokenizer.encode(text[start:end], add_special_tokens=False)
-        if first and list(encoded.ids[:1]) != list(first):
+        whole = self._tokenized(text[start:end], end, is_cut=True)
+        if head.ids and whole.ids[:1] != head.ids[:1]:
             raise _indivisible(field)  # The cut at its begin was exact only for a shorter text.
-        return encoded, end
+        return whole
 
-    def _cuts(self, text: str, start: int, end: int, head: Encoding) -> Iterator[tuple[int, int]]:
+    def _cuts(self, text: str, start: int, head: _Slice) -> Iterator[tuple[int, int]]:
         """Yields numbers of tokens of a slice before which the text may be cut, and these places in the text."""
         if not self._cuts_between_words or not head.ids:
             return
-        last = end - self._after
-        final_word = head.token_to_word(len(head.ids) - 1)
+        last = head.end - self._after
+        encoding, final_token = head.encoding, len(head.ids) - 1
+        final_word = encoding.token_to_word(final_token)
         within_words: list[tuple[int, int]] = []
         tried = 0
-        for index in range(len(head.ids) - 1, 0, -1):
-            before, after = head.token_to_chars(index - 1), head.token_to_chars(index)
+        for index in range(final_token, 0, -1):
+            before, after = encoding.token_to_chars(index - 1), encoding.token_to_chars(index)
             if before is None or after is None or start + after[0] > last:
                 continue
             tried += 1
@@ -138,13 +155,13 @@ class UncutText:
             place = start + after[0]
             if before[1] != after[0] or not self._is_local_at(text, place):
                 continue
-            if head.token_to_word(index - 1) != head.token_to_word(index):
+            if encoding.token_to_word(index - 1) != encoding.token_to_word(index):
                 yield index, place
             elif len(within_words) < _TRIED_CUTS and text[place : place + 1].strip():
                 within_words.append((index, place))
         # Only a word that goes on to the end of the slice has no other cut near.
         if self._cuts_words:
-            yield from (each for each in within_words if head.token_to_word(each[0]) == final_word)
+            yield from (each for each in within_words if encoding.token_to_word(each[0]) == final_word)
 
     def _is_local_at(self, text: str, place: int) -> bool:
         """Returns whether neither white space nor the normalizer joins the characters before and after a place."""
