@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -10,6 +11,8 @@ import pytest
 from kvrouter.frontend.workers.connection import WorkerConnection
 from kvrouter.net.calls import CallStreamCounts, NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.error_encoding import set_error
+from kvrouter.v1.errors import DependencyAway
 
 
 class Failed:
@@ -33,6 +36,53 @@ async def test_a_request_is_not_sent_to_a_worker_that_cannot_be_connected_to() -
     receiver = Failed()
     connection.generate(b"", receiver, deadline=Deadline.after(60))
     assert isinstance(await asyncio.wait_for(receiver.error, 60), NotSent)
+    await connection.close()
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """The port of a worker that fails requests with their text as the message, with or without a reason."""
+
+    async def generate(request: bytes, context: Any) -> None:
+        if request == b"with a reason":
+            set_error(context, DependencyAway("the engine starts"))
+        else:
+            context.set_code(grpc.StatusCode.UNAVAILABLE)
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("kvrouter.v1.WorkerService", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield port
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("request_bytes", [b"with a reason", b"without"])
+async def test_a_worker_that_answers_that_it_is_away_has_answered(port: int, request_bytes: bytes) -> None:
+    connection = WorkerConnection(f"127.0.0.1:{port}", "tester", CallStreamCounts())
+    receiver = Failed()
+    connection.generate(request_bytes, receiver, deadline=Deadline.after(60))
+    error = await asyncio.wait_for(receiver.error, 60)
+    assert isinstance(error, DependencyAway)
+    assert not isinstance(error, OutcomeUnknown)
+    await connection.close()
+
+
+async def test_a_connection_reported_lost_after_its_call_is_lost(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = WorkerConnection(f"127.0.0.1:{port}", "tester", CallStreamCounts())
+    asked: list[grpc.ChannelConnectivity] = []
+
+    async def report_change(state: grpc.ChannelConnectivity) -> None:
+        asked.append(state)
+
+    await connection.probe()
+    assert connection._is_channel_ready
+    monkeypatch.setattr(connection._channel, "wait_for_state_change", report_change)
+    receiver = Failed()
+    connection.generate(b"without", receiver, deadline=Deadline.after(60))
+    assert isinstance(await asyncio.wait_for(receiver.error, 60), OutcomeUnknown)
+    assert asked == [grpc.ChannelConnectivity.READY]
     await connection.close()
 
 

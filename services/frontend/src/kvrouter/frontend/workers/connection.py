@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from enum import Enum
 from typing import Any, Protocol, cast
 
@@ -26,6 +26,8 @@ _PROBE_SECONDS = 30.0
 """Timeout of one probe call, seconds. A worker is suspected long before; a lost call is made again."""
 _ABORT_SECONDS = 1.0
 """Timeout of an abort, which delays the retry of its request, seconds. A worker that is gone refuses it at once."""
+_LOSS_SECONDS = 0.5
+"""Longest time between the failure of a call and the report that its connection was lost, seconds."""
 _NO_ANSWER = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
 )
@@ -169,11 +171,23 @@ class WorkerConnection:
                     receiver.on_response(response)
             receiver.on_end()
         except DependencyAway as error:
-            # The worker itself may answer that it is away; then the connection stays.
-            known = self._is_channel_ready or isinstance(error, NotSent)
+            known = isinstance(error, NotSent) or await self._stays_connected(error)
             receiver.on_error(error if known else OutcomeUnknown(error.message))
         except Exception as error:
             receiver.on_error(error)
+
+    async def _stays_connected(self, error: DependencyAway) -> bool:
+        """Returns whether a call failed by an answer of its worker, and not since the connection was lost."""
+        if not self._is_channel_ready:
+            return False
+        if error.info.reason:
+            return True  # Of the worker: gRPC gives no reasons.
+        # gRPC may report the call before the connection that it was lost with.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOSS_SECONDS):
+                await self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            return False
+        return True
 
     async def _wait_connected(self, deadline: Deadline) -> None:
         """Waits for the connection before gRPC gets the request: after that nobody knows whether it was sent.
