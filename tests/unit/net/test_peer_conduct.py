@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 from kvrouter.net.rpc import peer_conduct
@@ -13,12 +14,18 @@ from kvrouter.net.rpc.peer_conduct import PeerConduct, close_connections
 class Connection:
     """A connection over loopback whose server's end is in this process."""
 
-    def __init__(self, host: str) -> None:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
-            self.client = socket.create_connection(listening.getsockname()[:2], timeout=10)
+    def __init__(self, host: str, server_port: int = 0, client_port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, server_port), family=family) as listening:
+            self.client = socket.socket(family)
+            self.client.settimeout(10)
+            self.client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.client.bind((host, client_port))
+            self.client.connect(listening.getsockname()[:2])
             self.server, _ = listening.accept()
         name = self.client.getsockname()
         self.address = (str(name[0]), int(name[1]))
+        self.port = int(self.server.getsockname()[1])
         self.peer = f"ipv6:%5B{name[0]}%5D:{name[1]}" if ":" in host else f"ipv4:{name[0]}:{name[1]}"
         self.client.setblocking(False)
 
@@ -36,19 +43,27 @@ class Connection:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_only_the_connections_that_are_named_are_closed(host: str) -> None:
-    one, two = Connection(host), Connection(host)
-    assert close_connections({one.address}) == 1
+    one = Connection(host)
+    two = Connection(host, one.port)
+    # A peer may use one of its ports for connections to several ports.
+    of_another_port = Connection(host, client_port=one.address[1])
+    assert of_another_port.address == one.address
+    assert close_connections({one.address}, one.port) == 1
     assert not one.is_open
     assert two.is_open
-    assert close_connections({("192.0.2.1", 1)}) == 0
-    one.close()
-    two.close()
+    assert of_another_port.is_open
+    assert close_connections({("192.0.2.1", 1)}, one.port) == 0
+    for connection in (one, two, of_another_port):
+        connection.close()
 
 
 async def test_a_flood_closes_its_connection_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_conduct, "_SWEEP_SECONDS", 0.0)
     conduct = PeerConduct()
-    flooding, probing, admitted = connections = [Connection("127.0.0.1") for _ in range(3)]
+    flooding = Connection("127.0.0.1")
+    conduct.port = flooding.port
+    probing, admitted = (Connection("127.0.0.1", flooding.port) for _ in range(2))
+    connections = (flooding, probing, admitted)
     conduct.admitted(admitted.peer)
     for _ in range(100):
         conduct.without_credential(flooding.peer)
@@ -65,7 +80,9 @@ async def test_a_flood_closes_its_connection_and_no_other(monkeypatch: pytest.Mo
 async def test_a_connection_that_makes_an_admitted_call_in_time_is_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_conduct, "_SWEEP_SECONDS", 0.0)
     conduct = PeerConduct()
-    flooding, admitted = Connection("127.0.0.1"), Connection("127.0.0.1")
+    flooding = Connection("127.0.0.1")
+    conduct.port = flooding.port
+    admitted = Connection("127.0.0.1", flooding.port)
     for _ in range(100):
         conduct.without_credential(flooding.peer)
         conduct.without_credential(admitted.peer)
@@ -76,6 +93,21 @@ async def test_a_connection_that_makes_an_admitted_call_in_time_is_not_closed(mo
     assert [flooding.is_open, admitted.is_open] == [False, True]
     for connection in (flooding, admitted):
         connection.close()
+
+
+async def test_many_connections_that_flood_together_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(peer_conduct, "time", SimpleNamespace(monotonic=lambda: now))
+    conduct = PeerConduct()
+    peers = [f"ipv4:192.0.2.1:{port}" for port in range(1, 1001)]
+    told: list[bool] = []
+    for _ in range(6):
+        for peer in peers:
+            now += 1 / len(peers)
+            told.append(conduct.without_credential(peer))
+    assert len(conduct._closing) == len(peers), "each made one call a second"
+    assert any(told)
+    assert not any(told[: 2 * len(peers)])
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

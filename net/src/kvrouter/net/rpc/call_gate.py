@@ -111,8 +111,9 @@ class CallGate(grpc.aio.ServerInterceptor):
                     refused = error
                     if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                         await self._await_refusal()
-                    else:
-                        self.conduct.without_credential(peer)
+                    elif self.conduct.without_credential(peer):
+                        context.set_code(error.code)  # Few read it, and details cost as much as the rest of the call.
+                        return
                 else:
                     if self._admits and not opens_stream:
                         self.conduct.admitted(peer)

@@ -26,7 +26,9 @@ _CALLS_PER_SECOND = 10.0
 _BURST = 32.0
 """Calls without a credential of one connection at once."""
 _FLOOD_BURST = 2.0
-"""The same while such calls of all connections are a flood."""
+_FLOOD_CALLS_PER_SECOND = 0.2
+"""The same while such calls of all connections are a flood: together, a thousand connections make fewer than the server
+can refuse."""
 _FLOOD_PER_SECOND = 500
 """Calls without a credential of all connections in a second to count as a flood."""
 _MAX_PEERS = 16_384
@@ -41,6 +43,8 @@ class PeerConduct:
     """Counts calls by connection. One with an admitted call is never closed: it may carry many clients."""
 
     def __init__(self) -> None:
+        self.port = 0
+        """Port of the server. The other connections of this process may come from the same ports of a peer."""
         self.closed = 0
         """Number of closed connections."""
         self._admitted: OrderedDict[str, None] = OrderedDict()
@@ -48,6 +52,7 @@ class PeerConduct:
         """Calls a connection may still make, and when they were computed."""
         self._second = 0
         self._in_second = 0
+        self._in_second_before = 0
         self._closing: dict[str, _Address] = {}
         """Peers whose connections are to be closed, unless one makes an admitted call before."""
         self._sweeping: asyncio.TimerHandle | None = None
@@ -68,34 +73,40 @@ class PeerConduct:
             if len(self._admitted) > _MAX_PEERS:
                 self._admitted.popitem(last=False)
 
-    def without_credential(self, peer: str) -> None:
-        """Records a call for which a peer showed no valid credential. Too many of them end the connection."""
+    def without_credential(self, peer: str) -> bool:
+        """Records a call for which a peer showed no valid credential. Too many of them end the connection.
+
+        Returns whether it is about to be closed.
+        """
         if peer in self._admitted:
-            return
+            return False
         now = time.monotonic()
         self._count(int(now))
-        burst = _FLOOD_BURST if self._in_second > _FLOOD_PER_SECOND else _BURST
+        is_flood = max(self._in_second, self._in_second_before) > _FLOOD_PER_SECOND
+        burst, rate = (_FLOOD_BURST, _FLOOD_CALLS_PER_SECOND) if is_flood else (_BURST, _CALLS_PER_SECOND)
         left, then = self._allowances.pop(peer, (burst, now))
-        left = min(burst, left + (now - then) * _CALLS_PER_SECOND) - 1
+        left = min(burst, left + (now - then) * rate) - 1
         if left < 0:
-            self._close(peer)
-            return
+            return self._close(peer)
         self._allowances[peer] = left, now
         if len(self._allowances) > _MAX_PEERS:
             self._allowances.popitem(last=False)
+        return False
 
     def _count(self, second: int) -> None:
         if second != self._second:
+            self._in_second_before = self._in_second if second == self._second + 1 else 0
             self._second, self._in_second = second, 0
         self._in_second += 1
 
-    def _close(self, peer: str) -> None:
+    def _close(self, peer: str) -> bool:
         address = _address_of(peer)
         if address is None:
-            return
+            return False
         if self._sweeping is None:
             self._sweeping = asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
         self._closing[peer] = address
+        return True
 
     def _sweep(self) -> None:
         self._sweeping = None
@@ -103,13 +114,13 @@ class PeerConduct:
         self._closing.clear()
         if not closing:
             return
-        closed = close_connections(closing)
+        closed = close_connections(closing, self.port)
         self.closed += closed
         log.warning("connections.closed", connections=closed, peer=min(closing)[0], cause="too many calls refused")
 
 
-def close_connections(peers: set[_Address]) -> int:
-    """Shuts down the sockets of this process connected to one of the addresses; returns how many."""
+def close_connections(peers: set[_Address], port: int) -> int:
+    """Shuts down the connections of a local port with one of the addresses as their peer; returns how many."""
     closed = 0
     for name in os.listdir("/dev/fd"):
         try:
@@ -119,7 +130,9 @@ def close_connections(peers: set[_Address]) -> int:
             continue
         try:
             with socket.socket(fileno=descriptor) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and _plain(connection.getpeername()) in peers:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if connection.getsockname()[1] == port and _plain(connection.getpeername()) in peers:
                     connection.shutdown(socket.SHUT_RDWR)
                     closed += 1
         except OSError as error:

@@ -77,6 +77,7 @@ class GrpcServer:
             port = add_port(self._server, bind, self._tls)
         except RuntimeError:
             raise BindFailed(bind) from None
+        self.gate.conduct.port = port
         await self._server.start()
         return port
 

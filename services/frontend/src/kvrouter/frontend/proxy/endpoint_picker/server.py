@@ -146,7 +146,7 @@ async def serving_picker(
     health.register(server)
     add_reflection(server, [SERVICE, HEALTH_SERVICE])
     try:
-        port = add_port(server, bind, tls)
+        port = gate.conduct.port = add_port(server, bind, tls)
     except RuntimeError:
         raise BindFailed(bind) from None
     health.set(_LIVENESS, True)
