@@ -34,7 +34,7 @@ from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
 from kvrouter.frontend.access.cache_salts import create_salt_key
 from kvrouter.frontend.access.key_file import KeyEntry, KeyFile, TenantEntry, new_key, write_key_file
 from kvrouter.v1.common_pb2 import BookingKey
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, FrontendServiceGenerateRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceSelectWorkerRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
@@ -153,7 +153,7 @@ async def attack_slowly(http: str, key: str, until: float) -> int:
 
 
 async def attack_grpc(kind: str, model: str, target: str, key: str, until: float) -> int:
-    """Calls Generate with long prompts, or BestWorker with a booking, over and over. Returns how often."""
+    """Calls Generate with long prompts, or SelectWorker with a booking, over and over. Returns how often."""
     sent = 0
     numbers = itertools.count()
 
@@ -161,7 +161,7 @@ async def attack_grpc(kind: str, model: str, target: str, key: str, until: float
         if kind == "grpc-bookings":
             routing = RoutingRequest(model=model, token_ids=TokenIds(ids=range(2000)), prompt_tokens=2000)
             booking = BookingKey(request_id=f"attack-{next(numbers)}")
-            return "BestWorker", BestWorkerRequest(
+            return "SelectWorker", FrontendServiceSelectWorkerRequest(
                 request=routing, booking=booking, lease_ms=60_000
             ).SerializeToString()
         stop = StopConditions(max_tokens=512)

@@ -13,7 +13,11 @@ from contextlib import ExitStack
 
 import grpc
 from kvrouter.v1.common_pb2 import BookingKey, Stage
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PrefillCompleteRequest, ReleaseRequest
+from kvrouter.v1.frontend_pb2 import (
+    FrontendServiceFreeRequest,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceSelectWorkerRequest,
+)
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
@@ -31,14 +35,16 @@ with grpc.insecure_channel(target) as channel, ExitStack() as bookings:
     booked = []
     for name in names:
         booking = BookingKey(request_id=request_id, stage=Stage.Value(f"STAGE_{name.upper()}"))
-        chosen = frontend.BestWorker(
-            BestWorkerRequest(request=request, booking=booking, lease_ms=LEASE_MS), timeout=10
+        chosen = frontend.SelectWorker(
+            FrontendServiceSelectWorkerRequest(request=request, booking=booking, lease_ms=LEASE_MS), timeout=10
         ).selection
-        bookings.callback(frontend.Release, ReleaseRequest(booking=booking), timeout=10)
+        bookings.callback(frontend.Free, FrontendServiceFreeRequest(booking=booking), timeout=10)
         booked.append(booking)
         print(f"{name} worker {chosen.rank.worker_id} at {chosen.endpoint}, overlap {chosen.overlap_blocks} blocks")
 
     # Send the request to both workers here: at the same time, or to the decode worker with what the prefill returned.
     for booking in reversed(booked):
-        known = frontend.PrefillComplete(PrefillCompleteRequest(booking=booking), timeout=10).known
+        known = frontend.MarkPrefillComplete(
+            FrontendServiceMarkPrefillCompleteRequest(booking=booking), timeout=10
+        ).known
         print(f"{Stage.Name(booking.stage)}: first token, booking known: {known}")

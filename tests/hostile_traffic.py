@@ -22,7 +22,7 @@ from kvrouter.net.http2.frames import Kind, Setting, frame, settings
 
 from .hostile_peer import OPEN_STREAM, HostilePeer, hostile_peer, message_head, request_headers
 
-BEST_WORKER = "/kvrouter.v1.FrontendService/BestWorker"
+BEST_WORKER = "/kvrouter.v1.FrontendService/SelectWorker"
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 WATCH = "/grpc.health.v1.Health/Watch"
 CHECK = "/grpc.health.v1.Health/Check"

@@ -24,7 +24,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGetPotentialLoadsRequest
 from load import MODEL
 from tokenizers import Tokenizer
 
@@ -171,13 +171,13 @@ def _tokenizer(directory: Path) -> tuple[str, ...]:
 
 
 async def _kvrouter_missing(address: str, workers: int) -> str:
-    request = PotentialLoadsRequest()
+    request = FrontendServiceGetPotentialLoadsRequest()
     request.request.model = MODEL
     request.request.token_ids.ids.extend(range(BLOCK_SIZE))
     async with open_channel(address) as channel:
         frontend = cast(Frontend, remote(frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"], channel))
         try:
-            answer = await frontend.potential_loads(request, deadline=Deadline.after(2))
+            answer = await frontend.get_potential_loads(request, deadline=Deadline.after(2))
         except KvRouterError as error:
             return error.message
     return "" if len(answer.loads) == workers else f"{len(answer.loads)} of {workers} workers are known"

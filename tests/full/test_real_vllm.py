@@ -25,7 +25,7 @@ from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
-from kvrouter.v1.frontend_pb2 import FindOverlapsRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceFindMatchesRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
@@ -70,10 +70,10 @@ class Served:
 
     async def until_indexed(self, tokens: list[int]) -> None:
         """Returns when the index has all blocks of a sequence that the engine has computed and cached."""
-        request = FindOverlapsRequest(request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=tokens)))
+        request = FrontendServiceFindMatchesRequest(request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=tokens)))
         async with asyncio.timeout(30):
             while True:
-                answer = await self.frontend.find_overlaps(request, deadline=Deadline.after(10))
+                answer = await self.frontend.find_matches(request, deadline=Deadline.after(10))
                 # The last token is returned and not computed.
                 if max(answer.matches.device_blocks, default=0) >= (len(tokens) - 1) // BLOCK:
                     return

@@ -122,8 +122,8 @@ func (c client) cancel(ctx context.Context) error {
 // manualLifeCycle books a worker as a client that dispatches by itself does. It shows meanwhile what a busy worker answers.
 func (c client) manualLifeCycle(ctx context.Context) error {
 	booking := &kv.BookingKey{RequestId: rand.Text()}
-	answer, err := retrying(ctx, func(ctx context.Context) (*kv.BestWorkerResponse, error) {
-		return c.frontend.BestWorker(ctx, &kv.BestWorkerRequest{
+	answer, err := retrying(ctx, func(ctx context.Context) (*kv.FrontendServiceSelectWorkerResponse, error) {
+		return c.frontend.SelectWorker(ctx, &kv.FrontendServiceSelectWorkerRequest{
 			Request: &kv.RoutingRequest{
 				Model:           c.model,
 				Prompt:          &kv.RoutingRequest_TokenIds{TokenIds: &kv.TokenIds{Ids: prompt()}},
@@ -141,7 +141,7 @@ func (c client) manualLifeCycle(ctx context.Context) error {
 	busy := c.request(16)
 	busy.Constraints = &kv.RoutingConstraints{WorkerId: proto.Uint64(chosen.GetRank().GetWorkerId())}
 	busy.Overrides = &kv.RoutingOverrides{ActiveDecodeBlocksThreshold: proto.Float64(0)}
-	if err := errors.Join(c.whileBooked(ctx, booking, busy), c.release(ctx, booking)); err != nil {
+	if err := errors.Join(c.whileBooked(ctx, booking, busy), c.free(ctx, booking)); err != nil {
 		return err
 	}
 	done, err := retrying(ctx, func(ctx context.Context) (result, error) { return c.generate(ctx, busy) })
@@ -156,7 +156,7 @@ func (c client) whileBooked(ctx context.Context, booking *kv.BookingKey, busy *k
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	// Here such a client sends its request to the worker. The first token has arrived:
-	marked, err := c.frontend.PrefillComplete(ctx, &kv.PrefillCompleteRequest{Booking: booking})
+	marked, err := c.frontend.MarkPrefillComplete(ctx, &kv.FrontendServiceMarkPrefillCompleteRequest{Booking: booking})
 	if err != nil {
 		return err
 	}
@@ -165,14 +165,14 @@ func (c client) whileBooked(ctx context.Context, booking *kv.BookingKey, busy *k
 	return sayFailure("all busy", codes.ResourceExhausted, err)
 }
 
-func (c client) release(ctx context.Context, booking *kv.BookingKey) error {
+func (c client) free(ctx context.Context, booking *kv.BookingKey) error {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	released, err := c.frontend.Release(ctx, &kv.ReleaseRequest{Booking: booking})
+	freed, err := c.frontend.Free(ctx, &kv.FrontendServiceFreeRequest{Booking: booking})
 	if err != nil {
 		return err
 	}
-	fmt.Println("release: known", released.GetKnown())
+	fmt.Println("free: known", freed.GetKnown())
 	return nil
 }
 

@@ -142,7 +142,7 @@ class Client {
   async manualLifeCycle() {
     const booking = {request_id: randomUUID()};
     const request = {model: this.model, token_ids: {ids: PROMPT}, max_output_tokens: 16};
-    const {selection} = await retrying(() => this.unary('BestWorker', {request, booking}));
+    const {selection} = await retrying(() => this.unary('SelectWorker', {request, booking}));
     const {worker_id} = selection.rank;
     // Only the booked worker may serve this request, and only if that worker has no active block.
     const busy = {
@@ -153,12 +153,12 @@ class Client {
     try {
       console.log(`book: worker ${worker_id} at ${selection.endpoint}`);
       // Here such a client sends its request to the worker. The first token has arrived:
-      const {known} = await this.unary('PrefillComplete', {booking});
+      const {known} = await this.unary('MarkPrefillComplete', {booking});
       console.log(`prefill complete: known ${known}`);
       sayFailure('all busy', await failed(this.generate(busy)));
     } finally {
-      const {known} = await this.unary('Release', {booking});
-      console.log(`release: known ${known}`);
+      const {known} = await this.unary('Free', {booking});
+      console.log(`free: known ${known}`);
     }
     const {worker, tokens} = await retrying(() => this.generate(busy));
     console.log(`retry: worker ${worker}, ${tokens} tokens`);

@@ -20,10 +20,10 @@ from grpc_status import rpc_status
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.errors_pb2 import ErrorInfo
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
+    FrontendServiceFreeRequest,
     FrontendServiceGenerateRequest,
-    PrefillCompleteRequest,
-    ReleaseRequest,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceSelectWorkerRequest,
 )
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
 from kvrouter.v1.indexer_pb2 import TokenIds
@@ -129,12 +129,16 @@ class Client:
         booking = BookingKey(request_id=uuid.uuid4().hex)
         routing = RoutingRequest(model=self.model, token_ids=TokenIds(ids=PROMPT), max_output_tokens=16)
         chosen = retrying(
-            lambda: self.stub.BestWorker(BestWorkerRequest(request=routing, booking=booking), timeout=CALL_SECONDS)
+            lambda: self.stub.SelectWorker(
+                FrontendServiceSelectWorkerRequest(request=routing, booking=booking), timeout=CALL_SECONDS
+            )
         ).selection
         try:
             print(f"book: worker {chosen.rank.worker_id} at {chosen.endpoint}", flush=True)
             # Here such a client sends its request to the worker. The first token has arrived:
-            known = self.stub.PrefillComplete(PrefillCompleteRequest(booking=booking), timeout=CALL_SECONDS).known
+            known = self.stub.MarkPrefillComplete(
+                FrontendServiceMarkPrefillCompleteRequest(booking=booking), timeout=CALL_SECONDS
+            ).known
             print(f"prefill complete: known {str(known).lower()}", flush=True)
             busy = self.request(16)
             # Only the booked worker may serve it, and only if that worker has no active block.
@@ -142,8 +146,8 @@ class Client:
             busy.overrides.CopyFrom(RoutingOverrides(active_decode_blocks_threshold=0.0))
             self.say_failure("all busy", failed(lambda: self.generate(busy)))
         finally:
-            known = self.stub.Release(ReleaseRequest(booking=booking), timeout=CALL_SECONDS).known
-        print(f"release: known {str(known).lower()}", flush=True)
+            known = self.stub.Free(FrontendServiceFreeRequest(booking=booking), timeout=CALL_SECONDS).known
+        print(f"free: known {str(known).lower()}", flush=True)
         worker, tokens = retrying(lambda: self.generate(busy))
         print(f"retry: worker {worker}, {tokens} tokens", flush=True)
 

@@ -38,7 +38,7 @@ STEPS = (
     r"book: worker (?P<worker>\d+) at 127\.0\.0\.1:\d+",
     r"prefill complete: known true",
     r"all busy: RESOURCE_EXHAUSTED, ALL_BUSY, retry in [1-9]\d* ms, known values: none",
-    r"release: known true",
+    r"free: known true",
     r"retry: worker (?P<retried>\d+), 16 tokens",
     rf"unknown model: NOT_FOUND, UNKNOWN_MODEL, no retry, known values: {MODEL}",
     r"reconnect: restart the Frontend now",

@@ -31,7 +31,7 @@ from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1 import frontend_pb2, indexer_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import PotentialLoadsRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGetPotentialLoadsRequest
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -150,13 +150,13 @@ async def metric_names(session: aiohttp.ClientSession, address: str) -> set[str]
 
 
 async def until_routable(frontend: Frontend) -> None:
-    request = PotentialLoadsRequest()
+    request = FrontendServiceGetPotentialLoadsRequest()
     request.request.model = "mock-model"
     request.request.token_ids.ids.extend(range(16))
     async with asyncio.timeout(60):
         while True:
             with suppress(KvRouterError):
-                if len((await frontend.potential_loads(request, deadline=Deadline.after(5))).loads) == 2:
+                if len((await frontend.get_potential_loads(request, deadline=Deadline.after(5))).loads) == 2:
                     return
             await asyncio.sleep(0.05)
 

@@ -9,7 +9,12 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import BadRequest, RequestIdReused
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, KeepSessionRequest, PrefillCompleteRequest, ReleaseRequest
+from kvrouter.v1.frontend_pb2 import (
+    FrontendServiceFreeRequest,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceSelectWorkerRequest,
+    KeepSessionRequest,
+)
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, RoutingRequest
 
@@ -18,9 +23,9 @@ from .gateway import MODEL, System
 KEY = BookingKey(request_id="mine")
 
 
-def booked(session_id: str, key: BookingKey = KEY) -> BestWorkerRequest:
+def booked(session_id: str, key: BookingKey = KEY) -> FrontendServiceSelectWorkerRequest:
     routing = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(64)))
-    return BestWorkerRequest(request=routing, booking=key, session_id=session_id)
+    return FrontendServiceSelectWorkerRequest(request=routing, booking=key, session_id=session_id)
 
 
 async def test_bookings_of_a_session_are_freed_when_its_call_ends(system: System) -> None:
@@ -28,8 +33,10 @@ async def test_bookings_of_a_session_are_freed_when_its_call_ends(system: System
     keeping = system.client.keep_session(KeepSessionRequest(session_id="s"), deadline=Deadline.never())
     async with aclosing(keeping):
         assert (await anext(keeping)).grace_ms == 200
-        await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
-        marked = await system.client.prefill_complete(PrefillCompleteRequest(booking=KEY), deadline=Deadline.after(10))
+        await system.client.select_worker(booked("s"), deadline=Deadline.after(10))
+        marked = await system.client.mark_prefill_complete(
+            FrontendServiceMarkPrefillCompleteRequest(booking=KEY), deadline=Deadline.after(10)
+        )
         assert marked.known
         assert await system.booked() == [1]
     await system.until_idle()
@@ -40,24 +47,24 @@ async def test_a_session_that_is_opened_again_keeps_its_bookings(system: System)
     request = KeepSessionRequest(session_id="s", client_name="a client")
     first = system.client.keep_session(request, deadline=Deadline.never())
     await anext(first)
-    await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
+    await system.client.select_worker(booked("s"), deadline=Deadline.after(10))
     second = system.client.keep_session(request, deadline=Deadline.never())
     async with aclosing(second):
         await anext(second)
-        released = await system.client.release(ReleaseRequest(booking=KEY), deadline=Deadline.after(10))
+        released = await system.client.free(FrontendServiceFreeRequest(booking=KEY), deadline=Deadline.after(10))
         assert released.known
         with pytest.raises(RequestIdReused):
-            await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
+            await system.client.select_worker(booked("s"), deadline=Deadline.after(10))
         await first.aclose()
-        await system.client.best_worker(booked("s", BookingKey(request_id="2")), deadline=Deadline.after(10))
+        await system.client.select_worker(booked("s", BookingKey(request_id="2")), deadline=Deadline.after(10))
         assert await system.booked() == [1]
     await system.until_idle()
 
 
 async def test_a_booking_may_come_before_the_call_that_keeps_its_session(system: System) -> None:
     await system.start_worker(1)
-    first = await system.client.best_worker(booked("s"), deadline=Deadline.after(10))
-    second = await system.client.best_worker(booked("s", BookingKey(request_id="2")), deadline=Deadline.after(10))
+    first = await system.client.select_worker(booked("s"), deadline=Deadline.after(10))
+    second = await system.client.select_worker(booked("s", BookingKey(request_id="2")), deadline=Deadline.after(10))
     assert (first.session_opened, second.session_opened) == (True, False)
     keeping = system.client.keep_session(KeepSessionRequest(session_id="s"), deadline=Deadline.never())
     async with aclosing(keeping):
@@ -80,14 +87,14 @@ async def test_a_booking_is_restored_at_its_rank_though_the_worker_is_draining_a
     async with asyncio.timeout(30):
         while 1 in await system.loads():
             await asyncio.sleep(0.01)
-    restored = await system.client.best_worker(request, deadline=Deadline.after(10))
+    restored = await system.client.select_worker(request, deadline=Deadline.after(10))
     assert (restored.selection.rank.worker_id, restored.selection.repeated) == (1, False)
-    again = await system.client.best_worker(request, deadline=Deadline.after(10))
+    again = await system.client.select_worker(request, deadline=Deadline.after(10))
     assert again.selection.repeated
     request.request.constraints.ClearField("dp_rank")
     with pytest.raises(BadRequest, match="rank of the booking is missing"):
-        await system.client.best_worker(request, deadline=Deadline.after(10))
-    released = await system.client.release(ReleaseRequest(booking=KEY), deadline=Deadline.after(10))
+        await system.client.select_worker(request, deadline=Deadline.after(10))
+    released = await system.client.free(FrontendServiceFreeRequest(booking=KEY), deadline=Deadline.after(10))
     assert released.known
 
 

@@ -12,11 +12,11 @@ from kvrouter.client.session import BookingSession
 from kvrouter.v1.common_pb2 import Component, Rank
 from kvrouter.v1.errors import AllBusy, UnknownWorker
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
-    BestWorkerResponse,
+    FrontendServiceFreeResponse,
+    FrontendServiceMarkPrefillCompleteResponse,
+    FrontendServiceSelectWorkerRequest,
+    FrontendServiceSelectWorkerResponse,
     KeepSessionResponse,
-    PrefillCompleteResponse,
-    ReleaseResponse,
 )
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerResponse
@@ -26,23 +26,23 @@ class OneScheduler:
     """The calls of a Frontend with one Scheduler, whose bookings can be lost."""
 
     def __init__(self) -> None:
-        self.booked: dict[str, BestWorkerRequest] = {}
+        self.booked: dict[str, FrontendServiceSelectWorkerRequest] = {}
         self.prefilled: set[str] = set()
         self.opened: asyncio.Queue[KeepSessionResponse] = asyncio.Queue()
         self.failures: list[Exception] = []
-        """Raised by the next calls of BestWorker."""
+        """Raised by the next calls of SelectWorker."""
         self.knows_session = True
         self.answers = asyncio.Event()
-        """Whether BestWorker returns."""
+        """Whether SelectWorker returns."""
         self.answers.set()
         self.arrived = asyncio.Event()
-        """Whether a call of BestWorker has waited for that."""
+        """Whether a call of SelectWorker has waited for that."""
         self.changed = asyncio.Condition()
 
     def lose_everything(self) -> None:
         self.booked, self.prefilled = {}, set()
 
-    async def until_booked(self, count: int) -> list[BestWorkerRequest]:
+    async def until_booked(self, count: int) -> list[FrontendServiceSelectWorkerRequest]:
         async with asyncio.timeout(10), self.changed:
             await self.changed.wait_for(lambda: len(self.booked) == count)
         return list(self.booked.values())
@@ -50,30 +50,30 @@ class OneScheduler:
     async def unary(self, method: str, request: Any, seconds: float | None) -> Any:
         key = request.booking.request_id
         match method:
-            case "BestWorker":
+            case "SelectWorker":
                 if not self.answers.is_set():
                     self.arrived.set()
                     await self.answers.wait()
                 return await self._book(key, request)
-            case "PrefillComplete":
+            case "MarkPrefillComplete":
                 self.prefilled.add(key)
-                return PrefillCompleteResponse(known=key in self.booked)
+                return FrontendServiceMarkPrefillCompleteResponse(known=key in self.booked)
             case _:
                 known = self.booked.pop(key, None) is not None
                 await self._notify()
-                return ReleaseResponse(known=known)
+                return FrontendServiceFreeResponse(known=known)
 
-    async def _book(self, key: str, request: BestWorkerRequest) -> BestWorkerResponse:
+    async def _book(self, key: str, request: FrontendServiceSelectWorkerRequest) -> FrontendServiceSelectWorkerResponse:
         if self.failures:
             raise self.failures.pop(0)
-        self.booked[key] = BestWorkerRequest()
+        self.booked[key] = FrontendServiceSelectWorkerRequest()
         self.booked[key].CopyFrom(request)
         await self._notify()
         is_new, self.knows_session = not self.knows_session, True
         selection = SelectWorkerResponse(
             rank=Rank(worker_id=7, dp_rank=1), component=Component(namespace="n", name="c")
         )
-        return BestWorkerResponse(selection=selection, session_opened=is_new)
+        return FrontendServiceSelectWorkerResponse(selection=selection, session_opened=is_new)
 
     async def _notify(self) -> None:
         async with self.changed:
@@ -89,8 +89,8 @@ class OneScheduler:
             yield await self.opened.get()
 
 
-def request() -> BestWorkerRequest:
-    return BestWorkerRequest(request=RoutingRequest(model="m", token_ids=TokenIds(ids=range(16))))
+def request() -> FrontendServiceSelectWorkerRequest:
+    return FrontendServiceSelectWorkerRequest(request=RoutingRequest(model="m", token_ids=TokenIds(ids=range(16))))
 
 
 async def test_a_lost_booking_is_made_again_at_its_rank_with_its_progress() -> None:

@@ -35,11 +35,11 @@ from kvrouter.client.results import (
 from kvrouter.client.session import BookingSession
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
-    DumpIndexRequest,
-    FindOverlapsRequest,
+    FrontendServiceDumpRequest,
+    FrontendServiceFindMatchesRequest,
+    FrontendServiceGetPotentialLoadsRequest,
+    FrontendServiceSelectWorkerRequest,
     ListModelsRequest,
-    PotentialLoadsRequest,
 )
 
 MAX_REQUEST_ID_BYTES = 112
@@ -133,10 +133,10 @@ class RoutingCalls(ABC):
         """
         calls = self._ready()
         routing = cast(RoutingOptions, {**options, "router_config_override": router_config_override})
-        request = BestWorkerRequest(request=routing_request(token_ids, model or self._model, routing))
+        request = FrontendServiceSelectWorkerRequest(request=routing_request(token_ids, model or self._model, routing))
         timeout = options.get("timeout", self._timeout)
         if request_id is None:
-            return best_worker_of((await calls.unary("BestWorker", request, timeout)).selection)
+            return best_worker_of((await calls.unary("SelectWorker", request, timeout)).selection)
         if not isinstance(request_id, str) or not 1 <= len(request_id.encode()) <= MAX_REQUEST_ID_BYTES:
             raise BadRequest(
                 f"expected a request id of 1 to {MAX_REQUEST_ID_BYTES} bytes",
@@ -163,8 +163,10 @@ class RoutingCalls(ABC):
     ) -> list[PotentialLoad]:
         """Returns the load every rank would have with a request; see ``RoutingOptions``."""
         calls = self._ready()
-        request = PotentialLoadsRequest(request=routing_request(token_ids, model or self._model, options))
-        answer = await calls.unary("PotentialLoads", request, options.get("timeout", self._timeout))
+        request = FrontendServiceGetPotentialLoadsRequest(
+            request=routing_request(token_ids, model or self._model, options)
+        )
+        answer = await calls.unary("GetPotentialLoads", request, options.get("timeout", self._timeout))
         return [potential_load_of(load) for load in answer.loads]
 
     async def mark_prefill_complete(self, request_id: str) -> bool:
@@ -183,8 +185,8 @@ class RoutingCalls(ABC):
         Workers without any are left out. ``RoutingOptions`` for the choice of a worker have no effect.
         """
         calls = self._ready()
-        request = FindOverlapsRequest(request=routing_request(token_ids, model or self._model, options))
-        matches = (await calls.unary("FindOverlaps", request, options.get("timeout", self._timeout))).matches
+        request = FrontendServiceFindMatchesRequest(request=routing_request(token_ids, model or self._model, options))
+        matches = (await calls.unary("FindMatches", request, options.get("timeout", self._timeout))).matches
         blocks: dict[int, int] = {}
         for worker_id, count in zip(matches.worker_ids, matches.device_blocks, strict=True):
             if count:
@@ -200,8 +202,8 @@ class RoutingCalls(ABC):
         """
         calls = self._ready()
         events = []
-        request = DumpIndexRequest(model=model or self._model)
-        async with aclosing(calls.stream("DumpIndex", request, timeout or self._timeout)) as parts:
+        request = FrontendServiceDumpRequest(model=model or self._model)
+        async with aclosing(calls.stream("Dump", request, timeout or self._timeout)) as parts:
             async for part in parts:
                 events += rank_events(part.state)
         return json.dumps(events)

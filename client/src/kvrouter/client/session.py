@@ -12,11 +12,11 @@ from kvrouter.client.calls import Calls
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
-    BestWorkerResponse,
+    FrontendServiceFreeRequest,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceSelectWorkerRequest,
+    FrontendServiceSelectWorkerResponse,
     KeepSessionRequest,
-    PrefillCompleteRequest,
-    ReleaseRequest,
 )
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from tenacity import (
@@ -44,7 +44,7 @@ class _Booking:
     """A booking, and the call to restore it at another Scheduler."""
 
     key: BookingKey
-    restoring: BestWorkerRequest | None = field(default=None, repr=False)
+    restoring: FrontendServiceSelectWorkerRequest | None = field(default=None, repr=False)
     """The call that makes it again at its rank; None until it is made."""
     prefill_complete: bool = False
 
@@ -68,7 +68,7 @@ class BookingSession:
     async def book(
         self,
         request_id: str,
-        request: BestWorkerRequest,
+        request: FrontendServiceSelectWorkerRequest,
         timeout: float | None,  # noqa: ASYNC109 - gRPC's
     ) -> SelectWorkerResponse:
         """Chooses a worker and books the request there; returns the existing booking if there is one.
@@ -90,7 +90,7 @@ class BookingSession:
         request.booking.CopyFrom(booking.key)
         request.session_id = self.id
         try:
-            response: BestWorkerResponse = await self._calls.unary("BestWorker", request, timeout)
+            response: FrontendServiceSelectWorkerResponse = await self._calls.unary("SelectWorker", request, timeout)
         except BaseException:
             if known is None:
                 self._abandon(request_id)
@@ -110,7 +110,9 @@ class BookingSession:
         if booking is None:
             return False
         booking.prefill_complete = True
-        answer = await self._calls.unary("PrefillComplete", PrefillCompleteRequest(booking=booking.key), timeout)
+        answer = await self._calls.unary(
+            "MarkPrefillComplete", FrontendServiceMarkPrefillCompleteRequest(booking=booking.key), timeout
+        )
         if answer.known:
             return True
         try:
@@ -128,7 +130,7 @@ class BookingSession:
         booking = self._bookings.get(request_id)
         if booking is None:
             return False
-        answer = await self._calls.unary("Release", ReleaseRequest(booking=booking.key), timeout)
+        answer = await self._calls.unary("Free", FrontendServiceFreeRequest(booking=booking.key), timeout)
         self._bookings.pop(request_id, None)
         return bool(answer.known)
 
@@ -159,7 +161,7 @@ class BookingSession:
 
     async def _release(self, key: BookingKey) -> None:
         with suppress(KvRouterError):
-            await self._calls.unary("Release", ReleaseRequest(booking=key), _RELEASE_SECONDS)
+            await self._calls.unary("Free", FrontendServiceFreeRequest(booking=key), _RELEASE_SECONDS)
 
     async def _keep(self) -> None:
         def warn(state: RetryCallState) -> None:
@@ -216,17 +218,21 @@ class BookingSession:
             KvRouterError: it cannot be booked there.
         """
         if booking.restoring is not None:
-            await self._calls.unary("BestWorker", booking.restoring, _RESTORE_SECONDS)
+            await self._calls.unary("SelectWorker", booking.restoring, _RESTORE_SECONDS)
         if booking.prefill_complete:
-            await self._calls.unary("PrefillComplete", PrefillCompleteRequest(booking=booking.key), _RESTORE_SECONDS)
+            await self._calls.unary(
+                "MarkPrefillComplete", FrontendServiceMarkPrefillCompleteRequest(booking=booking.key), _RESTORE_SECONDS
+            )
         if self._bookings.get(request_id) is not booking:
             # It was freed meanwhile, at a Scheduler that did not have it.
             self._release_soon(booking.key)
 
 
-def _pinned(request: BestWorkerRequest, selection: SelectWorkerResponse) -> BestWorkerRequest:
+def _pinned(
+    request: FrontendServiceSelectWorkerRequest, selection: SelectWorkerResponse
+) -> FrontendServiceSelectWorkerRequest:
     """Returns the call that makes a booking again at the selected rank."""
-    pinned = BestWorkerRequest()
+    pinned = FrontendServiceSelectWorkerRequest()
     pinned.CopyFrom(request)
     pinned.request.component.CopyFrom(selection.component)
     rank = selection.rank

@@ -19,13 +19,13 @@ from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
-    FindOverlapsRequest,
+    FrontendServiceFindMatchesRequest,
+    FrontendServiceFreeRequest,
+    FrontendServiceGetPotentialLoadsRequest,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceSelectWorkerRequest,
     GetWorkerHealthRequest,
     ListModelsRequest,
-    PotentialLoadsRequest,
-    PrefillCompleteRequest,
-    ReleaseRequest,
 )
 from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
@@ -80,14 +80,16 @@ def bearer(key: str) -> tuple[str, str]:
 
 CLIENT_CALLS = {
     "Generate": request(),
-    "BestWorker": BestWorkerRequest(request=ROUTING),
-    "PotentialLoads": PotentialLoadsRequest(request=ROUTING),
-    "FindOverlaps": FindOverlapsRequest(request=ROUTING),
-    "PrefillComplete": PrefillCompleteRequest(booking=BookingKey(request_id="b", stage=Stage.STAGE_WHOLE)),
-    "Release": ReleaseRequest(booking=BookingKey(request_id="b", stage=Stage.STAGE_WHOLE)),
+    "SelectWorker": FrontendServiceSelectWorkerRequest(request=ROUTING),
+    "GetPotentialLoads": FrontendServiceGetPotentialLoadsRequest(request=ROUTING),
+    "FindMatches": FrontendServiceFindMatchesRequest(request=ROUTING),
+    "MarkPrefillComplete": FrontendServiceMarkPrefillCompleteRequest(
+        booking=BookingKey(request_id="b", stage=Stage.STAGE_WHOLE)
+    ),
+    "Free": FrontendServiceFreeRequest(booking=BookingKey(request_id="b", stage=Stage.STAGE_WHOLE)),
     "ListModels": ListModelsRequest(),
 }
-MODEL_CALLS = ("Generate", "BestWorker", "PotentialLoads", "FindOverlaps")
+MODEL_CALLS = ("Generate", "SelectWorker", "GetPotentialLoads", "FindMatches")
 HTTP_CALLS = [
     ("POST", "/v1/completions", BODY),
     ("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}),
@@ -130,7 +132,7 @@ async def test_a_valid_key_is_accepted_over_every_api(grpc_api: Grpc, http: aioh
     for sent in (bearer(keys["client"]), ("x-api-key", keys["client"])):
         for method, message in CLIENT_CALLS.items():
             # The system of these tests has no Indexer.
-            expected = "UNAVAILABLE" if method == "FindOverlaps" else "OK"
+            expected = "UNAVAILABLE" if method == "FindMatches" else "OK"
             assert await grpc_api.code(method, message, sent) == expected, method
         async with http.post("/v1/completions", json=BODY, headers=[sent]) as response:
             assert response.status == 200
@@ -166,8 +168,8 @@ async def test_a_component_does_not_lead_around_the_permitted_models(
     component = next(iter(guarded.runtime.directory.components.values())).descriptor.component
     hidden = RoutingRequest(model="another-model", component=component, token_ids=TokenIds(ids=range(40)))
     for method, message in (
-        ("BestWorker", BestWorkerRequest(request=hidden)),
-        ("PotentialLoads", PotentialLoadsRequest(request=hidden)),
+        ("SelectWorker", FrontendServiceSelectWorkerRequest(request=hidden)),
+        ("GetPotentialLoads", FrontendServiceGetPotentialLoadsRequest(request=hidden)),
     ):
         assert await grpc_api.code(method, message, bearer(keys["other"])) == "PERMISSION_DENIED"
 
@@ -258,17 +260,19 @@ async def test_a_tenant_cannot_look_into_anothers_cache(grpc_api: Grpc, keys: Ke
     named = request(scope=BlockScope(tenant="u"))
     assert await grpc_api.code("Generate", named, sent) == "PERMISSION_DENIED"
     hashed = RoutingRequest(model=MODEL, local_hashes=LocalHashes(), prompt_tokens=40, block_size=16)
-    error = await grpc_api.error("BestWorker", BestWorkerRequest(request=hashed), sent)
+    error = await grpc_api.error("SelectWorker", FrontendServiceSelectWorkerRequest(request=hashed), sent)
     assert (error.code.name, error.info.field) == ("PERMISSION_DENIED", "local_hashes")
 
 
 async def test_a_tenant_cannot_release_anothers_booking(grpc_api: Grpc, keys: Keys) -> None:
     keys_of = {key: (bearer(keys[key]),) for key in ("client", "admin", "other")}
     booking = BookingKey(request_id="mine", stage=Stage.STAGE_WHOLE)
-    await grpc_api.stub.BestWorker(BestWorkerRequest(request=ROUTING, booking=booking), metadata=keys_of["client"])
-    released = ReleaseRequest(booking=booking)
-    assert not (await grpc_api.stub.Release(released, metadata=keys_of["other"])).known
-    assert (await grpc_api.stub.Release(released, metadata=keys_of["client"])).known
+    await grpc_api.stub.SelectWorker(
+        FrontendServiceSelectWorkerRequest(request=ROUTING, booking=booking), metadata=keys_of["client"]
+    )
+    released = FrontendServiceFreeRequest(booking=booking)
+    assert not (await grpc_api.stub.Free(released, metadata=keys_of["other"])).known
+    assert (await grpc_api.stub.Free(released, metadata=keys_of["client"])).known
 
 
 async def test_a_changed_file_is_in_force_without_a_restart(
@@ -325,7 +329,10 @@ async def test_limits_are_refused_with_the_time_to_wait_over_every_api(
         assert info.reason == ErrorReason.ERROR_REASON_RATE_LIMITED
         assert info.retry_after_ms > 60_000
         assert refused(guarded, why) - before == 2
-    assert await grpc_api.code("BestWorker", CLIENT_CALLS["BestWorker"], bearer(keys["r-grpc"])) == "RESOURCE_EXHAUSTED"
+    assert (
+        await grpc_api.code("SelectWorker", CLIENT_CALLS["SelectWorker"], bearer(keys["r-grpc"]))
+        == "RESOURCE_EXHAUSTED"
+    )
 
 
 async def _until_valid(http: aiohttp.ClientSession, key: str, *, status: int = 200) -> None:

@@ -13,7 +13,7 @@ from kvrouter.v1 import frontend_pb2_grpc
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.errors_pb2 import ErrorReason
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, KeepSessionRequest, ReleaseRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceFreeRequest, FrontendServiceSelectWorkerRequest, KeepSessionRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
@@ -48,11 +48,11 @@ class Client:
     async def book(self, name: str, *, tokens: int = 40, **fields: Any) -> str:
         """Books a prompt and returns the name of the status code, or of the limit that was reached."""
         routing = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(tokens)))
-        booking = BestWorkerRequest(request=routing, booking=BookingKey(request_id=name), **fields)
-        return await _outcome(self._stub.BestWorker(booking, metadata=self._metadata))
+        booking = FrontendServiceSelectWorkerRequest(request=routing, booking=BookingKey(request_id=name), **fields)
+        return await _outcome(self._stub.SelectWorker(booking, metadata=self._metadata))
 
     async def release(self, name: str) -> None:
-        await self._stub.Release(ReleaseRequest(booking=BookingKey(request_id=name)), metadata=self._metadata)
+        await self._stub.Free(FrontendServiceFreeRequest(booking=BookingKey(request_id=name)), metadata=self._metadata)
 
     async def generate(self) -> str:
         async def run() -> None:

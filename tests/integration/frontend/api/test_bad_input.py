@@ -10,11 +10,11 @@ from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverri
 from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong, TooLarge
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
+    FrontendServiceFreeRequest,
+    FrontendServiceGetPotentialLoadsRequest,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceSelectWorkerRequest,
     ListModelsRequest,
-    PotentialLoadsRequest,
-    PrefillCompleteRequest,
-    ReleaseRequest,
 )
 from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
 from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, RoutingRequest, SelectWorkerRequest
@@ -116,10 +116,12 @@ async def test_a_prompt_that_is_too_long_to_route_is_refused_everywhere(system: 
     routing = RoutingRequest(model=MODEL, **prompt)
     deadline = Deadline.after(30)
     calls = [
-        system.client.best_worker(BestWorkerRequest(request=routing), deadline=deadline),
-        system.client.potential_loads(PotentialLoadsRequest(request=routing), deadline=deadline),
-        system.frontend.best_worker(BestWorkerRequest(request=routing), deadline=deadline),
-        system.frontend.potential_loads(PotentialLoadsRequest(request=routing), deadline=deadline),
+        system.client.select_worker(FrontendServiceSelectWorkerRequest(request=routing), deadline=deadline),
+        system.client.get_potential_loads(FrontendServiceGetPotentialLoadsRequest(request=routing), deadline=deadline),
+        system.frontend.select_worker(FrontendServiceSelectWorkerRequest(request=routing), deadline=deadline),
+        system.frontend.get_potential_loads(
+            FrontendServiceGetPotentialLoadsRequest(request=routing), deadline=deadline
+        ),
         system.scheduler.select_worker(SelectWorkerRequest(request=routing), deadline=deadline),
         system.scheduler.get_potential_loads(GetPotentialLoadsRequest(request=routing), deadline=deadline),
     ]
@@ -134,7 +136,9 @@ async def test_hashes_of_another_block_size_are_refused(system: System) -> None:
     await system.start_worker(1)
     routing = RoutingRequest(model=MODEL, local_hashes=LocalHashes(hashes=[1]), prompt_tokens=40, block_size=32)
     with pytest.raises(KvRouterError) as caught:
-        await system.client.potential_loads(PotentialLoadsRequest(request=routing), deadline=Deadline.after(10))
+        await system.client.get_potential_loads(
+            FrontendServiceGetPotentialLoadsRequest(request=routing), deadline=Deadline.after(10)
+        )
     assert caught.value.info.reason == ErrorReason.ERROR_REASON_BLOCK_SIZE_MISMATCH
     assert list(caught.value.info.known_values) == ["16"]
 
@@ -144,14 +148,16 @@ async def test_a_client_can_route_for_itself(system: System) -> None:
     key = BookingKey(request_id="mine")
     routing = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(100)))
     deadline = Deadline.after(30)
-    best = await system.client.best_worker(BestWorkerRequest(request=routing, booking=key), deadline=deadline)
+    best = await system.client.select_worker(
+        FrontendServiceSelectWorkerRequest(request=routing, booking=key), deadline=deadline
+    )
     assert best.selection.rank.worker_id == 1
     assert best.selection.endpoint == system.workers[1].endpoint
     assert (await system.loads())[1].active_requests == 1
-    prefilled = PrefillCompleteRequest(booking=key)
-    assert (await system.client.prefill_complete(prefilled, deadline=deadline)).known
-    assert (await system.client.release(ReleaseRequest(booking=key), deadline=deadline)).known
-    assert not (await system.client.release(ReleaseRequest(booking=key), deadline=deadline)).known
+    prefilled = FrontendServiceMarkPrefillCompleteRequest(booking=key)
+    assert (await system.client.mark_prefill_complete(prefilled, deadline=deadline)).known
+    assert (await system.client.free(FrontendServiceFreeRequest(booking=key), deadline=deadline)).known
+    assert not (await system.client.free(FrontendServiceFreeRequest(booking=key), deadline=deadline)).known
     await system.until_idle()
 
 

@@ -27,7 +27,7 @@ import grpc.aio
 import pytest
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.v1.common_pb2 import RoutingConstraints
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, FrontendServiceGenerateRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceSelectWorkerRequest
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
@@ -185,13 +185,13 @@ HOSTILE_MESSAGES: dict[str, tuple[str, bytes]] = {
     "required labels": ("Generate", filled(b"", b"\x3a\x04\x2a\x02\x0a\x00", b"")),
     "unknown fields": ("Generate", filled(b"", b"\xf8\x07\x01", b"")),
     "excluded workers": (
-        "BestWorker",
-        BestWorkerRequest(
+        "SelectWorker",
+        FrontendServiceSelectWorkerRequest(
             request=RoutingRequest(model=MODEL, constraints=RoutingConstraints(excluded_worker_ids=[1] * SIZE))
         ).SerializeToString(),
     ),
-    "requests": ("PotentialLoads", filled(b"", b"\x0a\x00", b"")),
-    "no message": ("BestWorker", filled(b"", b"\xff", b"")),
+    "requests": ("GetPotentialLoads", filled(b"", b"\x0a\x00", b"")),
+    "no message": ("SelectWorker", filled(b"", b"\xff", b"")),
 }
 
 

@@ -11,7 +11,11 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import BadRequest
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PrefillCompleteRequest, ReleaseRequest
+from kvrouter.v1.frontend_pb2 import (
+    FrontendServiceFreeRequest,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceSelectWorkerRequest,
+)
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
@@ -46,9 +50,11 @@ async def test_an_id_in_a_call_is_refused(system: System, request_id: str) -> No
 
     for call in (
         generate(),
-        client.best_worker(BestWorkerRequest(request=routing, booking=key, lease_ms=1000), deadline=deadline),
-        client.prefill_complete(PrefillCompleteRequest(booking=key), deadline=deadline),
-        client.release(ReleaseRequest(booking=key), deadline=deadline),
+        client.select_worker(
+            FrontendServiceSelectWorkerRequest(request=routing, booking=key, lease_ms=1000), deadline=deadline
+        ),
+        client.mark_prefill_complete(FrontendServiceMarkPrefillCompleteRequest(booking=key), deadline=deadline),
+        client.free(FrontendServiceFreeRequest(booking=key), deadline=deadline),
     ):
         with pytest.raises(BadRequest, match="control characters"):
             await call

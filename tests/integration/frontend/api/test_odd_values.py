@@ -12,7 +12,7 @@ from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import frontend_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import BadRequest
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PotentialLoadsRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGetPotentialLoadsRequest, FrontendServiceSelectWorkerRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import BookingUpdate, OpenSessionRequest, RoutingRequest, UpdateBookingsRequest
 
@@ -71,8 +71,12 @@ async def test_an_invalid_component_name_is_a_bad_request(system: System, name: 
     await system.start_worker(1)
     routing = RoutingRequest(component=Component(namespace="n", name=name), token_ids=TokenIds(ids=[1]))
     with pytest.raises(BadRequest) as caught:
-        await system.client.best_worker(BestWorkerRequest(request=routing), deadline=Deadline.after(10))
+        await system.client.select_worker(
+            FrontendServiceSelectWorkerRequest(request=routing), deadline=Deadline.after(10)
+        )
     assert caught.value.info.field == "component"
     with pytest.raises(BadRequest) as caught:
-        await system.client.potential_loads(PotentialLoadsRequest(request=routing), deadline=Deadline.after(10))
+        await system.client.get_potential_loads(
+            FrontendServiceGetPotentialLoadsRequest(request=routing), deadline=Deadline.after(10)
+        )
     assert caught.value.info.field == "component"

@@ -10,7 +10,7 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PotentialLoadsRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGetPotentialLoadsRequest, FrontendServiceSelectWorkerRequest
 from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
 from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
@@ -68,10 +68,10 @@ async def test_best_worker_and_potential_loads(system: System, fields: dict[str,
     routing = RoutingRequest(**({"model": MODEL} | fields))
     with no_request_is_garbage():
         for _ in range(TIMES):
-            best = BestWorkerRequest(request=routing, booking=BookingKey(request_id="x"))
-            await refused(system.client.best_worker(best, deadline=Deadline.after(10)))
-            loads = PotentialLoadsRequest(request=routing)
-            await refused(system.client.potential_loads(loads, deadline=Deadline.after(10)))
+            best = FrontendServiceSelectWorkerRequest(request=routing, booking=BookingKey(request_id="x"))
+            await refused(system.client.select_worker(best, deadline=Deadline.after(10)))
+            loads = FrontendServiceGetPotentialLoadsRequest(request=routing)
+            await refused(system.client.get_potential_loads(loads, deadline=Deadline.after(10)))
 
 
 @pytest.mark.parametrize("stream", [False, True])

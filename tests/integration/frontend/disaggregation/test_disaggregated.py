@@ -8,7 +8,7 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints, RoutingOverrides, Stage
 from kvrouter.v1.errors import UnknownModel, UnknownWorker
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, ListModelsRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceSelectWorkerRequest, ListModelsRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
@@ -84,12 +84,16 @@ async def test_of_several_prefill_pools_the_next_one_helps_out(fleet: Fleet) -> 
     )
     key = BookingKey(request_id="other", stage=Stage.STAGE_PREFILL)
     busy = RoutingOverrides(active_prefill_tokens_threshold=0)
-    await fleet.system.client.best_worker(BestWorkerRequest(request=taken, booking=key), deadline=Deadline.after(10))
+    await fleet.system.client.select_worker(
+        FrontendServiceSelectWorkerRequest(request=taken, booking=key), deadline=Deadline.after(10)
+    )
     served = await fleet.serve(overrides=busy)
     assert served.prefill == 2
     taken.component.name = "prefill-a"
     key.attempt = 1
-    await fleet.system.client.best_worker(BestWorkerRequest(request=taken, booking=key), deadline=Deadline.after(10))
+    await fleet.system.client.select_worker(
+        FrontendServiceSelectWorkerRequest(request=taken, booking=key), deadline=Deadline.after(10)
+    )
     alone = await fleet.serve(first=1000, overrides=busy)
     assert alone.prefill == 0
     assert "the prefill workers are busy" in alone.routing[0].prefill_reason

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey, Stage
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, PrefillCompleteRequest, ReleaseRequest
+from kvrouter.v1.frontend_pb2 import (
+    FrontendServiceFreeRequest,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceSelectWorkerRequest,
+)
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RankStatus, RoutingRequest
 
@@ -28,13 +32,17 @@ async def test_prefills_count_as_tokens_to_compute_until_they_are_complete(fleet
     client, deadline = fleet.system.client, Deadline.after(30)
     request = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(1000)))
     booking = BookingKey(request_id="a", stage=Stage.STAGE_PREFILL)
-    await client.best_worker(BestWorkerRequest(request=request, booking=booking), deadline=deadline)
+    await client.select_worker(FrontendServiceSelectWorkerRequest(request=request, booking=booking), deadline=deadline)
     loads = [(each.prefill_tokens, each.active_blocks, each.active_requests) for each in await status(fleet)]
     assert loads == [(1000, 0, 1)]
-    assert (await client.prefill_complete(PrefillCompleteRequest(booking=booking), deadline=deadline)).known
+    assert (
+        await client.mark_prefill_complete(
+            FrontendServiceMarkPrefillCompleteRequest(booking=booking), deadline=deadline
+        )
+    ).known
     loads = [(each.prefill_tokens, each.active_blocks, each.active_requests) for each in await status(fleet)]
     assert loads == [(0, 0, 1)]
-    assert (await client.release(ReleaseRequest(booking=booking), deadline=deadline)).known
+    assert (await client.free(FrontendServiceFreeRequest(booking=booking), deadline=deadline)).known
     await fleet.until_idle()
 
 

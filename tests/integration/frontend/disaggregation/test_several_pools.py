@@ -10,7 +10,7 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.errors import AllBusy
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceSelectWorkerRequest
 from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
@@ -49,8 +49,8 @@ async def test_load_is_shared_among_the_pools(fleet: Fleet) -> None:
         prompt = TokenIds(ids=range(1000 * number, 1000 * number + 200))
         # The cost of mode kv does not depend on the time that passes here.
         request = RoutingRequest(model=MODEL, token_ids=prompt, overrides=RoutingOverrides(mode="kv"))
-        booked = BestWorkerRequest(request=request, booking=BookingKey(request_id=str(number)))
-        answer = await fleet.system.client.best_worker(booked, deadline=Deadline.after(10))
+        booked = FrontendServiceSelectWorkerRequest(request=request, booking=BookingKey(request_id=str(number)))
+        answer = await fleet.system.client.select_worker(booked, deadline=Deadline.after(10))
         used.append(answer.selection.component.name)
     assert sorted(used[:2]) == sorted(used[2:]) == [A, B]
 
@@ -140,9 +140,11 @@ async def test_best_worker_compares_the_pools_of_a_model(fleet: Fleet) -> None:
     await fleet.start(1, DECODE, component=A)
     await fleet.start(2, DECODE, component=B)
     await fleet.serve(320, constraints=RoutingConstraints(worker_id=2))
-    request = BestWorkerRequest(request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(320))))
+    request = FrontendServiceSelectWorkerRequest(
+        request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(320)))
+    )
     for _ in range(4):
-        answer = await fleet.system.client.best_worker(request, deadline=Deadline.after(10))
+        answer = await fleet.system.client.select_worker(request, deadline=Deadline.after(10))
         assert answer.selection.rank.worker_id == 2
         assert answer.selection.overlap_blocks == 19, "the last block is computed again"
 

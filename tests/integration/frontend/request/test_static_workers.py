@@ -28,9 +28,9 @@ from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingOverrides
 from kvrouter.v1.errors import AllBusy, KvRouterError
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
     FrontendServiceGenerateRequest,
-    PotentialLoadsRequest,
+    FrontendServiceGetPotentialLoadsRequest,
+    FrontendServiceSelectWorkerRequest,
     RoutingInfo,
 )
 from kvrouter.v1.indexer_pb2 import TokenIds
@@ -74,18 +74,22 @@ class Gateway:
         """Whether a request, which is not sent, would be refused since all ranks are busy."""
         routing = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1]), overrides=overrides)
         try:
-            await self.frontend.best_worker(BestWorkerRequest(request=routing), deadline=Deadline.after(5))
+            await self.frontend.select_worker(
+                FrontendServiceSelectWorkerRequest(request=routing), deadline=Deadline.after(5)
+            )
         except AllBusy:
             return True
         return False
 
     async def until_ranks(self, count: int) -> None:
         """Returns when the Frontend has a session and so many ranks are candidates."""
-        asked = PotentialLoadsRequest(request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1])))
+        asked = FrontendServiceGetPotentialLoadsRequest(
+            request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1]))
+        )
         async with asyncio.timeout(30):
             while True:
                 with suppress(KvRouterError):
-                    answer = await self.frontend.potential_loads(asked, deadline=Deadline.after(5))
+                    answer = await self.frontend.get_potential_loads(asked, deadline=Deadline.after(5))
                     if self.frontend.ready() and len(answer.loads) == count:
                         return
                 await asyncio.sleep(0.01)

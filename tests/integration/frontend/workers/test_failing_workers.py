@@ -16,9 +16,9 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.errors import AllBusy, BadRequest, DeadlineExceeded, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,
+    FrontendServiceSelectWorkerRequest,
     GetWorkerHealthRequest,
     WorkerHealth,
     WorkerHealthState,
@@ -367,9 +367,11 @@ async def test_best_worker_avoids_unhealthy_workers(system: System) -> None:
         async with asyncio.timeout(60):
             while (await health(system, HOSTILE)).state != WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED:
                 await asyncio.sleep(0.01)
-        asked = BestWorkerRequest(request=RoutingRequest(model="mock-model", token_ids=TokenIds(ids=[1])))
+        asked = FrontendServiceSelectWorkerRequest(
+            request=RoutingRequest(model="mock-model", token_ids=TokenIds(ids=[1]))
+        )
         chosen = {
-            (await system.client.best_worker(asked, deadline=Deadline.after(10))).selection.rank.worker_id
+            (await system.client.select_worker(asked, deadline=Deadline.after(10))).selection.rank.worker_id
             for _ in range(4)
         }
         assert chosen == {SOUND}

@@ -14,7 +14,7 @@ from kvrouter.frontend.service import FrontendService
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
-from kvrouter.v1.frontend_pb2 import PrefillCompleteRequest, ReleaseRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceFreeRequest, FrontendServiceMarkPrefillCompleteRequest
 from kvrouter.v1.scheduler_pb2 import FreeResponse, MarkPrefillCompleteResponse
 from prometheus_client import CollectorRegistry
 
@@ -67,8 +67,10 @@ def served(links: Any) -> FrontendService:
 
 
 async def sent(requested: FrontendService) -> tuple[bool, bool]:
-    marked = await requested.prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
-    released = await requested.release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
+    marked = await requested.mark_prefill_complete(
+        FrontendServiceMarkPrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1)
+    )
+    released = await requested.free(FrontendServiceFreeRequest(booking=BOOKING), deadline=Deadline.after(1))
     return marked.known, released.known
 
 
@@ -86,9 +88,11 @@ async def test_the_error_says_that_an_unreachable_scheduler_may_have_it(
     known: tuple[bool | None, ...],
 ) -> None:
     with pytest.raises(DependencyAway):
-        await frontend(*known).release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(1))
+        await frontend(*known).free(FrontendServiceFreeRequest(booking=BOOKING), deadline=Deadline.after(1))
     with pytest.raises(DependencyAway):
-        await frontend(*known).prefill_complete(PrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1))
+        await frontend(*known).mark_prefill_complete(
+            FrontendServiceMarkPrefillCompleteRequest(booking=BOOKING), deadline=Deadline.after(1)
+        )
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -98,7 +102,7 @@ async def test_one_that_is_frozen_delays_a_release_by_heartbeats_only(
     monkeypatch.setattr(service, "HEARTBEAT_TIMEOUT_SECONDS", 0.02)
     schedulers = [Frozen(), Knowing(known)]
     links: Any = SimpleNamespace(schedulers=lambda: schedulers, live_bookings=0, sharded_components=0)
-    releasing = served(links).release(ReleaseRequest(booking=BOOKING), deadline=Deadline.after(600))
+    releasing = served(links).free(FrontendServiceFreeRequest(booking=BOOKING), deadline=Deadline.after(600))
     if known:
         assert (await releasing).known
     else:

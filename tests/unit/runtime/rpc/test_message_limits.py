@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.v1.common_pb2 import MultimodalHash, RoutingConstraints
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest, FrontendServiceGenerateRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceSelectWorkerRequest
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LoadRequest, LocalHashes, RankState, TokenIds
 from kvrouter.v1.message_limits import (
     DEFAULT_LIMITS,
@@ -38,7 +38,7 @@ def routing(count: int = MANY) -> RoutingRequest:
 SOUND: list[Message] = [
     FrontendServiceGenerateRequest(model="m", token_ids=range(MANY), multimodal_hashes=[MultimodalHash(hash=1)] * 4096),
     WorkerServiceGenerateRequest(token_ids=range(MANY), stop_conditions=StopConditions(stop_token_ids=range(100))),
-    BestWorkerRequest(request=routing()),
+    FrontendServiceSelectWorkerRequest(request=routing()),
     SelectWorkerRequest(request=routing()),
     UpdateBookingsRequest(updates=[BookingUpdate(reassert=ReassertBooking(sequence_hashes=range(MANY)))]),
     FindMatchesRequest(local_hashes=LocalHashes(hashes=range(MANY))),
@@ -72,13 +72,13 @@ HOSTILE: list[tuple[str, bytes, type[Message]]] = [
     ("multimodal_hashes", b"\x5a\x00" * MANY, FrontendServiceGenerateRequest),
     ("token_ids", b"\x1d\x01\x00\x00\x00" * MANY, FrontendServiceGenerateRequest),
     ("stop_conditions", b"\x22\xe0\xa7\x12" + b"\x2a\x00" * (MANY // 2), FrontendServiceGenerateRequest),
-    ("request", b"\x0a\x00" * MANY, BestWorkerRequest),
+    ("request", b"\x0a\x00" * MANY, FrontendServiceSelectWorkerRequest),
     (
         "request.constraints",
-        BestWorkerRequest(
+        FrontendServiceSelectWorkerRequest(
             request=RoutingRequest(constraints=RoutingConstraints(excluded_worker_ids=[1] * 2 * MANY))
         ).SerializeToString(),
-        BestWorkerRequest,
+        FrontendServiceSelectWorkerRequest,
     ),
     ("state", LoadRequest(state=RankState(blocks=[{}] * MANY)).SerializeToString(), LoadRequest),
     ("127", b"\xf8\x07\x01" * MANY, FrontendServiceGenerateRequest),
@@ -103,7 +103,8 @@ def test_a_message_that_is_cut_or_damaged_is_refused(tail: bytes) -> None:
 
 
 @given(
-    st.binary(max_size=200), st.sampled_from([FrontendServiceGenerateRequest, UpdateBookingsRequest, BestWorkerRequest])
+    st.binary(max_size=200),
+    st.sampled_from([FrontendServiceGenerateRequest, UpdateBookingsRequest, FrontendServiceSelectWorkerRequest]),
 )
 def test_any_bytes_are_accepted_or_refused(data: bytes, kind: type[Message]) -> None:
     filling = bytes([0x1A, 0x80, 0x80, 0x08]) + bytes(SMALL_BYTES)

@@ -19,7 +19,7 @@ from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.common_pb2 import Component, Cursor
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import BestWorkerRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceSelectWorkerRequest
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 from kvrouter.v1.worker_pb2 import GetRankStateRequest
 
@@ -90,11 +90,11 @@ class SequentialReplay:
 
     async def _worker(self, worker_id: int, model: str) -> Worker:
         if worker_id not in self._workers:
-            request = BestWorkerRequest()
+            request = FrontendServiceSelectWorkerRequest()
             request.request.model = model
             request.request.token_ids.ids.append(0)
             request.request.constraints.worker_id = worker_id
-            found = await self._frontend.best_worker(request, deadline=Deadline.after(_CALL_SECONDS))
+            found = await self._frontend.select_worker(request, deadline=Deadline.after(_CALL_SECONDS))
             channel = await self._channels.enter_async_context(open_channel(found.selection.endpoint))
             service = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
             self._workers[worker_id] = cast("Worker", remote(service, channel))

@@ -27,7 +27,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, PotentialLoadsRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGetPotentialLoadsRequest
 
 _READY_SECONDS = 60.0
 _POLL_SECONDS = 0.1
@@ -321,13 +321,13 @@ class Stack:
         """Returns why a worker might not serve a request; empty if all can."""
         found = 0
         for component in ("", "prefill") if self.options.prefill else ("",):
-            request = PotentialLoadsRequest()
+            request = FrontendServiceGetPotentialLoadsRequest()
             request.request.model = self.options.model
             request.request.token_ids.ids.extend(range(self.options.block_size))
             if component:
                 request.request.component.namespace, request.request.component.name = self.options.namespace, component
             try:
-                found += len((await frontend.potential_loads(request, deadline=Deadline.after(2))).loads)
+                found += len((await frontend.get_potential_loads(request, deadline=Deadline.after(2))).loads)
             except KvRouterError as error:
                 return f"the Frontend answers {error.code.name}, {error.message}"
         expected = len(self.worker_metrics)

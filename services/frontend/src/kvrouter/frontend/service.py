@@ -37,26 +37,26 @@ from kvrouter.runtime.rpc import not_awaited_by_drain
 from kvrouter.v1.common_pb2 import Component, Stage
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError, SessionLost
 from kvrouter.v1.frontend_pb2 import (
-    BestWorkerRequest,
-    BestWorkerResponse,
-    DumpIndexRequest,
-    DumpIndexResponse,
-    FindOverlapsRequest,
-    FindOverlapsResponse,
+    FrontendServiceDumpRequest,
+    FrontendServiceDumpResponse,
+    FrontendServiceFindMatchesRequest,
+    FrontendServiceFindMatchesResponse,
+    FrontendServiceFreeRequest,
+    FrontendServiceFreeResponse,
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,
+    FrontendServiceGetPotentialLoadsRequest,
+    FrontendServiceGetPotentialLoadsResponse,
+    FrontendServiceMarkPrefillCompleteRequest,
+    FrontendServiceMarkPrefillCompleteResponse,
+    FrontendServiceSelectWorkerRequest,
+    FrontendServiceSelectWorkerResponse,
     GetWorkerHealthRequest,
     GetWorkerHealthResponse,
     KeepSessionRequest,
     KeepSessionResponse,
     ListModelsRequest,
     ListModelsResponse,
-    PotentialLoadsRequest,
-    PotentialLoadsResponse,
-    PrefillCompleteRequest,
-    PrefillCompleteResponse,
-    ReleaseRequest,
-    ReleaseResponse,
 )
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest
 from kvrouter.v1.names import ComponentName
@@ -151,7 +151,9 @@ class FrontendService:
             await asyncio.wait([running])
             del running  # Its exception's traceback refers to this frame.
 
-    async def best_worker(self, request: BestWorkerRequest, *, deadline: Deadline) -> BestWorkerResponse:
+    async def select_worker(
+        self, request: FrontendServiceSelectWorkerRequest, *, deadline: Deadline
+    ) -> FrontendServiceSelectWorkerResponse:
         """Returns the rank a request would go to. A named booking is made, in the session or under a lease.
 
         Raises:
@@ -180,16 +182,20 @@ class FrontendService:
 
     async def _select(
         self, scheduler: Scheduler, select: SelectWorkerRequest, session_id: str, deadline: Deadline
-    ) -> BestWorkerResponse:
+    ) -> FrontendServiceSelectWorkerResponse:
         try:
-            return BestWorkerResponse(selection=await scheduler.select_worker(select, deadline=deadline))
+            return FrontendServiceSelectWorkerResponse(
+                selection=await scheduler.select_worker(select, deadline=deadline)
+            )
         except SessionLost:
             # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
             await open_session(scheduler, self._own_session(session_id))
             selection = await scheduler.select_worker(select, deadline=deadline)
-            return BestWorkerResponse(selection=selection, session_opened=True)
+            return FrontendServiceSelectWorkerResponse(selection=selection, session_opened=True)
 
-    async def potential_loads(self, request: PotentialLoadsRequest, *, deadline: Deadline) -> PotentialLoadsResponse:
+    async def get_potential_loads(
+        self, request: FrontendServiceGetPotentialLoadsRequest, *, deadline: Deadline
+    ) -> FrontendServiceGetPotentialLoadsResponse:
         """Returns the load each rank would have with a request.
 
         Raises:
@@ -199,10 +205,12 @@ class FrontendService:
         asked = GetPotentialLoadsRequest(request=request.request)
         scheduler = self._links.scheduler(self._resolve(asked.request, Stage.STAGE_WHOLE))
         answer = await scheduler.get_potential_loads(asked, deadline=deadline)
-        return PotentialLoadsResponse(loads=answer.loads)
+        return FrontendServiceGetPotentialLoadsResponse(loads=answer.loads)
 
-    async def prefill_complete(self, request: PrefillCompleteRequest, *, deadline: Deadline) -> PrefillCompleteResponse:
-        """Marks the prompt of a booking made by ``best_worker`` as computed.
+    async def mark_prefill_complete(
+        self, request: FrontendServiceMarkPrefillCompleteRequest, *, deadline: Deadline
+    ) -> FrontendServiceMarkPrefillCompleteResponse:
+        """Marks the prompt of a booking made by ``select_worker`` as computed.
 
         Raises:
             BadRequest, DeadlineExceeded, DependencyAway.
@@ -214,10 +222,10 @@ class FrontendService:
             lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
         )
         self._bookings.renew(marking.booking)
-        return PrefillCompleteResponse(known=any(answer.known for answer in answers))
+        return FrontendServiceMarkPrefillCompleteResponse(known=any(answer.known for answer in answers))
 
-    async def release(self, request: ReleaseRequest, *, deadline: Deadline) -> ReleaseResponse:
-        """Ends a booking made by ``best_worker``.
+    async def free(self, request: FrontendServiceFreeRequest, *, deadline: Deadline) -> FrontendServiceFreeResponse:
+        """Ends a booking made by ``select_worker``.
 
         Raises:
             BadRequest, DeadlineExceeded, DependencyAway.
@@ -227,7 +235,7 @@ class FrontendService:
             own_booking(self.access.caller(), freeing.booking)
         answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
         self._bookings.release(freeing.booking)
-        return ReleaseResponse(known=any(answer.known for answer in answers))
+        return FrontendServiceFreeResponse(known=any(answer.known for answer in answers))
 
     async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
         """Returns the served models."""
@@ -271,7 +279,9 @@ class FrontendService:
                     kept.grace_seconds = response.grace_ms / 1000
                     yield KeepSessionResponse(grace_ms=response.grace_ms)
 
-    async def find_overlaps(self, request: FindOverlapsRequest, *, deadline: Deadline) -> FindOverlapsResponse:
+    async def find_matches(
+        self, request: FrontendServiceFindMatchesRequest, *, deadline: Deadline
+    ) -> FrontendServiceFindMatchesResponse:
         """Returns the overlap of each rank with a prompt, as an Indexer reports it.
 
         Raises:
@@ -291,11 +301,11 @@ class FrontendService:
             query.local_hashes.CopyFrom(asked.local_hashes)
         else:
             query.token_ids.CopyFrom(asked.token_ids)
-        return FindOverlapsResponse(matches=await indexer.find_matches(query, deadline=deadline))
+        return FrontendServiceFindMatchesResponse(matches=await indexer.find_matches(query, deadline=deadline))
 
-    async def dump_index(
-        self, request: DumpIndexRequest, *, deadline: Deadline
-    ) -> AsyncGenerator[DumpIndexResponse, None]:
+    async def dump(
+        self, request: FrontendServiceDumpRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[FrontendServiceDumpResponse, None]:
         """Yields an Indexer's whole index of a component in chunks, rank by rank.
 
         Raises:
@@ -307,7 +317,7 @@ class FrontendService:
         dump = DumpRequest(component=Component(namespace=component.namespace, name=component.name))
         async with aclosing(indexer.dump(dump, deadline=deadline)) as parts:
             async for part in parts:
-                yield DumpIndexResponse(state=part.state)
+                yield FrontendServiceDumpResponse(state=part.state)
 
     async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
         """Sets the given busy thresholds of a model. Returns those in force.

@@ -230,7 +230,7 @@ class FrontendSettings(RoutingSettings):
     max_bookings_per_caller: int = Field(
         default=16_384,
         ge=1,
-        description="Most bookings that a caller may have made with BestWorker and not released, in each process.",
+        description="Most bookings that a caller may have made with SelectWorker and not freed, in each process.",
     )
     max_sessions_per_caller: int = Field(
         default=128, ge=1, description="Most sessions that a caller with a key may keep open, in each process."
@@ -239,7 +239,7 @@ class FrontendSettings(RoutingSettings):
         default=3600.0,
         ge=1,
         le=86_400,
-        description="Longest lease of a booking that a client makes with BestWorker, in seconds.",
+        description="Longest lease of a booking that a client makes with SelectWorker, in seconds.",
     )
     api_keys: str = Field(
         default="",

@@ -169,26 +169,28 @@ class Frontend(Protocol):
         """Routes a request, runs it, and yields its output."""
         ...
 
-    async def best_worker(
-        self, request: frontend.BestWorkerRequest, *, deadline: Deadline
-    ) -> frontend.BestWorkerResponse:
-        """Returns the worker a request would go to. If it is booked, the caller must release it."""
+    async def select_worker(
+        self, request: frontend.FrontendServiceSelectWorkerRequest, *, deadline: Deadline
+    ) -> frontend.FrontendServiceSelectWorkerResponse:
+        """Returns the worker a request would go to. If it is booked, the caller must free it."""
         ...
 
-    async def potential_loads(
-        self, request: frontend.PotentialLoadsRequest, *, deadline: Deadline
-    ) -> frontend.PotentialLoadsResponse:
+    async def get_potential_loads(
+        self, request: frontend.FrontendServiceGetPotentialLoadsRequest, *, deadline: Deadline
+    ) -> frontend.FrontendServiceGetPotentialLoadsResponse:
         """Returns the load each rank would have with a request."""
         ...
 
-    async def prefill_complete(
-        self, request: frontend.PrefillCompleteRequest, *, deadline: Deadline
-    ) -> frontend.PrefillCompleteResponse:
-        """Marks the prefill of a booking made by BestWorker as complete."""
+    async def mark_prefill_complete(
+        self, request: frontend.FrontendServiceMarkPrefillCompleteRequest, *, deadline: Deadline
+    ) -> frontend.FrontendServiceMarkPrefillCompleteResponse:
+        """Marks the prefill of a booking made by SelectWorker as complete."""
         ...
 
-    async def release(self, request: frontend.ReleaseRequest, *, deadline: Deadline) -> frontend.ReleaseResponse:
-        """Releases a booking made by BestWorker."""
+    async def free(
+        self, request: frontend.FrontendServiceFreeRequest, *, deadline: Deadline
+    ) -> frontend.FrontendServiceFreeResponse:
+        """Frees a booking made by SelectWorker."""
         ...
 
     async def list_models(
@@ -209,15 +211,15 @@ class Frontend(Protocol):
         """Keeps a client's session open until the call ends."""
         ...
 
-    async def find_overlaps(
-        self, request: frontend.FindOverlapsRequest, *, deadline: Deadline
-    ) -> frontend.FindOverlapsResponse:
+    async def find_matches(
+        self, request: frontend.FrontendServiceFindMatchesRequest, *, deadline: Deadline
+    ) -> frontend.FrontendServiceFindMatchesResponse:
         """Returns the overlap of each rank with a prompt, as an Indexer reports it."""
         ...
 
-    def dump_index(
-        self, request: frontend.DumpIndexRequest, *, deadline: Deadline
-    ) -> Stream[frontend.DumpIndexResponse]:
+    def dump(
+        self, request: frontend.FrontendServiceDumpRequest, *, deadline: Deadline
+    ) -> Stream[frontend.FrontendServiceDumpResponse]:
         """Yields an Indexer's whole index of a component in chunks, rank by rank."""
         ...
 

@@ -46,20 +46,20 @@ _CLIENT_METHODS = frozenset(
     f"{_SERVICE}{name}"
     for name in (
         "Generate",
-        "BestWorker",
-        "PotentialLoads",
-        "PrefillComplete",
-        "Release",
+        "SelectWorker",
+        "GetPotentialLoads",
+        "MarkPrefillComplete",
+        "Free",
         "ListModels",
         "KeepSession",
-        "FindOverlaps",
+        "FindMatches",
     )
 )
 _RUNNING_METHOD = f"{_SERVICE}Generate"
 _COUNTED_METHODS = frozenset(
     (
         _RUNNING_METHOD,
-        *(f"{_SERVICE}{name}" for name in ("BestWorker", "PotentialLoads", "KeepSession", "FindOverlaps")),
+        *(f"{_SERVICE}{name}" for name in ("SelectWorker", "GetPotentialLoads", "KeepSession", "FindMatches")),
     )
 )
 """Calls that count against the limits of their caller. The others cost no more than to refuse them, or end work."""

@@ -1,4 +1,4 @@
-"""Counts the bookings clients make with BestWorker, and their sessions, against the limits of their callers.
+"""Counts the bookings clients make with SelectWorker, and their sessions, against the limits of their callers.
 
 A booking counts as a running request of its caller with its tokens until it is released, its lease is over, or its
 session has ended. Its prompt is charged then, because its rank was kept free for it; output it was booked for is
@@ -112,10 +112,10 @@ class ClientBookings:
             return
         holder = self._holder()
         if self._bookings_of[holder] >= self._limits.bookings:
-            self._refuse(RefusalReason.BOOKINGS, self._limits.bookings, "BestWorker")
+            self._refuse(RefusalReason.BOOKINGS, self._limits.bookings, "SelectWorker")
         grant = None
         if self._access is not None:
-            grant = self._access.count(prompt_tokens + output_tokens, "BestWorker", passes_empty=False).handed_over()
+            grant = self._access.count(prompt_tokens + output_tokens, "SelectWorker", passes_empty=False).handed_over()
         lease_seconds = self._limits.lease_seconds if session_id else lease_ms / 1000
         made = _Booking(key, holder, session_id, lease_seconds, grant, prompt_tokens, output_tokens)
         self._bookings[key] = made

@@ -2,7 +2,7 @@
 
 from kvrouter.runtime.tracing.spans import Attribute, Kind, Span, current_span, is_recording, request_span, span, tracer
 
-STARTS_TRACES = frozenset(f"kvrouter.v1.FrontendService.{name}" for name in ("Generate", "BestWorker"))
+STARTS_TRACES = frozenset(f"kvrouter.v1.FrontendService.{name}" for name in ("Generate", "SelectWorker"))
 """Methods whose calls start a trace if the client has sent no trace context."""
 
 __all__ = [

@@ -11,15 +11,15 @@ import io.grpc.ManagedChannel;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.protobuf.StatusProto;
-import io.kvrouter.v1.BestWorkerRequest;
 import io.kvrouter.v1.BookingKey;
 import io.kvrouter.v1.ErrorInfo;
+import io.kvrouter.v1.FrontendServiceFreeRequest;
 import io.kvrouter.v1.FrontendServiceGenerateRequest;
 import io.kvrouter.v1.FrontendServiceGenerateResponse;
 import io.kvrouter.v1.FrontendServiceGrpc;
 import io.kvrouter.v1.FrontendServiceGrpc.FrontendServiceBlockingStub;
-import io.kvrouter.v1.PrefillCompleteRequest;
-import io.kvrouter.v1.ReleaseRequest;
+import io.kvrouter.v1.FrontendServiceMarkPrefillCompleteRequest;
+import io.kvrouter.v1.FrontendServiceSelectWorkerRequest;
 import io.kvrouter.v1.RoutingRequest;
 import io.kvrouter.v1.SelectWorkerResponse;
 import io.kvrouter.v1.TokenIds;
@@ -108,14 +108,15 @@ public final class Client {
   /** Books a worker as a client that dispatches by itself does. Shows meanwhile what a busy worker answers. */
   private void manualLifeCycle() throws Exception {
     BookingKey booking = BookingKey.newBuilder().setRequestId(UUID.randomUUID().toString()).build();
-    BestWorkerRequest.Builder request = BestWorkerRequest.newBuilder().setBooking(booking);
+    FrontendServiceSelectWorkerRequest.Builder request =
+        FrontendServiceSelectWorkerRequest.newBuilder().setBooking(booking);
     request.setRequest(
         RoutingRequest.newBuilder()
             .setModel(model)
             .setTokenIds(TokenIds.newBuilder().addAllIds(PROMPT))
             .setMaxOutputTokens(16));
     SelectWorkerResponse chosen =
-        retrying(() -> limited().bestWorker(request.build())).getSelection();
+        retrying(() -> limited().selectWorker(request.build())).getSelection();
     // Only the booked worker may serve this request, and only if that worker has no active block.
     FrontendServiceGenerateRequest.Builder builder = request(16);
     builder.getConstraintsBuilder().setWorkerId(chosen.getRank().getWorkerId());
@@ -125,14 +126,15 @@ public final class Client {
       System.out.printf(
           "book: worker %d at %s%n", chosen.getRank().getWorkerId(), chosen.getEndpoint());
       // Here such a client sends its request to the worker. The first token has arrived:
-      PrefillCompleteRequest complete =
-          PrefillCompleteRequest.newBuilder().setBooking(booking).build();
+      FrontendServiceMarkPrefillCompleteRequest complete =
+          FrontendServiceMarkPrefillCompleteRequest.newBuilder().setBooking(booking).build();
       System.out.println(
-          "prefill complete: known " + limited().prefillComplete(complete).getKnown());
+          "prefill complete: known " + limited().markPrefillComplete(complete).getKnown());
       sayFailure("all busy", failed(() -> generate(busy)));
     } finally {
-      ReleaseRequest release = ReleaseRequest.newBuilder().setBooking(booking).build();
-      System.out.println("release: known " + limited().release(release).getKnown());
+      FrontendServiceFreeRequest free =
+          FrontendServiceFreeRequest.newBuilder().setBooking(booking).build();
+      System.out.println("free: known " + limited().free(free).getKnown());
     }
     System.out.println("retry: " + retrying(() -> generate(busy)));
   }
