@@ -33,10 +33,8 @@ import numpy as np
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack
 from kvrouter.frontend.access.cache_salts import create_salt_key
 from kvrouter.frontend.access.key_file import KeyEntry, KeyFile, TenantEntry, new_key, write_key_file
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceSelectWorkerRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 from rich.console import Console
 from rich.table import Table

@@ -42,16 +42,10 @@ from kvrouter.runtime.process.context import open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.v1 import indexer_pb2
-from kvrouter.v1.common_pb2 import Component, Tier
+from kvrouter.v1.common_pb2 import Component, LocalHashes, Tier
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.events_pb2 import BlocksStored, KvEvent, KvEventBatch
-from kvrouter.v1.indexer_pb2 import (
-    DumpRequest,
-    FindMatchesRequest,
-    GetStatsRequest,
-    LocalHashes,
-    TakeSnapshotRequest,
-)
+from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest, GetStatsRequest, TakeSnapshotRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 from rich.console import Console

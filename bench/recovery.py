@@ -35,15 +35,9 @@ from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
-from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.common_pb2 import Component, LocalHashes
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.indexer_pb2 import (
-    ComponentStats,
-    FindMatchesRequest,
-    GetStatsRequest,
-    LocalHashes,
-    TakeSnapshotRequest,
-)
+from kvrouter.v1.indexer_pb2 import ComponentStats, FindMatchesRequest, GetStatsRequest, TakeSnapshotRequest
 from kvrouter.v1.names import service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration
 from recovery_workers import COMPONENT, shared_chain

@@ -12,15 +12,13 @@ import uuid
 from contextlib import ExitStack
 
 import grpc
-from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage, TokenIds
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceFreeRequest,
     FrontendServiceMarkPrefillCompleteRequest,
     FrontendServiceSelectWorkerRequest,
 )
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 LEASE_MS = 60_000
 """If this process dies, its bookings are freed after that time."""

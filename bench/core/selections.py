@@ -38,17 +38,11 @@ from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.routing.router import Router
-from kvrouter.v1.common_pb2 import BookingKey, Stage
-from kvrouter.v1.indexer_pb2 import FindMatchesResponse, LocalHashes
+from kvrouter.v1.common_pb2 import BookingKey, LocalHashes, RoutingRequest, Stage
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import (
-    FreeRequest,
-    MarkPrefillCompleteRequest,
-    ReportOutputRequest,
-    RoutingRequest,
-    SelectWorkerRequest,
-)
+from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, ReportOutputRequest, SelectWorkerRequest
 from prometheus_client import CollectorRegistry
 
 BLOCK_SIZE = 16

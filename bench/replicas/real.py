@@ -41,18 +41,11 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import scheduler_pb2
-from kvrouter.v1.common_pb2 import BookingKey, Component, Role
+from kvrouter.v1.common_pb2 import BookingKey, Component, LocalHashes, Role, RoutingRequest
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.indexer_pb2 import LocalHashes
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import (
-    FreeRequest,
-    GetStatusRequest,
-    MarkPrefillCompleteRequest,
-    RoutingRequest,
-    SelectWorkerRequest,
-)
+from kvrouter.v1.scheduler_pb2 import FreeRequest, GetStatusRequest, MarkPrefillCompleteRequest, SelectWorkerRequest
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent
 from nats.aio.msg import Msg
 from prometheus_client import CollectorRegistry

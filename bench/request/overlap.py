@@ -19,9 +19,9 @@ from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import remote_on_call_stream
 from kvrouter.v1 import indexer_pb2
-from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.common_pb2 import Component, LocalHashes
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest
 from samples import Samples
 from systems import Servers, running_servers
 from usage import cpu_seconds

@@ -17,17 +17,10 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
-from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingRequest, TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import (
-    GetPotentialLoadsRequest,
-    GetStatusRequest,
-    GetStatusResponse,
-    QueueStatus,
-    RoutingRequest,
-)
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, GetStatusRequest, GetStatusResponse, QueueStatus
 from kvrouter.v1.worker_pb2 import StopConditions
 from prometheus_client import CollectorRegistry
 

@@ -10,7 +10,7 @@ import sys
 from google.protobuf.json_format import MessageToJson, Parse
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import connect
-from kvrouter.v1.indexer_pb2 import RankState
+from kvrouter.v1.common_pb2 import RankState
 from xxhash import xxh3_64_intdigest
 
 from .rig import COMPONENT, IndexerProcess, Rig

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from google.protobuf.message import Message
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.common_pb2 import BusyThresholds, Component
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsRequest
 from kvrouter.v1.names import ComponentName, namespace_prefix, service_key, services_prefix, threshold_key
@@ -23,7 +23,6 @@ from kvrouter.v1.registry_pb2 import (
     ServiceRegistration,
     WorkerRegistration,
 )
-from kvrouter.v1.scheduler_pb2 import BusyThresholds
 from kvrouter.v1.snapshot_pb2 import SnapshotPointer, SnapshotRef
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncStateResponse
 

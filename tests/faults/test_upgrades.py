@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.json_format import Parse
 from kvrouter.net.etcd import connect
 from kvrouter.simulator.workloads.traces import read
-from kvrouter.v1.indexer_pb2 import RankState
+from kvrouter.v1.common_pb2 import RankState
 
 from .capture_release import RELEASES
 from .rig import COMPONENT, IndexerProcess, Rig

@@ -10,10 +10,10 @@ import pytest
 from kvrouter.devtools.system.servers import NatsServer
 from kvrouter.net.etcd import KeyTaken
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import Transport
+from kvrouter.v1.common_pb2 import LocalHashes, RoutingRequest, TokenIds, Transport
 from kvrouter.v1.events_pb2 import BlocksRemoved, KvEvent, KvEventBatch
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LocalHashes, TokenIds, VerifyRequest
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, VerifyRequest
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 

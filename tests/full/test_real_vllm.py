@@ -25,9 +25,8 @@ from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.common_pb2 import RoutingRequest, TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceFindMatchesRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 from ..byte_tokenizer import write_byte_tokenizer
 from ..integration.sidecar.rig import events_at, write_engine_keys

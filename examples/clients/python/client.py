@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import ErrorInfo as StandardErrorInfo
 from google.rpc.error_details_pb2 import RetryInfo
 from grpc_status import rpc_status
-from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides, RoutingRequest, TokenIds
 from kvrouter.v1.errors_pb2 import ErrorInfo
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceFreeRequest,
@@ -26,8 +26,6 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceSelectWorkerRequest,
 )
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 PROMPT = list(range(1, 257))

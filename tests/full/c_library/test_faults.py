@@ -8,8 +8,8 @@ import pytest
 from kvrouter.net.etcd import connect
 from kvrouter.net.nats.event_stream import stream_config
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import Transport
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, TokenIds, VerifyRequest
+from kvrouter.v1.common_pb2 import TokenIds, Transport
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, VerifyRequest
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from nats.js.errors import NotFoundError
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from kvrouter.cli.development.fleet_file import FleetSize, read_fleet
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.net.etcd import connect
-from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.common_pb2 import BusyThresholds, Role
 from kvrouter.v1.names import ComponentName, threshold_key
 from kvrouter.v1.registry_pb2 import BusyThresholdsRecord, RankRegistration, WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import BusyThresholds
 
 SMALL = ("prompts", "--requests", "30", "--seeds", "1", "--processes", "1", "--no-splits", "--discover")
 

@@ -26,10 +26,10 @@ from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import frontend_pb2, scheduler_pb2
+from kvrouter.v1.common_pb2 import PotentialLoad, RoutingRequest, TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, PotentialLoad, RoutingRequest
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, TokenIds
 from kvrouter.v1.errors import BadRequest, RequestIdReused
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceFreeRequest,
@@ -15,8 +15,7 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceSelectWorkerRequest,
     KeepSessionRequest,
 )
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, RoutingRequest
+from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest
 
 from .gateway import MODEL, System
 

@@ -17,8 +17,9 @@ from kvrouter.runtime.process.context import open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.errors import NotFound, NotReady
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, TokenIds
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 from nats.aio.client import Client

@@ -19,9 +19,9 @@ from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.app import running
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import indexer_pb2, scheduler_pb2
-from kvrouter.v1.common_pb2 import BookingKey, Role
+from kvrouter.v1.common_pb2 import BookingKey, PotentialLoad, Role, RoutingRequest, TokenIds
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse, TokenIds
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, FindMatchesResponse
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import (
     ComponentDescriptor,
@@ -29,13 +29,7 @@ from kvrouter.v1.registry_pb2 import (
     ServiceRegistration,
     WorkerRegistration,
 )
-from kvrouter.v1.scheduler_pb2 import (
-    GetPotentialLoadsRequest,
-    PotentialLoad,
-    RoutingRequest,
-    SelectWorkerRequest,
-    SelectWorkerResponse,
-)
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, SelectWorkerRequest, SelectWorkerResponse
 
 from ..registered import Registered
 

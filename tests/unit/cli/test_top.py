@@ -14,19 +14,17 @@ from kvrouter.cli.top.frame import frame
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.rank_notes import duration
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
-from kvrouter.v1.common_pb2 import Component, Rank, Role
+from kvrouter.v1.common_pb2 import BusyThresholds, Component, PrefillDecision, Rank, Role
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsResponse, RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
-    BusyThresholds,
     CandidateTerms,
     ComponentStatus,
     Decision,
     GetStatusResponse,
     HitCounts,
-    PrefillDecision,
     QueuedRequest,
     QueueStatus,
     RankStatus,

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from kvrouter.client.session import BookingSession
-from kvrouter.v1.common_pb2 import Component, Rank
+from kvrouter.v1.common_pb2 import Component, Rank, RoutingRequest, TokenIds
 from kvrouter.v1.errors import AllBusy, UnknownWorker
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceFreeResponse,
@@ -18,8 +18,7 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceSelectWorkerResponse,
     KeepSessionResponse,
 )
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
 class OneScheduler:

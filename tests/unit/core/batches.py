@@ -8,9 +8,9 @@ from typing import Any
 
 from kvrouter.core.interface import Rank
 from kvrouter.core.reference import sequence_hashes
-from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.v1.common_pb2 import CopyCounting, RankState
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from kvrouter.v1.indexer_pb2 import FindMatchesResponse, RankState
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from xxhash import xxh3_64_intdigest
 
 RANK = (7, 0)

@@ -12,8 +12,7 @@ from kvrouter.runtime.packed_hashes import (
     pack_local_hashes,
     pack_sequence_hashes,
 )
-from kvrouter.v1.common_pb2 import BookingKey
-from kvrouter.v1.indexer_pb2 import LocalHashes
+from kvrouter.v1.common_pb2 import BookingKey, LocalHashes
 from kvrouter.v1.packed_pb2 import PackedLocalHashes, PackedReassertBooking
 from kvrouter.v1.scheduler_pb2 import ReassertBooking
 

@@ -36,12 +36,22 @@ from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.routing.router import Router
-from kvrouter.v1.common_pb2 import BookingKey, Component, Role, RoutingConstraints, RoutingOverrides, Stage
+from kvrouter.v1.common_pb2 import (
+    BookingKey,
+    Component,
+    LocalHashes,
+    Role,
+    RoutingConstraints,
+    RoutingOverrides,
+    RoutingRequest,
+    Stage,
+    TokenIds,
+)
 from kvrouter.v1.errors import DeadlineExceeded
-from kvrouter.v1.indexer_pb2 import FindMatchesResponse, LocalHashes, TokenIds
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 from prometheus_client import CollectorRegistry
 
 BLOCK = 16

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from google.protobuf.message import DecodeError, Message
-from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides, RoutingRequest, TokenIds
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions as SamplingMessage
 from kvrouter.v1.worker_pb2 import StopConditions as StopMessage
 

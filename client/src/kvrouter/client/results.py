@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from kvrouter.v1.common_pb2 import PotentialLoad as LoadMessage
+from kvrouter.v1.common_pb2 import RankState
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
 from kvrouter.v1.frontend_pb2 import Model as ModelMessage
-from kvrouter.v1.indexer_pb2 import RankState
-from kvrouter.v1.scheduler_pb2 import PotentialLoad as LoadMessage
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import FinishReason as FinishMessage
 

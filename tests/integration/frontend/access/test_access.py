@@ -14,7 +14,7 @@ from kvrouter.frontend.access.refusals import RefusalReason
 from kvrouter.net.calls import CallStreamClient, NotSent
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.v1 import frontend_pb2_grpc
-from kvrouter.v1.common_pb2 import BlockScope, BookingKey, Stage
+from kvrouter.v1.common_pb2 import BlockScope, BookingKey, LocalHashes, RoutingRequest, Stage, TokenIds
 from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
@@ -27,8 +27,7 @@ from kvrouter.v1.frontend_pb2 import (
     GetWorkerHealthRequest,
     ListModelsRequest,
 )
-from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 
 from ..gateway import MODEL, System, request
 from .keys import Keys

@@ -10,12 +10,10 @@ from typing import Any
 import grpc.aio
 import pytest
 from kvrouter.v1 import frontend_pb2_grpc
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, TokenIds
 from kvrouter.v1.error_encoding import from_rpc_error
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import FrontendServiceFreeRequest, FrontendServiceSelectWorkerRequest, KeepSessionRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 from ..gateway import MODEL, System, request, running_system
 from .keys import Keys

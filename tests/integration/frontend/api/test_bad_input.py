@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.common_pb2 import (
+    BookingKey,
+    LocalHashes,
+    RoutingConstraints,
+    RoutingOverrides,
+    RoutingRequest,
+    TokenIds,
+)
 from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong, TooLarge
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import (
@@ -16,8 +23,7 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceSelectWorkerRequest,
     ListModelsRequest,
 )
-from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
-from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, RoutingRequest, SelectWorkerRequest
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, SelectWorkerRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 from ..gateway import MODEL, System, request

@@ -26,9 +26,8 @@ import grpc
 import grpc.aio
 import pytest
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceSelectWorkerRequest
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 pytestmark = [

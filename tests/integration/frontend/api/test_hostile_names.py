@@ -9,15 +9,13 @@ from typing import Any
 import aiohttp
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, TokenIds
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceFreeRequest,
     FrontendServiceMarkPrefillCompleteRequest,
     FrontendServiceSelectWorkerRequest,
 )
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 from ..gateway import MODEL, System, request
 

@@ -10,11 +10,10 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import frontend_pb2, scheduler_pb2, worker_pb2
-from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.common_pb2 import Component, RoutingRequest, TokenIds
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGetPotentialLoadsRequest, FrontendServiceSelectWorkerRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import BookingUpdate, OpenSessionRequest, RoutingRequest, UpdateBookingsRequest
+from kvrouter.v1.scheduler_pb2 import BookingUpdate, OpenSessionRequest, UpdateBookingsRequest
 
 from ....odd_values import OddValues, nothing_fails
 from ..gateway import MODEL, System, request

@@ -8,11 +8,16 @@ from typing import Any
 import aiohttp
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.common_pb2 import (
+    BookingKey,
+    LocalHashes,
+    RoutingConstraints,
+    RoutingOverrides,
+    RoutingRequest,
+    TokenIds,
+)
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGetPotentialLoadsRequest, FrontendServiceSelectWorkerRequest
-from kvrouter.v1.indexer_pb2 import LocalHashes, TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from ....garbage import no_request_is_garbage

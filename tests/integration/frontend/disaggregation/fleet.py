@@ -13,12 +13,11 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.publisher.worker import Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.telemetry.metrics import new_registry
-from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.common_pb2 import Component, RoutingRequest, TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, GetWorkerHealthRequest, RoutingInfo
-from kvrouter.v1.indexer_pb2 import TokenIds
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, GetStatusRequest, RoutingRequest
+from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, GetStatusRequest
 from prometheus_client import CollectorRegistry
 
 from ....hostile_worker import Behaviour, HostileWorker, registered_beside

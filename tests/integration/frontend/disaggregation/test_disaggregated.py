@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints, RoutingOverrides, Stage
+from kvrouter.v1.common_pb2 import (
+    BookingKey,
+    Component,
+    RoutingConstraints,
+    RoutingOverrides,
+    RoutingRequest,
+    Stage,
+    TokenIds,
+)
 from kvrouter.v1.errors import UnknownModel, UnknownWorker
 from kvrouter.v1.frontend_pb2 import FrontendServiceSelectWorkerRequest, ListModelsRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RoutingRequest
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from .fleet import DECODE, PREFILL, Fleet

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage, TokenIds
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceFreeRequest,
     FrontendServiceMarkPrefillCompleteRequest,
     FrontendServiceSelectWorkerRequest,
 )
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RankStatus, RoutingRequest
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RankStatus
 
 from ..gateway import MODEL
 from .fleet import DECODE, PREFILL, Fleet

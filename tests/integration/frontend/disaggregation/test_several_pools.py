@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides, RoutingRequest, TokenIds
 from kvrouter.v1.errors import AllBusy
 from kvrouter.v1.frontend_pb2 import FrontendServiceSelectWorkerRequest
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import GetStatusRequest, RoutingRequest
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from ....hostile_worker import aborts, piece

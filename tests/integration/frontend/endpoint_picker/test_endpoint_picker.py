@@ -17,7 +17,8 @@ from kvrouter.frontend.text.client_work import completed
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
-from kvrouter.v1.scheduler_pb2 import BusyThresholds, GetStatusRequest, SetBusyThresholdRequest
+from kvrouter.v1.common_pb2 import BusyThresholds
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest, SetBusyThresholdRequest
 from prometheus_client import CollectorRegistry
 
 from tests.integration.runtime.tracing.collector import collecting

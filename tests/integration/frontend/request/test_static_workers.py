@@ -25,7 +25,7 @@ from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import scheduler_pb2
-from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingOverrides
+from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingOverrides, RoutingRequest, TokenIds
 from kvrouter.v1.errors import AllBusy, KvRouterError
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
@@ -33,8 +33,6 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceSelectWorkerRequest,
     RoutingInfo,
 )
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 from pydantic import ValidationError
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingRequest, TokenIds
 from kvrouter.v1.errors import AllBusy, BadRequest, DeadlineExceeded, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
@@ -23,8 +23,6 @@ from kvrouter.v1.frontend_pb2 import (
     WorkerHealth,
     WorkerHealthState,
 )
-from kvrouter.v1.indexer_pb2 import TokenIds
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, StopConditions, WorkerServiceGenerateResponse
 
 from ....garbage import no_request_is_garbage

@@ -18,7 +18,7 @@ from kvrouter.net.etcd import Put, watch_prefix
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel
-from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
+from kvrouter.v1.common_pb2 import BlockScope, Component, LocalHashes, MultimodalHash, TokenIds
 from kvrouter.v1.errors import (
     BadRequest,
     BlockSizeMismatch,
@@ -28,7 +28,7 @@ from kvrouter.v1.errors import (
     NotReady,
     PromptTooLong,
 )
-from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest, GetStatsRequest, LoadRequest, LocalHashes, TokenIds
+from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest, GetStatsRequest, LoadRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord
 

@@ -13,7 +13,7 @@ from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.mocker.adapter import MockEngine
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
-from kvrouter.v1.indexer_pb2 import RankState
+from kvrouter.v1.common_pb2 import RankState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration
 

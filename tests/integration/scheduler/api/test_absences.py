@@ -9,11 +9,11 @@ import sys
 import pytest
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.v1.common_pb2 import Rank, RoutingOverrides
+from kvrouter.v1.common_pb2 import BusyThresholds, Rank, RoutingOverrides
 from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import BusyThresholds, ListBusyThresholdsRequest, SetBusyThresholdRequest
+from kvrouter.v1.scheduler_pb2 import ListBusyThresholdsRequest, SetBusyThresholdRequest
 from prometheus_client import CollectorRegistry
 
 from ..scheduling import MODEL, PATIENCE_SECONDS, Stack, eventually, routing, scheduling, selecting, soon

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 from kvrouter.runtime.contracts import Immediate
-from kvrouter.v1.common_pb2 import BookingKey, Component, Rank, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.common_pb2 import BookingKey, BusyThresholds, Component, Rank, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.errors import (
     AllBusy,
     BadRequest,
@@ -28,7 +28,6 @@ from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     BookingUpdate,
-    BusyThresholds,
     CloseSessionRequest,
     ExplainRequest,
     FreeRequest,

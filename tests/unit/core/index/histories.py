@@ -13,8 +13,8 @@ from typing import Any
 from hypothesis import strategies as st
 from kvrouter.core import InvalidDump
 from kvrouter.core.interface import Rank
+from kvrouter.v1.common_pb2 import RankState
 from kvrouter.v1.events_pb2 import KvEvent
-from kvrouter.v1.indexer_pb2 import RankState
 
 from ..batches import COUNTED, SET, batch, chained, cleared, dumped, entries, matches, removed, stored
 

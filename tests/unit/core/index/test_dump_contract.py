@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from kvrouter.core import InvalidDump
-from kvrouter.v1.common_pb2 import Cursor, Rank
-from kvrouter.v1.indexer_pb2 import RankState
-from kvrouter.v1.worker_pb2 import BlockRecord, TierCopies
+from kvrouter.v1.common_pb2 import BlockRecord, Cursor, Rank, RankState, TierCopies
 
 from ..batches import (
     COUNTED,

@@ -12,9 +12,9 @@ from kvrouter.core import EventRecorder as Chosen
 from kvrouter.core import reference
 from kvrouter.core.interface import EventRecorder, EventsGone, InvalidEvent, Scope, UnknownParent
 from kvrouter.core.reference.rank_state import MAX_EVENT_BLOCKS
-from kvrouter.v1.common_pb2 import CopyCounting, Tier
+from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
-from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse
+from kvrouter.v1.worker_pb2 import GetRankStateResponse
 
 COUNTED = CopyCounting.COPY_COUNTING_COUNTED
 NO_BOUND = (1 << 20, 1 << 40)

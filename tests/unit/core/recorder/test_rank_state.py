@@ -14,8 +14,8 @@ from kvrouter.core.interface import InvalidEvent, UnknownParent
 from kvrouter.core.reference.rank_state import MAX_EVENT_BLOCKS, NumberedEvent, RankState
 from kvrouter.core.reference.state_chunks import block_records
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
+from kvrouter.v1.common_pb2 import RankState as Dump
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
-from kvrouter.v1.indexer_pb2 import RankState as Dump
 from xxhash import xxh3_64_intdigest
 
 COUNTED, SET = CopyCounting.COPY_COUNTING_COUNTED, CopyCounting.COPY_COUNTING_SET

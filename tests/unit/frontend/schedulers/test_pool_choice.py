@@ -10,10 +10,11 @@ from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.pool_choice import PoolChoice
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.common_pb2 import RoutingRequest
 from kvrouter.v1.errors import AllBusy, DependencyAway
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 
 Answer = SelectWorkerResponse | Exception
 

@@ -9,7 +9,7 @@ from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.problems import problems
 from kvrouter.runtime.overview.hit_rates import HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
-from kvrouter.v1.common_pb2 import Component, Rank
+from kvrouter.v1.common_pb2 import Component, PrefillDecision, Rank
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsResponse, RankStats
 from kvrouter.v1.names import ComponentName
@@ -19,7 +19,6 @@ from kvrouter.v1.scheduler_pb2 import (
     Decision,
     GetStatusResponse,
     HitCounts,
-    PrefillDecision,
     QueueStatus,
     RankStatus,
 )

@@ -1,11 +1,10 @@
 import pytest
 from kvrouter.indexer.api.requests import check_prompt, encoded_dump_response, scope_of
 from kvrouter.runtime.request_fields import component_name
-from kvrouter.v1.common_pb2 import BlockScope, Component, MultimodalHash
+from kvrouter.v1.common_pb2 import BlockRecord, BlockScope, Component, LocalHashes, MultimodalHash, RankState, TokenIds
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
-from kvrouter.v1.indexer_pb2 import DumpResponse, FindMatchesRequest, LocalHashes, RankState, TokenIds
+from kvrouter.v1.indexer_pb2 import DumpResponse, FindMatchesRequest
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.worker_pb2 import BlockRecord
 
 
 def test_component_names() -> None:

@@ -16,10 +16,10 @@ from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.index.rank_repair import RankDump, StaleDump
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import Tier
+from kvrouter.v1.common_pb2 import RankState, Tier
 from kvrouter.v1.errors import DeadlineExceeded
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from kvrouter.v1.indexer_pb2 import FindMatchesResponse, RankState
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 
 from tests.unit.indexer.index.policy import Policy

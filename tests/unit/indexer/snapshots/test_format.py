@@ -3,10 +3,8 @@ from collections.abc import Sequence
 
 import pytest
 from kvrouter.indexer.snapshots.format import FORMAT_VERSION, InvalidSnapshot, SnapshotCheck, SnapshotWriter, decode
-from kvrouter.v1.common_pb2 import Component, Cursor, Rank
-from kvrouter.v1.indexer_pb2 import RankState
+from kvrouter.v1.common_pb2 import BlockRecord, Component, Cursor, Rank, RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
-from kvrouter.v1.worker_pb2 import BlockRecord
 
 HEADER = SnapshotHeader(
     component=Component(namespace="n", name="c"), block_size=16, hash_scheme="xxh3-1337", stream_sequence=7

@@ -8,9 +8,9 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.v1.common_pb2 import MultimodalHash, RoutingConstraints
+from kvrouter.v1.common_pb2 import LocalHashes, MultimodalHash, RankState, RoutingConstraints, RoutingRequest, TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceSelectWorkerRequest
-from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LoadRequest, LocalHashes, RankState, TokenIds
+from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LoadRequest
 from kvrouter.v1.message_limits import (
     DEFAULT_LIMITS,
     LONG_FIELDS,
@@ -19,13 +19,7 @@ from kvrouter.v1.message_limits import (
     MessageLimits,
     TooManyElements,
 )
-from kvrouter.v1.scheduler_pb2 import (
-    BookingUpdate,
-    ReassertBooking,
-    RoutingRequest,
-    SelectWorkerRequest,
-    UpdateBookingsRequest,
-)
+from kvrouter.v1.scheduler_pb2 import BookingUpdate, ReassertBooking, SelectWorkerRequest, UpdateBookingsRequest
 from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest
 
 MANY = 300_000

@@ -11,15 +11,9 @@ from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions, modelled_ms
-from kvrouter.v1.common_pb2 import BookingKey, Component, Role, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Component, PrefillDecision, Role, Stage
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import (
-    FreeRequest,
-    MarkPrefillCompleteRequest,
-    PrefillDecision,
-    SelectWorkerRequest,
-    SelectWorkerResponse,
-)
+from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, SelectWorkerRequest, SelectWorkerResponse
 
 from ..harness import BLOCK, POOL, Parts, ResidentBlocks, routing, selecting, view, worker
 

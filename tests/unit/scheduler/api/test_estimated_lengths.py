@@ -8,7 +8,8 @@ import pytest
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import read_prompt
-from kvrouter.v1.scheduler_pb2 import FreeRequest, RoutingRequest
+from kvrouter.v1.common_pb2 import RoutingRequest
+from kvrouter.v1.scheduler_pb2 import FreeRequest
 
 from ..harness import BLOCK, Parts, constraints, hashed, key, routing, selecting, view, worker
 

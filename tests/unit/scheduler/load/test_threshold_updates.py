@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
+from kvrouter.v1.common_pb2 import BusyThresholds
 from kvrouter.v1.errors import BadRequest
-from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
+from kvrouter.v1.scheduler_pb2 import SetBusyThresholdRequest
 
 
 async def test_a_cleared_threshold_falls_back_to_the_option() -> None:

@@ -14,7 +14,7 @@ from kvrouter.scheduler.request.remote_prefill import (
     RemotePrefillOptions,
     prefill_places,
 )
-from kvrouter.v1.scheduler_pb2 import PrefillDecision
+from kvrouter.v1.common_pb2 import PrefillDecision
 
 OPTIONS = RemotePrefillOptions(
     min_tokens=100,

@@ -21,10 +21,9 @@ from kvrouter.scheduler.workers.candidates import (
     serves,
     why_unfit,
 )
-from kvrouter.v1.common_pb2 import Rank, Role, Stage
+from kvrouter.v1.common_pb2 import Rank, Role, Stage, TokenIds
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong, UnknownWorker
 from kvrouter.v1.events_pb2 import LoadReport
-from kvrouter.v1.indexer_pb2 import TokenIds
 
 from ..harness import BLOCK, constraints, hashed, overrides, prompt, routing, worker
 

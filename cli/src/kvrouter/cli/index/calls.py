@@ -20,13 +20,12 @@ from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import indexer_pb2
-from kvrouter.v1.common_pb2 import Component, Rank, Tier
+from kvrouter.v1.common_pb2 import Component, Rank, RankState, Tier
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import (
     DumpRequest,
     GetStatsRequest,
     LoadRequest,
-    RankState,
     ResetStatesRequest,
     ResyncRequest,
     TakeSnapshotRequest,

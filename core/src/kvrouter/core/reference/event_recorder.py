@@ -9,9 +9,8 @@ from kvrouter.core.interface import MAX_BATCH_BYTES, BatchHead, BlockNote, Recor
 from kvrouter.core.reference.block_table import BASE_SCOPE
 from kvrouter.core.reference.event_log import EventLog
 from kvrouter.core.reference.rank_state import NumberedEvent, RankState
-from kvrouter.v1.common_pb2 import Tier
+from kvrouter.v1.common_pb2 import BlockRecord, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
-from kvrouter.v1.worker_pb2 import BlockRecord
 
 
 class EventRecorder:

@@ -10,9 +10,9 @@ from kvrouter.core.reference.block_table import BASE_SCOPE, Block, BlockTable, p
 from kvrouter.core.reference.hashing import chain, unpack
 from kvrouter.core.reference.rank_blocks import TIERS
 from kvrouter.core.reference.state_chunks import state_chunks
-from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
+from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
-from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse
+from kvrouter.v1.worker_pb2 import GetRankStateResponse
 
 MAX_EVENT_BLOCKS = 8192
 """Maximum number of blocks in one event: 128 KiB of hashes, so that events fill batches of 512 KiB well."""

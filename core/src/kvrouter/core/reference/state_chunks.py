@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from kvrouter.core.reference.block_table import Block
 from kvrouter.core.reference.rank_blocks import TIERS
-from kvrouter.v1.common_pb2 import CopyCounting, Cursor
-from kvrouter.v1.worker_pb2 import BlockRecord, GetRankStateResponse, TierCopies
+from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, TierCopies
+from kvrouter.v1.worker_pb2 import GetRankStateResponse
 
 CHUNK_BLOCKS = 4096
 """Number of blocks in one chunk of a state."""

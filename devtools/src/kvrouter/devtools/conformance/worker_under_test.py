@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 import grpc.aio
 from kvrouter.core import Scope
 from kvrouter.net.http2.options import CHANNEL_OPTIONS
-from kvrouter.v1.common_pb2 import BlockScope, CopyCounting, Cursor
+from kvrouter.v1.common_pb2 import BlockRecord, BlockScope, CopyCounting, Cursor
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import (
     AbortRequest,
-    BlockRecord,
     FinishReason,
     GetEventsRequest,
     GetLoadRequest,

@@ -34,7 +34,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.request_fields import component_name
 from kvrouter.runtime.rpc import not_awaited_by_drain
-from kvrouter.v1.common_pb2 import Component, Stage
+from kvrouter.v1.common_pb2 import BusyThresholds, Component, RoutingRequest, Stage
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError, SessionLost
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceDumpRequest,
@@ -61,14 +61,12 @@ from kvrouter.v1.frontend_pb2 import (
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
-    BusyThresholds,
     FreeRequest,
     FreeResponse,
     GetPotentialLoadsRequest,
     ListBusyThresholdsRequest,
     MarkPrefillCompleteRequest,
     MarkPrefillCompleteResponse,
-    RoutingRequest,
     SelectWorkerRequest,
     SetBusyThresholdRequest,
 )

@@ -8,7 +8,7 @@ and in unpacked form and always writes the packed one, so hashes of a sender tha
 
 from __future__ import annotations
 
-from kvrouter.v1.indexer_pb2 import LocalHashes
+from kvrouter.v1.common_pb2 import LocalHashes
 from kvrouter.v1.packed_pb2 import PackedLocalHashes, PackedReassertBooking
 from kvrouter.v1.scheduler_pb2 import ReassertBooking
 

@@ -9,9 +9,8 @@ from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role
 from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
-from kvrouter.v1.common_pb2 import BlockScope, BookingKey
+from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 _MARK = ":"
 """Separates a tenant from the booking id of its client. No tenant's name has it."""

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import msgspec
 from kvrouter.frontend.edge.json_body import check_uint64, decode_json
-from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
+from kvrouter.v1.common_pb2 import BusyThresholds
+from kvrouter.v1.scheduler_pb2 import SetBusyThresholdRequest
 from msgspec import UNSET, UnsetType
 
 

@@ -11,9 +11,9 @@ from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.packed_hashes import local_hashes_message
-from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
 
 # Reading it from the enum takes over a microsecond.

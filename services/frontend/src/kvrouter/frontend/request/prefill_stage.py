@@ -29,10 +29,10 @@ from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.tracing import Kind, span
-from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Rank, RoutingRequest, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 from kvrouter.v1.worker_pb2 import StopConditions, TransferParams, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")

@@ -12,9 +12,9 @@ from kvrouter.frontend.schedulers.pool_choice import PoolChoice
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.common_pb2 import RoutingRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 
 class RequestPools:

@@ -8,9 +8,9 @@ from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.packed_hashes import local_hashes_message
-from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.common_pb2 import Rank, RoutingRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
 def routing_info(

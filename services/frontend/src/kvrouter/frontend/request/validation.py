@@ -11,12 +11,11 @@ from kvrouter.core import TokenBuffer, first_token_outside
 from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.request_fields import check_request_id
-from kvrouter.v1.common_pb2 import Role, RoutingConstraints, RoutingOverrides, Stage
+from kvrouter.v1.common_pb2 import Role, RoutingConstraints, RoutingOverrides, RoutingRequest, Stage
 from kvrouter.v1.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 MAX_REQUEST_ID_BYTES = 112

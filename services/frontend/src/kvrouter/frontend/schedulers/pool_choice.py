@@ -21,8 +21,9 @@ from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.common_pb2 import RoutingRequest
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 
 _Rating = tuple[bool, bool, bool, float, float]
 """Sort key of components; the lowest is first."""

@@ -20,7 +20,7 @@ from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.packed_hashes import pack_local_hashes
 from kvrouter.runtime.request_fields import component_name
-from kvrouter.v1.common_pb2 import Component
+from kvrouter.v1.common_pb2 import Component, RankState
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.errors import (
     BadRequest,
@@ -39,7 +39,6 @@ from kvrouter.v1.indexer_pb2 import (
     GetStatsResponse,
     LoadRequest,
     LoadResponse,
-    RankState,
     ResetStatesRequest,
     ResetStatesResponse,
     ResyncRequest,

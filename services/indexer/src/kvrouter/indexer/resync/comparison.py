@@ -7,9 +7,9 @@ from typing import cast
 
 from kvrouter.core import Rank
 from kvrouter.indexer.index.rank_repair import RankDump
-from kvrouter.v1.common_pb2 import Cursor, Tier
+from kvrouter.v1.common_pb2 import Cursor, RankState, Tier
 from kvrouter.v1.common_pb2 import Rank as RankMessage
-from kvrouter.v1.indexer_pb2 import RankState, VerifyResponse
+from kvrouter.v1.indexer_pb2 import VerifyResponse
 
 _EXAMPLES = 32
 _DIFFERENCES = 1024

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from kvrouter.indexer.index.rank_repair import RankDump
 from kvrouter.net.varint import encode_varint
-from kvrouter.v1.indexer_pb2 import RankState
+from kvrouter.v1.common_pb2 import RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
 from xxhash import xxh3_64
 

@@ -16,9 +16,9 @@ from kvrouter.scheduler.request.options import RoutingOptions, Tenant, Threshold
 from kvrouter.scheduler.request.prompt import read_prompt
 from kvrouter.scheduler.routing.context import DEFAULT_LEASE_SECONDS, BookingOptions, RequestContext
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
-from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage
 from kvrouter.v1.errors import BadRequest
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 
 log = structlog.get_logger(component="scheduler")
 

@@ -22,11 +22,11 @@ from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision
 from kvrouter.scheduler.routing.router import Router, selection_response
 from kvrouter.scheduler.workers.candidates import check_pinned
+from kvrouter.v1.common_pb2 import PotentialLoad
 from kvrouter.v1.errors import BadRequest, KvRouterError
 from kvrouter.v1.scheduler_pb2 import (
     GetPotentialLoadsRequest,
     GetPotentialLoadsResponse,
-    PotentialLoad,
     SelectWorkerRequest,
     SelectWorkerResponse,
 )

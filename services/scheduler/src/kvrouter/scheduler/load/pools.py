@@ -20,10 +20,9 @@ from kvrouter.scheduler.metrics import ScrapedGauges
 from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
 from kvrouter.scheduler.workers.worker_set import WorkerSet
-from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage
 from kvrouter.v1.errors import UnknownComponent, UnknownModel
 from kvrouter.v1.names import ComponentName, InvalidName
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 
 class Components(Protocol):

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
-from kvrouter.v1.common_pb2 import RoutingOverrides
+from kvrouter.v1.common_pb2 import BusyThresholds, RoutingOverrides
 from kvrouter.v1.errors import BadRequest
-from kvrouter.v1.scheduler_pb2 import BusyThresholds, SetBusyThresholdRequest
+from kvrouter.v1.scheduler_pb2 import SetBusyThresholdRequest
 
 DEFAULT_MODE = "forecast"
 

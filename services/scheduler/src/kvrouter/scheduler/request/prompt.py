@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from kvrouter.core import Scope, local_hashes, sequence_hashes
 from kvrouter.runtime.packed_hashes import pack_local_hashes
+from kvrouter.v1.common_pb2 import RoutingRequest
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 HASH_BYTES = 8
 _EMPTY = "Send 1 token id or more, or local hashes with prompt_tokens."

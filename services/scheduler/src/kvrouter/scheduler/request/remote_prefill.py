@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.policies.forecast.policy import DEFAULT_BUDGET, prefill_ms
-from kvrouter.v1.scheduler_pb2 import PrefillDecision
+from kvrouter.v1.common_pb2 import PrefillDecision
 from numpy.typing import NDArray
 
 

@@ -14,10 +14,10 @@ from kvrouter.scheduler.policies.interface import Choice, Explanation, Schedulin
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
 from kvrouter.scheduler.workers.candidates import Candidate
-from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.common_pb2 import PrefillDecision, Stage
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import CandidateTerms, PrefillDecision
+from kvrouter.v1.scheduler_pb2 import CandidateTerms
 from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
 
 # Read once: looking up an enum value by name takes a microsecond.

@@ -25,9 +25,8 @@ from kvrouter.scheduler.request.remote_prefill import (
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
 from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
-from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.common_pb2 import PrefillDecision, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers
-from kvrouter.v1.scheduler_pb2 import PrefillDecision
 
 # Read once: looking up an enum value by name takes a microsecond.
 _DECODE = Stage.STAGE_DECODE

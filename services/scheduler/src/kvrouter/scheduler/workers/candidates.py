@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from kvrouter.core import Rank
-from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage
 from kvrouter.v1.errors import BadRequest, UnknownWorker
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
 
 _ROLES = {
     # A decode worker can compute prompts itself.

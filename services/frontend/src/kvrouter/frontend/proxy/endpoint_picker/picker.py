@@ -32,11 +32,11 @@ from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.packed_hashes import local_hashes_message
-from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, Stage
+from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, RoutingRequest, Stage
 from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import RoutingRequest, SelectWorkerRequest
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 
 log = structlog.get_logger(component="endpoint-picker")
 
