@@ -74,7 +74,7 @@ class Served:
             while True:
                 answer = await self.frontend.find_matches(request, deadline=Deadline.after(10))
                 # The last token is returned and not computed.
-                if max(answer.matches.device_blocks, default=0) >= (len(tokens) - 1) // BLOCK:
+                if max((each.device_blocks for each in answer.overlaps), default=0) >= (len(tokens) - 1) // BLOCK:
                     return
                 await asyncio.sleep(0.01)
 

@@ -17,8 +17,8 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceSelectWorkerRequest,
     FrontendServiceSelectWorkerResponse,
     KeepSessionResponse,
+    Selection,
 )
-from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 
 class OneScheduler:
@@ -69,9 +69,7 @@ class OneScheduler:
         self.booked[key].CopyFrom(request)
         await self._notify()
         is_new, self.knows_session = not self.knows_session, True
-        selection = SelectWorkerResponse(
-            rank=Rank(worker_id=7, dp_rank=1), component=Component(namespace="n", name="c")
-        )
+        selection = Selection(rank=Rank(worker_id=7, dp_rank=1), component=Component(namespace="n", name="c"))
         return FrontendServiceSelectWorkerResponse(selection=selection, session_opened=is_new)
 
     async def _notify(self) -> None:

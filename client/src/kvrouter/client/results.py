@@ -9,9 +9,8 @@ from typing import Any, TypedDict
 
 from kvrouter.v1.common_pb2 import PotentialLoad as LoadMessage
 from kvrouter.v1.common_pb2 import RankState
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo, Selection
 from kvrouter.v1.frontend_pb2 import Model as ModelMessage
-from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import FinishReason as FinishMessage
 
 
@@ -147,7 +146,7 @@ def output_of(response: FrontendServiceGenerateResponse) -> Output:
     )
 
 
-def best_worker_of(selection: SelectWorkerResponse) -> BestWorker:
+def best_worker_of(selection: Selection) -> BestWorker:
     """Returns a choice."""
     return BestWorker(
         worker_id=selection.rank.worker_id,

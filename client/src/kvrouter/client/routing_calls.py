@@ -186,10 +186,11 @@ class RoutingCalls(ABC):
         """
         calls = self._ready()
         request = FrontendServiceFindMatchesRequest(request=routing_request(token_ids, model or self._model, options))
-        matches = (await calls.unary("FindMatches", request, options.get("timeout", self._timeout))).matches
+        answer = await calls.unary("FindMatches", request, options.get("timeout", self._timeout))
         blocks: dict[int, int] = {}
-        for worker_id, count in zip(matches.worker_ids, matches.device_blocks, strict=True):
-            if count:
+        for overlap in answer.overlaps:
+            if count := overlap.device_blocks:
+                worker_id = overlap.rank.worker_id
                 blocks[worker_id] = max(count, blocks.get(worker_id, 0))
         return blocks
 

@@ -17,8 +17,8 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceSelectWorkerRequest,
     FrontendServiceSelectWorkerResponse,
     KeepSessionRequest,
+    Selection,
 )
-from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -70,7 +70,7 @@ class BookingSession:
         request_id: str,
         request: FrontendServiceSelectWorkerRequest,
         timeout: float | None,  # noqa: ASYNC109 - gRPC's
-    ) -> SelectWorkerResponse:
+    ) -> Selection:
         """Chooses a worker and books the request there; returns the existing booking if there is one.
 
         Args:
@@ -228,9 +228,7 @@ class BookingSession:
             self._release_soon(booking.key)
 
 
-def _pinned(
-    request: FrontendServiceSelectWorkerRequest, selection: SelectWorkerResponse
-) -> FrontendServiceSelectWorkerRequest:
+def _pinned(request: FrontendServiceSelectWorkerRequest, selection: Selection) -> FrontendServiceSelectWorkerRequest:
     """Returns the call that makes a booking again at the selected rank."""
     pinned = FrontendServiceSelectWorkerRequest()
     pinned.CopyFrom(request)

@@ -12,6 +12,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.client_bookings import ClientBookings
 from kvrouter.frontend.access.rules import own_booking, owned_id, visible
+from kvrouter.frontend.client_answers import overlaps_of, selection_of
 from kvrouter.frontend.edge.grpc_output import OutputBuffer, with_text
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import take_prompt
@@ -182,14 +183,13 @@ class FrontendService:
         self, scheduler: Scheduler, select: SelectWorkerRequest, session_id: str, deadline: Deadline
     ) -> FrontendServiceSelectWorkerResponse:
         try:
-            return FrontendServiceSelectWorkerResponse(
-                selection=await scheduler.select_worker(select, deadline=deadline)
-            )
+            selection = await scheduler.select_worker(select, deadline=deadline)
+            return FrontendServiceSelectWorkerResponse(selection=selection_of(selection))
         except SessionLost:
             # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
             await open_session(scheduler, self._own_session(session_id))
             selection = await scheduler.select_worker(select, deadline=deadline)
-            return FrontendServiceSelectWorkerResponse(selection=selection, session_opened=True)
+            return FrontendServiceSelectWorkerResponse(selection=selection_of(selection), session_opened=True)
 
     async def get_potential_loads(
         self, request: FrontendServiceGetPotentialLoadsRequest, *, deadline: Deadline
@@ -299,7 +299,7 @@ class FrontendService:
             query.local_hashes.CopyFrom(asked.local_hashes)
         else:
             query.token_ids.CopyFrom(asked.token_ids)
-        return FrontendServiceFindMatchesResponse(matches=await indexer.find_matches(query, deadline=deadline))
+        return overlaps_of(await indexer.find_matches(query, deadline=deadline))
 
     async def dump(
         self, request: FrontendServiceDumpRequest, *, deadline: Deadline

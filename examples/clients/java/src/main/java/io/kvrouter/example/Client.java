@@ -21,7 +21,7 @@ import io.kvrouter.v1.FrontendServiceGrpc.FrontendServiceBlockingStub;
 import io.kvrouter.v1.FrontendServiceMarkPrefillCompleteRequest;
 import io.kvrouter.v1.FrontendServiceSelectWorkerRequest;
 import io.kvrouter.v1.RoutingRequest;
-import io.kvrouter.v1.SelectWorkerResponse;
+import io.kvrouter.v1.Selection;
 import io.kvrouter.v1.TokenIds;
 import java.time.Duration;
 import java.time.Instant;
@@ -115,8 +115,7 @@ public final class Client {
             .setModel(model)
             .setTokenIds(TokenIds.newBuilder().addAllIds(PROMPT))
             .setMaxOutputTokens(16));
-    SelectWorkerResponse chosen =
-        retrying(() -> limited().selectWorker(request.build())).getSelection();
+    Selection chosen = retrying(() -> limited().selectWorker(request.build())).getSelection();
     // Only the booked worker may serve this request, and only if that worker has no active block.
     FrontendServiceGenerateRequest.Builder builder = request(16);
     builder.getConstraintsBuilder().setWorkerId(chosen.getRank().getWorkerId());
