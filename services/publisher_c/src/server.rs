@@ -101,21 +101,21 @@ impl WorkerService for Server {
     async fn get_events(&self, request: Request<GetEventsRequest>) -> Result<Response<Self::GetEventsStream>, Status> {
         let request = request.into_inner();
         let rank = self.rank(request.dp_rank)?;
-        let from = request.from.unwrap_or_default();
+        let start = request.start.unwrap_or_default();
         let gone = |message: &str| {
             let info = ErrorInfo {
-                field: "from".into(),
+                field: "start".into(),
                 advice: "Fetch the rank's state instead.".into(),
                 ..Default::default()
             };
             refusal(Code::OutOfRange, ErrorReason::Unspecified, message, info)
         };
-        if from.incarnation != rank.head.incarnation {
-            let (expected, received) = (rank.head.incarnation, from.incarnation);
+        if start.incarnation != rank.head.incarnation {
+            let (expected, received) = (rank.head.incarnation, start.incarnation);
             return Err(gone(&format!("expected a cursor of incarnation {expected}, received {received}")));
         }
-        let batches =
-            rank.events_since(from.next_event_id, request.until_event_id).map_err(|error| gone(&error.to_string()))?;
+        let until = request.until_event_id.unwrap_or_default();
+        let batches = rank.events_since(start.next_event_id, until).map_err(|error| gone(&error.to_string()))?;
         let decoded = batches.map(|batch| {
             let batch = KvEventBatch::decode(batch.as_slice()).map_err(|error| Status::internal(error.to_string()))?;
             Ok(GetEventsResponse { batch: Some(batch) })

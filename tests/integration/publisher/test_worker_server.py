@@ -201,7 +201,7 @@ async def test_state_and_events_serve_repair(namespace: str, etcd_endpoint: str,
 
         def wanted(event_id: int, incarnation: int = worker.incarnation) -> GetEventsRequest:
             cursor = Cursor(incarnation=incarnation, next_event_id=event_id)
-            return GetEventsRequest(**{"from": cursor})  # type: ignore[arg-type]
+            return GetEventsRequest(start=cursor)
 
         (answer,) = [response async for response in calls.events(wanted(12))]
         assert [event.event_id for event in answer.batch.events] == list(range(12, 22))
@@ -234,7 +234,7 @@ async def test_state_and_events_are_made_beside_the_loop(
         monkeypatch.setattr(RankPublisher, "events", noting(RankPublisher.events))
         assert len([chunk async for chunk in calls.rank_state(GetRankStateRequest(dp_rank=0))]) == 1
         cursor = Cursor(incarnation=worker.incarnation, next_event_id=0)
-        wanted = GetEventsRequest(**{"from": cursor})  # type: ignore[arg-type]
+        wanted = GetEventsRequest(start=cursor)
         assert len([response async for response in calls.events(wanted)]) == 1
         assert len(made_in) == 2
         assert threading.main_thread() not in made_in

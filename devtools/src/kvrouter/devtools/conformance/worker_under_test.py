@@ -178,10 +178,9 @@ class WorkerUnderTest:
         last = chunks[-1]
         return RankSnapshot(last.cursor, blocks, last.digest, last.copy_counting, is_complete=last.last)
 
-    async def events(self, since: Cursor) -> list[KvEventBatch]:
+    async def events(self, start: Cursor) -> list[KvEventBatch]:
         """Returns the rank's events from a cursor on."""
-        request = GetEventsRequest(dp_rank=self.options.dp_rank)
-        getattr(request, "from").CopyFrom(since)
+        request = GetEventsRequest(dp_rank=self.options.dp_rank, start=start)
         return [each.batch async for each in self._stub.GetEvents(request, timeout=self.options.seconds)]
 
     async def until(self, condition: Callable[[], Awaitable[_T | None]]) -> _T | None:

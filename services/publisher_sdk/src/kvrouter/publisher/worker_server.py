@@ -209,13 +209,13 @@ class WorkerServer:
         request = _parse(GetEventsRequest, data)
         rank = self._rank(request.dp_rank)
         try:
-            batches = await asyncio.to_thread(rank.events, getattr(request, "from"), request.until_event_id)
+            batches = await asyncio.to_thread(rank.events, request.start, request.until_event_id)
         except EventsGone as error:
             raise RequestRefused(
                 str(error),
                 code=grpc.StatusCode.OUT_OF_RANGE,
                 reason=ErrorReason.ERROR_REASON_UNSPECIFIED,
-                field="from",
+                field="start",
                 advice="Fetch the rank's state instead.",
             ) from None
         await rank.kept()

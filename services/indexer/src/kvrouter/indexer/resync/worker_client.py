@@ -44,9 +44,8 @@ async def fetch_events(worker: Worker, rank: Rank, cursor: tuple[int, int], dead
     Raises:
         KvRouterError: the worker does not answer.
     """
-    request = GetEventsRequest(dp_rank=rank[1])
-    # The field's name is a keyword.
-    getattr(request, "from").CopyFrom(Cursor(incarnation=cursor[0], next_event_id=cursor[1]))
+    start = Cursor(incarnation=cursor[0], next_event_id=cursor[1])
+    request = GetEventsRequest(dp_rank=rank[1], start=start)
     batches: list[bytes] = []
     size = 0
     try:

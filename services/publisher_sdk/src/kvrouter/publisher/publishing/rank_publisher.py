@@ -333,16 +333,16 @@ class RankPublisher:
         with self._lock:
             return map(GetRankStateResponse.FromString, self._recorder.state_chunks(chunk_blocks))
 
-    def events(self, from_: Cursor, until_event_id: int = 0) -> Iterator[KvEventBatch]:
+    def events(self, start: Cursor, until_event_id: int = 0) -> Iterator[KvEventBatch]:
         """Returns the events from a cursor to below ``until_event_id`` (0 for all) in batches; none if up to date.
 
         Raises:
             EventsGone: the cursor is of another incarnation, or its event is no longer stored or does not exist yet.
         """
-        if from_.incarnation != self.incarnation:
-            raise EventsGone(f"expected a cursor of incarnation {self.incarnation}, received {from_.incarnation}")
+        if start.incarnation != self.incarnation:
+            raise EventsGone(f"expected a cursor of incarnation {self.incarnation}, received {start.incarnation}")
         with self._lock:
-            return map(KvEventBatch.FromString, self._recorder.batches(from_.next_event_id, until_event_id))
+            return map(KvEventBatch.FromString, self._recorder.batches(start.next_event_id, until_event_id))
 
     async def run(
         self, transport: Transport, *, heartbeat_seconds: float, max_batch_bytes: Callable[[], int] | None = None
