@@ -25,7 +25,7 @@ LIBRARIES = (
     *("kvrouter-protos", "kvrouter-core", "kvrouter-net", "kvrouter-publisher", "kvrouter-engines"),
     "kvrouter-client",
 )
-DEVELOPMENT = frozenset({"kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator"})
+DEVELOPMENT = frozenset({"kvrouter.development", "kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator"})
 """Packages of kvrouter-devstack."""
 NEEDS_EXTRA = "needs an extra that is not installed: pip install 'kvrouter[devstack]'"
 

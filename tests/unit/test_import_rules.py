@@ -53,10 +53,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kvrouter.devtools.traces",
     ),
 }
-DEVELOPMENT = ("kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator")
+DEVELOPMENT = ("kvrouter.development", "kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator")
 """Parts of the distribution kvrouter-devstack, which is not installed in production."""
 
-COMPOSING = frozenset({"cli", "router"})
+COMPOSING = frozenset({"cli", "development", "router"})
 """Parts whose job it is to put the others together."""
 
 FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -285,15 +285,14 @@ def folder_of(module: str) -> str:
 
 
 def test_only_commands_of_the_development_stack_import_it() -> None:
-    commands = "kvrouter.cli.development"
     # It imports the commands only where the stack is installed.
     chooses = "kvrouter.cli.extras"
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources("cli")
-        if not within(module := module_name(path), (commands,))
-        for name in kvrouter_imports(path.read_text(), module)
-        if within(name, DEVELOPMENT if module == chooses else (*DEVELOPMENT, commands))
+        for name in kvrouter_imports(path.read_text(), module_name(path))
+        if within(name, DEVELOPMENT)
+        if not (module_name(path) == chooses and within(name, ("kvrouter.development.commands",)))
     ]
     assert wrong == []
 

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from kvrouter.cli.development.fleet_file import FleetSize, read_fleet
+from kvrouter.development.fleet_file import FleetSize, read_fleet
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.net.etcd import connect
 from kvrouter.v1.common_pb2 import BusyThresholds, Role

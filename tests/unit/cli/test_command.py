@@ -7,10 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from kvrouter.cli.development.up import choose_port
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.main import main
+from kvrouter.development.up import choose_port
 from kvrouter.devtools.system.stack import StackOptions, service_environment
 
 

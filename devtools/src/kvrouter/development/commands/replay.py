@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 from kvrouter.cli.addresses import is_url, parse_address
-from kvrouter.cli.development.commands.options import (
+from kvrouter.cli.errors import WrongUsage
+from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.cli.running import Run, chosen_system
+from kvrouter.development.commands.options import (
     Load,
     OfModel,
     Requests,
@@ -16,9 +19,6 @@ from kvrouter.cli.development.commands.options import (
     parse_time_scale,
     read_requests,
 )
-from kvrouter.cli.errors import WrongUsage
-from kvrouter.cli.interrupts import run_interruptibly
-from kvrouter.cli.running import Run, chosen_system
 from kvrouter.devtools.system.ports import DEFAULT_GRPC_PORT
 
 
@@ -68,7 +68,7 @@ def replay_command(
     verbose: Verbose = False,
 ) -> None:
     """Replay a trace against running systems, and compare them."""
-    from kvrouter.cli.development.replay import ReplayCommand, replay_running
+    from kvrouter.development.replay import ReplayCommand, replay_running
     from rich.console import Console
 
     system = chosen_system(run, addresses={"--target": target})

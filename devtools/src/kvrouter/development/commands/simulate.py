@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvrouter.cli.development.commands.options import (
+from kvrouter.cli.errors import WrongUsage
+from kvrouter.development.commands.options import (
     BatchedTokens,
     Blocks,
     BlockSize,
@@ -17,7 +18,7 @@ from kvrouter.cli.development.commands.options import (
     SloItlMs,
     SloTtftMs,
 )
-from kvrouter.cli.development.commands.pools import (
+from kvrouter.development.commands.pools import (
     Bandwidth,
     Decode,
     Latency,
@@ -27,7 +28,6 @@ from kvrouter.cli.development.commands.pools import (
     TokenBytes,
     remote_prefill_options,
 )
-from kvrouter.cli.errors import WrongUsage
 
 DEFAULT_GENERATED = 8000
 DEFAULT_POLICY = "forecast"
@@ -123,7 +123,7 @@ def simulate_command(
     save: Annotated[Path | None, typer.Option(help="File to write the workload to, without running it.")] = None,
 ) -> None:
     """Run a workload against simulated engines, with any routing policy, in virtual time."""
-    from kvrouter.cli.development import simulate
+    from kvrouter.development import simulate
     from kvrouter.mocker.engine.config import EngineConfig
     from kvrouter.runtime.config.fields import can_be_written
     from kvrouter.scheduler.request.options import RoutingOptions

@@ -8,8 +8,8 @@ from dataclasses import fields
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from kvrouter.cli.development.commands.simulate import DEFAULT_GENERATED
 from kvrouter.cli.errors import WrongUsage
+from kvrouter.development.commands.simulate import DEFAULT_GENERATED
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.mocker.engine.time_model import TimeModel
 from kvrouter.simulator.plan import Plan, run_plan

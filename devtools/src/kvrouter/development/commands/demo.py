@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvrouter.cli.development.commands.options import (
+from kvrouter.cli.interrupts import run_interruptibly
+from kvrouter.development.commands.options import (
     Blocks,
     BlockSize,
     Load,
@@ -17,7 +18,6 @@ from kvrouter.cli.development.commands.options import (
     parse_time_scale,
     read_requests,
 )
-from kvrouter.cli.interrupts import run_interruptibly
 
 DEFAULT_LOAD = 2.5
 DEFAULT_CLOCK = 1.0
@@ -46,7 +46,7 @@ def demo_command(
     verbose: Verbose = False,
 ) -> None:
     """Send a workload through a whole system, once for each routing mode, and compare the results."""
-    from kvrouter.cli.development.demo import DemoOptions, demo
+    from kvrouter.development.demo import DemoOptions, demo
     from rich.console import Console
 
     modes = check_modes(mode or list(DEFAULT_MODES))

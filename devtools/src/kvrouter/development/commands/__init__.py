@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from kvrouter.cli.development.commands.certs import certs_command
-from kvrouter.cli.development.commands.demo import demo_command
-from kvrouter.cli.development.commands.replay import replay_command
-from kvrouter.cli.development.commands.simulate import simulate_command
-from kvrouter.cli.development.commands.tune import tune_command
-from kvrouter.cli.development.commands.up import up_command
 from kvrouter.cli.errors import CommandFailed, WrongUsage
+from kvrouter.development.commands.certs import certs_command
+from kvrouter.development.commands.demo import demo_command
+from kvrouter.development.commands.replay import replay_command
+from kvrouter.development.commands.simulate import simulate_command
+from kvrouter.development.commands.tune import tune_command
+from kvrouter.development.commands.up import up_command
 
 
 def add_commands(app: typer.Typer) -> None:
