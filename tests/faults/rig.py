@@ -181,7 +181,11 @@ class IndexerProcess:
             "compare-seconds": 5,
             **self._options,
         }
-        launcher = ("-m", "tests.faults.shifted_clock", str(self._clock)) if self._clock else ("-m",)
+        launcher = ["-m"]
+        if self._clock:
+            launcher += ["tests.faults.shifted_clock", str(self._clock)]
+        elif self._failpoint:
+            launcher += ["tests.faults.failpoints", self._failpoint]
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, *launcher, "kvrouter.indexer"),
@@ -192,7 +196,6 @@ class IndexerProcess:
                 ),
                 stderr=log,
                 cwd=TREE,
-                env=os.environ | {"KVROUTER_FAILPOINT": self._failpoint},
             )
         return self
 
@@ -286,7 +289,10 @@ class Rig:
     async def indexer(
         self, name: str, failpoint: str = "", clock: Path | None = None, **options: object
     ) -> IndexerProcess:
-        """Starts an Indexer; options by their flags' names, with underscores. ``clock`` shifts its clock."""
+        """Starts an Indexer; options by their flags' names, with underscores.
+
+        ``failpoint`` names the step of a snapshot at which it dies; ``clock`` shifts its clock.
+        """
         named = {key.replace("_", "-"): value for key, value in options.items()}
         process = IndexerProcess(self, name, named, failpoint, clock)
         self.indexers.append(process)

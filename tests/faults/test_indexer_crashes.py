@@ -20,7 +20,7 @@ async def test_killed_while_it_takes_a_snapshot(rig: Rig, place: str) -> None:
     await rig.serve(20, 0.01)
     await rig.until(lambda: TAKEN in first.log())
     await first.kill()
-    doomed = await rig.indexer("doomed", f"snapshot.{place}", snapshot_threshold=15)
+    doomed = await rig.indexer("doomed", place, snapshot_threshold=15)
     while doomed.running:
         await rig.serve(3, 0.02)
     rig.indexers.remove(doomed)

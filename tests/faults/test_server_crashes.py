@@ -93,7 +93,7 @@ async def test_etcd_is_killed(rig: Rig) -> None:
 
 async def test_a_holder_that_was_paused_past_its_lease_publishes_nothing(rig: Rig) -> None:
     await rig.start_nodes(1, 2)
-    paused = await rig.indexer("paused", "snapshot.uploaded:pause", snapshot_threshold=5)
+    paused = await rig.indexer("paused", "uploaded:pause", snapshot_threshold=5)
     await rig.until(lambda: rig.has_key(COMPONENT.snapshot_lock_key))
     await rig.serve(20, 0.01)
     await rig.until(lambda: rig.has_key(COMPONENT.snapshot_lock_key))

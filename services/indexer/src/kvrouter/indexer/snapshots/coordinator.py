@@ -25,7 +25,6 @@ from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
 from kvrouter.indexer.ingest.jetstream import created_unix_ns
 from kvrouter.indexer.ingest.read_position import Position, StreamIdentity, StreamView
-from kvrouter.indexer.snapshots.failpoints import reach
 from kvrouter.indexer.snapshots.files import SnapshotFiles, stream_message
 from kvrouter.indexer.snapshots.format import InvalidSnapshot, Snapshot
 from kvrouter.indexer.snapshots.lock import AcquiredLock, LockLost, acquired, live_replicas, read_pointer
@@ -255,7 +254,6 @@ class Snapshots:
             # Objects of failed attempts must not accumulate.
             await self._sweep(lock, kept)
             ref, blocks = await self._files.write(at)
-            reach("snapshot.uploaded")
             pointer = SnapshotPointer(current=ref, previous=kept.current)
             await lock.move(before, pointer)
             self._pointer_lost = False
@@ -263,7 +261,6 @@ class Snapshots:
             self.taken += 1
             self._ages.note_taken(ref.object_name, time.monotonic())
             self._log.info("snapshot.taken", name=ref.object_name, stream_sequence=ref.stream_sequence, blocks=blocks)
-            reach("snapshot.pointed")
             await self._clean(lock, pointer)
             return ref, blocks
 
@@ -273,13 +270,11 @@ class Snapshots:
         A process paused here does no harm when it resumes: later snapshots cover the purged messages.
         """
         await self._sweep(lock, pointer)
-        reach("snapshot.cleaned")
         applied = await live_replicas(lock.client, self._name, self._quarantine)
         limit = purge_up_to(pointer.previous, pointer.current, applied.values())
         await lock.check()
         if limit:
             await self._js.purge_stream(self._name.stream, seq=limit + 1)
-        reach("snapshot.purged")
 
     async def _sweep(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
         """Deletes every object except those in the pointer.

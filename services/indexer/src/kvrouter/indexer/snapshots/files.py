@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.read_position import Position, StreamIdentity
-from kvrouter.indexer.snapshots.failpoints import reach
 from kvrouter.indexer.snapshots.format import Snapshot, SnapshotCheck, SnapshotWriter, decode
 from kvrouter.indexer.snapshots.store import SnapshotStore
 from kvrouter.v1.common_pb2 import Component
@@ -67,12 +66,10 @@ class SnapshotFiles:
         for info in await self._state.shared.ranks():
             async for chunk in self._state.shared.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS):
                 writer.add(chunk)
-        reach("snapshot.read")
         parts = writer.parts()
         size = sum(map(len, parts))
         name = f"{taken:020d}-{self._replica_id}"
         await self._store.put(name, parts)
-        reach("snapshot.put")
         await self._verify(name)
         ref = SnapshotRef(
             object_name=name,

@@ -1,0 +1,64 @@
+"""Runs an Indexer that dies or pauses at a step of a snapshot: ``python -m tests.faults.failpoints STEP MODULE ...``.
+
+``uploaded`` kills the process with SIGKILL after this step; ``uploaded:pause`` stops it until it gets SIGCONT.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from kvrouter.indexer.snapshots import coordinator
+from kvrouter.indexer.snapshots.coordinator import Snapshots
+from kvrouter.indexer.snapshots.files import SnapshotFiles
+from kvrouter.indexer.snapshots.format import SnapshotWriter
+
+BEFORE: dict[str, tuple[object, str]] = {
+    "read": (SnapshotWriter, "parts"),
+    "put": (SnapshotFiles, "_verify"),
+    "pointed": (Snapshots, "_clean"),
+    "cleaned": (coordinator, "live_replicas"),
+}
+"""The function that an Indexer calls next, by the step that it has completed."""
+AFTER: dict[str, tuple[object, str]] = {"uploaded": (SnapshotFiles, "write"), "purged": (Snapshots, "_clean")}
+"""The function that ends with a step."""
+
+
+def arm(failpoint: str) -> None:
+    """Lets this process die or pause when it has completed a step."""
+    step, _, action = failpoint.partition(":")
+    owner, name = (BEFORE | AFTER)[step]
+
+    def reach() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP if action == "pause" else signal.SIGKILL)
+
+    original: Callable[..., Any] = getattr(owner, name)
+
+    @wraps(original)
+    async def awaited(*arguments: Any, **named: Any) -> Any:
+        if step in BEFORE:
+            reach()
+        result = await original(*arguments, **named)
+        if step in AFTER:
+            reach()
+        return result
+
+    @wraps(original)
+    def called(*arguments: Any, **named: Any) -> Any:
+        reach()
+        return original(*arguments, **named)
+
+    setattr(owner, name, awaited if inspect.iscoroutinefunction(original) else called)
+
+
+if __name__ == "__main__":
+    arm(sys.argv[1])
+    module = sys.argv[2]
+    sys.argv = sys.argv[2:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
