@@ -391,11 +391,11 @@ async def running(config: WorkerConfig, engine: StepEngine | Engine | None = Non
         worker = Worker(config, engine or PublishOnly(), incarnation, transport, resumed, await ModelFiles.of(config))
         try:
             async with asyncio.TaskGroup() as tasks:
-                await worker._start(tasks)
+                await worker._start(tasks)  # noqa: SLF001 - its class is above
                 try:
                     yield worker
                 finally:
-                    await worker._stop()
+                    await worker._stop()  # noqa: SLF001 - its class is above
         except BaseExceptionGroup as group:
             # Callers want to catch a single failure by its type.
             if len(group.exceptions) == 1:

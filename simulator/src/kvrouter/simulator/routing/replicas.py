@@ -129,7 +129,7 @@ class Schedulers:
                 seed=seed + 7919 * place,
                 calibration_error=calibration_error,
                 stage=stage,
-                prefill=None if prefill is None else prefill._routers[place],
+                prefill=None if prefill is None else prefill._routers[place],  # noqa: SLF001 - an object of this class
             )
             for place in range(count)
         ]

@@ -225,7 +225,7 @@ class Router:
             return NOT_QUERIED
         overlaps = self._events.overlaps(prompt)
         if self._prefill is not None and prompt.tokens >= self._options.remote_prefill.min_tokens:
-            overlaps = overlaps._replace(prefill={self._prefill.pool.name: self._prefill._overlaps(prompt)})
+            overlaps = overlaps._replace(prefill={self._prefill.pool.name: self._prefill._overlaps(prompt)})  # noqa: SLF001 - an object of this class
         return overlaps
 
     def _key(self, number: int) -> Key:

@@ -45,7 +45,7 @@ class CacheSalts:
         Raises:
             KeyFileError: as for ``of_file``. The former key stays.
         """
-        self._key = CacheSalts.of_file(path)._key
+        self._key = CacheSalts.of_file(path)._key  # noqa: SLF001 - an object of this class
 
     @classmethod
     def of_file(cls, path: Path) -> CacheSalts:

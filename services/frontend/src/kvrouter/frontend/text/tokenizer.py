@@ -114,11 +114,11 @@ class ModelTokenizer:
             if self._uncached is None:
                 self._uncached = Tokenizer.from_str(self._tokenizer.to_str())
                 if isinstance(self._uncached.model, models.BPE | models.Unigram):
-                    self._uncached.model._resize_cache(0)
+                    self._uncached.model._resize_cache(0)  # noqa: SLF001 - the library has no public call
             made = copy(self)
-            made._tokenizer = self._uncached
-            made._uncut = self._uncut.of(self._uncached)
-            made._begin_caches(self._cache_bytes // _ISOLATED_SHARE)
+            made._tokenizer = self._uncached  # noqa: SLF001 - an object of this class
+            made._uncut = self._uncut.of(self._uncached)  # noqa: SLF001 - an object of this class
+            made._begin_caches(self._cache_bytes // _ISOLATED_SHARE)  # noqa: SLF001 - an object of this class
             found = self._isolated.setdefault(domain, made)
             if len(self._isolated) > _ISOLATED_SHARE:
                 self._isolated.popitem(last=False)

@@ -73,7 +73,7 @@ class UncutText:
     def of(self, tokenizer: Tokenizer) -> UncutText:
         """Returns the same for a copy of the tokenizer."""
         changed = copy(self)
-        changed._tokenizer = tokenizer
+        changed._tokenizer = tokenizer  # noqa: SLF001 - an object of this class
         return changed
 
     def encoded_parts(self, text: str, start: int, field: str) -> Generator[tuple[int, bytes], None, int]:

@@ -29,7 +29,7 @@ def draw_match(pattern: str, random: Random) -> str:
         Unsupported: the pattern is invalid, or has what cannot be drawn, such as a look-ahead.
     """
     try:
-        text = _Drawing(random).of(re._parser.parse(pattern))  # type: ignore[attr-defined]
+        text = _Drawing(random).of(re._parser.parse(pattern))  # type: ignore[attr-defined]  # noqa: SLF001
         matches = re.fullmatch(pattern, text) is not None
     except (re.error, RecursionError, OverflowError) as error:
         raise Unsupported(f"the regular expression is invalid: {error}") from None
