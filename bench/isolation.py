@@ -163,7 +163,9 @@ async def attack_grpc(kind: str, model: str, target: str, key: str, until: float
                 request=routing, booking=booking, lease_ms=60_000
             ).SerializeToString()
         stop = StopConditions(max_tokens=512)
-        request = FrontendServiceGenerateRequest(model=model, token_ids=[9] * 100_000, stop_conditions=stop)
+        request = FrontendServiceGenerateRequest(
+            model=model, token_ids=TokenIds(ids=[9] * 100_000), stop_conditions=stop
+        )
         return "Generate", request.SerializeToString()
 
     async def repeat(channel: Any) -> None:

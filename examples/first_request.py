@@ -3,6 +3,7 @@
 import argparse
 
 import grpc
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
 from kvrouter.v1.worker_pb2 import StopConditions
@@ -11,7 +12,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("target", nargs="?", default="127.0.0.1:8001", help="gRPC address of the Frontend (%(default)s)")
 with grpc.insecure_channel(parser.parse_args().target) as channel:
     request = FrontendServiceGenerateRequest(
-        model="mock-model", token_ids=range(1000), stop_conditions=StopConditions(max_tokens=8)
+        model="mock-model", token_ids=TokenIds(ids=range(1000)), stop_conditions=StopConditions(max_tokens=8)
     )
     for response in FrontendServiceStub(channel).Generate(request, timeout=30):
         if response.HasField("routing"):

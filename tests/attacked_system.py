@@ -17,6 +17,7 @@ import grpc.aio
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.stack import service_environment
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
 from kvrouter.v1.worker_pb2 import StopConditions
 
@@ -144,7 +145,7 @@ async def clients(
 ) -> AsyncIterator[dict[str, Callable[[], Awaitable[None]]]]:
     """Yields requests of clients with a key, each over connections of its own, by name. They fail after ``seconds``."""
     request = FrontendServiceGenerateRequest(
-        model=model, token_ids=_PROMPT, stop_conditions=StopConditions(max_tokens=_TOKENS)
+        model=model, token_ids=TokenIds(ids=_PROMPT), stop_conditions=StopConditions(max_tokens=_TOKENS)
     )
     body = {"model": model, "prompt": _PROMPT, "max_tokens": _TOKENS}
     key = {"authorization": f"Bearer {system.key}"}

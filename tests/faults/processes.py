@@ -218,7 +218,7 @@ async def streamed(
     """
     request = FrontendServiceGenerateRequest(
         model=MODEL,
-        token_ids=range(number * prompt_tokens, (number + 1) * prompt_tokens),
+        token_ids=TokenIds(ids=range(number * prompt_tokens, (number + 1) * prompt_tokens)),
         stop_conditions=StopConditions(max_tokens=max_tokens),
         constraints=RoutingConstraints(worker_id=worker_id),
     )

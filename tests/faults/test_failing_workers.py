@@ -17,7 +17,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
-from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.common_pb2 import RoutingConstraints, TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
@@ -108,7 +108,7 @@ async def run(
     """Runs a request, whose answer must be whole. Returns the worker that ran it."""
     request = FrontendServiceGenerateRequest(
         model=MODEL,
-        token_ids=range(number * 40, (number + 1) * 40),
+        token_ids=TokenIds(ids=range(number * 40, (number + 1) * 40)),
         stop_conditions=StopConditions(max_tokens=max_tokens),
         constraints=RoutingConstraints(worker_id=worker_id),
     )

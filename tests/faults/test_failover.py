@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.common_pb2 import RoutingConstraints, TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, GetWorkerHealthRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -60,7 +60,7 @@ class Stream:
         first = self.number * PROMPT_TOKENS
         request = FrontendServiceGenerateRequest(
             model=MODEL,
-            token_ids=range(first, first + PROMPT_TOKENS),
+            token_ids=TokenIds(ids=range(first, first + PROMPT_TOKENS)),
             stop_conditions=StopConditions(max_tokens=self.max_tokens),
             sampling_options=SamplingOptions(seed=self.number % 7),
             constraints=self.constraints,

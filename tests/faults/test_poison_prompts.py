@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.errors import KvRouterError, PoisonPrompt
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -56,7 +57,7 @@ async def send(processes: Processes, number: int, *, migration_limit: int | None
     """Sends the poison prompt to one of the Frontends, and returns the error."""
     request = FrontendServiceGenerateRequest(
         model=MODEL,
-        token_ids=PROMPT,
+        token_ids=TokenIds(ids=PROMPT),
         stop_conditions=StopConditions(max_tokens=50),
         migration_limit=migration_limit,
     )

@@ -15,6 +15,7 @@ from enum import StrEnum
 import pytest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, StopConditions
 
@@ -73,7 +74,7 @@ class Stream:
         first = self.number * PROMPT_TOKENS
         request = FrontendServiceGenerateRequest(
             model=MODEL,
-            token_ids=range(first, first + PROMPT_TOKENS),
+            token_ids=TokenIds(ids=range(first, first + PROMPT_TOKENS)),
             stop_conditions=StopConditions(max_tokens=TOKENS),
             sampling_options=SamplingOptions(seed=self.number % 7),
         )

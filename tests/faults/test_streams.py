@@ -15,6 +15,7 @@ from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
@@ -45,7 +46,7 @@ async def stream(frontend: Frontend, number: int) -> None:
     """A request that nobody lives to see the end of."""
     tokens = range(40 * number, 40 * number + 40)
     limit = StopConditions(max_tokens=1000)
-    request = FrontendServiceGenerateRequest(model=MODEL, token_ids=tokens, stop_conditions=limit)
+    request = FrontendServiceGenerateRequest(model=MODEL, token_ids=TokenIds(ids=tokens), stop_conditions=limit)
     async with aclosing(frontend.generate(request, deadline=Deadline.never())) as pieces:
         async for _ in pieces:
             pass

@@ -21,6 +21,7 @@ from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.reference import Engine
 from kvrouter.mocker.engine.types import EngineRequest, pack_tokens
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, StopConditions
@@ -132,7 +133,7 @@ class Traffic:
         self.streams.append(stream)
         request = FrontendServiceGenerateRequest(
             model="mock-model",
-            token_ids=prompt,
+            token_ids=TokenIds(ids=prompt),
             stop_conditions=StopConditions(max_tokens=stream.wants),
             sampling_options=SamplingOptions(seed=stream.seed),
         )

@@ -87,7 +87,8 @@ func (c client) stream(ctx context.Context) error {
 // text sends a text instead of token ids, and gets the output as text too.
 func (c client) text(ctx context.Context) error {
 	request := c.request(16)
-	request.TokenIds, request.PromptText, request.ReturnText = nil, "Once upon a time", true
+	request.Prompt = &kv.FrontendServiceGenerateRequest_PromptText{PromptText: "Once upon a time"}
+	request.ReturnText = true
 	done, err := retrying(ctx, func(ctx context.Context) (result, error) { return c.generate(ctx, request) })
 	if err != nil {
 		return err
@@ -212,7 +213,7 @@ func (c client) reconnect(ctx context.Context) error {
 func (c client) request(maxTokens uint32) *kv.FrontendServiceGenerateRequest {
 	return &kv.FrontendServiceGenerateRequest{
 		Model:          c.model,
-		TokenIds:       prompt(),
+		Prompt:         &kv.FrontendServiceGenerateRequest_TokenIds{TokenIds: &kv.TokenIds{Ids: prompt()}},
 		StopConditions: &kv.StopConditions{MaxTokens: maxTokens, IgnoreEos: true},
 	}
 }

@@ -99,7 +99,7 @@ class Client {
   }
 
   request(maxTokens) {
-    return {model: this.model, token_ids: PROMPT, stop_conditions: {max_tokens: maxTokens, ignore_eos: true}};
+    return {model: this.model, token_ids: {ids: PROMPT}, stop_conditions: {max_tokens: maxTokens, ignore_eos: true}};
   }
 
   /** Runs a request to its end. Returns the worker, and the numbers of tokens and of characters. */

@@ -88,7 +88,7 @@ class Client:
     def request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
         return FrontendServiceGenerateRequest(
             model=self.model,
-            token_ids=PROMPT,
+            token_ids=TokenIds(ids=PROMPT),
             stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         )
 
@@ -108,7 +108,6 @@ class Client:
     def text(self) -> None:
         """Sends a text instead of token ids, and gets the output as text too."""
         request = self.request(16)
-        request.ClearField("token_ids")
         request.prompt_text, request.return_text = TEXT, True
         pieces = retrying(lambda: list(self.stub.Generate(request, timeout=CALL_SECONDS, wait_for_ready=True)))
         characters = sum(len(piece.output.text) for piece in pieces)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
@@ -134,7 +135,7 @@ class MixedSystem:
     async def _repeated(self, frontend: str, prompt: range) -> tuple[int, int]:
         """Runs a request. Returns predicted blocks and cached tokens."""
         request = FrontendServiceGenerateRequest(
-            model=MODEL, token_ids=prompt, stop_conditions=StopConditions(max_tokens=4)
+            model=MODEL, token_ids=TokenIds(ids=prompt), stop_conditions=StopConditions(max_tokens=4)
         )
         predicted = cached = 0
         async for piece in self.processes.frontend(frontend).generate(request, deadline=Deadline.after(60)):

@@ -39,7 +39,11 @@ MODEL = "mock-model"
 
 
 def request(tokens: Sequence[int] = range(100), **fields: Any) -> FrontendServiceGenerateRequest:
-    defaults: dict[str, Any] = {"model": MODEL, "token_ids": tokens, "stop_conditions": StopConditions(max_tokens=4)}
+    defaults: dict[str, Any] = {
+        "model": MODEL,
+        "token_ids": TokenIds(ids=tokens),
+        "stop_conditions": StopConditions(max_tokens=4),
+    }
     return FrontendServiceGenerateRequest(**(defaults | fields))
 
 

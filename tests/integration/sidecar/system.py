@@ -21,6 +21,7 @@ from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
@@ -139,7 +140,7 @@ class System:
     async def complete(self, prompt: list[int], max_tokens: int = 4) -> Completion:
         """Runs a request by the worker contract, so that it reaches the engine through the sidecar."""
         request = FrontendServiceGenerateRequest(
-            model="m", token_ids=prompt, stop_conditions=StopConditions(max_tokens=max_tokens)
+            model="m", token_ids=TokenIds(ids=prompt), stop_conditions=StopConditions(max_tokens=max_tokens)
         )
         async with asyncio.timeout(90), open_channel(f"127.0.0.1:{self._port}") as channel:
             frontend = cast(Frontend, remote(_FRONTEND, channel))

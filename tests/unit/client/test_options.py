@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from kvrouter.client import BadRequest
 from kvrouter.client.options import GenerateOptions, generate_request, routing_request
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
@@ -32,7 +33,7 @@ def test_every_option_reaches_the_message() -> None:
         timeout=1.0,
     )
     request = generate_request([1, 2, 3], "m", options)
-    assert (request.request_id, request.model, list(request.token_ids)) == ("r", "m", [1, 2, 3])
+    assert (request.request_id, request.model, list(request.token_ids.ids)) == ("r", "m", [1, 2, 3])
     assert request.return_text
     assert (request.HasField("migration_limit"), request.migration_limit) == (True, 0)
     assert request.stop_conditions.max_tokens == 7
@@ -51,7 +52,9 @@ def test_every_option_reaches_the_message() -> None:
 
 def test_what_is_not_given_is_not_set() -> None:
     request = generate_request([1], "m", GenerateOptions(router_config_override=None, worker_id=None))
-    expected = FrontendServiceGenerateRequest(model="m", token_ids=[1], stop_conditions=StopConditions(max_tokens=16))
+    expected = FrontendServiceGenerateRequest(
+        model="m", token_ids=TokenIds(ids=[1]), stop_conditions=StopConditions(max_tokens=16)
+    )
     assert request == expected
 
 
@@ -67,13 +70,13 @@ def test_what_is_not_given_is_not_set() -> None:
     ],
 )
 def test_token_ids_may_have_any_form(prompt: Any) -> None:
-    assert list(generate_request(prompt, "m", {}).token_ids) == [1, 2, 0xFFFFFFFF]
+    assert list(generate_request(prompt, "m", {}).token_ids.ids) == [1, 2, 0xFFFFFFFF]
     assert list(routing_request(prompt, "m", {}).token_ids.ids) == [1, 2, 0xFFFFFFFF]
 
 
 def test_a_long_buffer_is_read_whole() -> None:
     tokens = np.arange(100_000, dtype=np.uint32)
-    assert list(generate_request(tokens.tobytes(), "m", {}).token_ids) == tokens.tolist()
+    assert list(generate_request(tokens.tobytes(), "m", {}).token_ids.ids) == tokens.tolist()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 from kvrouter.frontend.packed_prompt import encode_with_prompt, take_prompt
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
@@ -13,7 +14,7 @@ PACKED = struct.pack("<3I", *TOKENS)
 
 
 def test_a_prompt_is_taken_out_of_its_request() -> None:
-    request = FrontendServiceGenerateRequest(request_id="r", token_ids=TOKENS)
+    request = FrontendServiceGenerateRequest(request_id="r", token_ids=TokenIds(ids=TOKENS))
     assert take_prompt(request) == PACKED
     assert request == FrontendServiceGenerateRequest(request_id="r")
 

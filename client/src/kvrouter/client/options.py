@@ -144,10 +144,10 @@ def generate_request(token_ids: Prompt | None, model: str, options: GenerateOpti
         FrontendServiceGenerateRequest,
         request_id=options.get("request_id") or "",
         model=_model(model),
-        token_ids=[] if token_ids is None else _tokens(token_ids),
+        token_ids=None if token_ids is None else _tokens(token_ids),
         stop_conditions=_nested(StopMessage, "stop_conditions", stop),
         sampling_options=_nested(SamplingMessage, "sampling_options", options.get("sampling_options")),
-        prompt_text=text,
+        prompt_text=text or None,
         return_text=options.get("return_text", False),
         migration_limit=options.get("migration_limit"),
         **_routing_fields(options),
@@ -164,7 +164,7 @@ def routing_request(token_ids: Prompt, model: str, options: RoutingOptions) -> R
     return _message(
         RoutingRequest,
         model=_model(model),
-        token_ids=_message(TokenIds, ids=_tokens(token_ids)),
+        token_ids=_tokens(token_ids),
         **_routing_fields(options),
     )
 
@@ -190,15 +190,15 @@ def _model(model: str) -> str:
     return model
 
 
-def _tokens(token_ids: Prompt) -> Sequence[int]:
-    """Returns the token ids as a message has them."""
+def _tokens(token_ids: Prompt) -> TokenIds:
+    """Returns the message of token ids."""
     if isinstance(token_ids, str):
         raise BadRequest("expected token ids, received a str", field="token_ids", advice="Pass text as prompt_text.")
     try:
         if isinstance(token_ids, bytes | memoryview):
-            ids = _unpacked(memoryview(token_ids)).ids
+            message = _unpacked(memoryview(token_ids))
         else:
-            ids = TokenIds(ids=token_ids).ids
+            message = TokenIds(ids=token_ids)
     except (TypeError, ValueError, OverflowError, DecodeError):
         # The error of protobuf may have a token.
         raise BadRequest(
@@ -206,9 +206,9 @@ def _tokens(token_ids: Prompt) -> Sequence[int]:
             field="token_ids",
             advice="Pass integers from 0 to 4294967295, or a buffer with 4 bytes for each.",
         ) from None
-    if not ids:
+    if not message.ids:
         raise BadRequest("the prompt is empty", field="token_ids", advice="Pass at least one token id.")
-    return ids
+    return message
 
 
 def _unpacked(buffer: memoryview) -> TokenIds:

@@ -22,7 +22,6 @@ LONG_FIELDS = frozenset(
     {
         "kvrouter.v1.TokenIds.ids",
         "kvrouter.v1.LocalHashes.hashes",
-        "kvrouter.v1.FrontendServiceGenerateRequest.token_ids",
         "kvrouter.v1.WorkerServiceGenerateRequest.token_ids",
         "kvrouter.v1.ReassertBooking.sequence_hashes",
     }

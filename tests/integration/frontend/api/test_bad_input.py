@@ -45,8 +45,8 @@ async def refusal(system: System, seconds: float = 10, **fields: Any) -> KvRoute
     ("fields", "code", "reason", "field"),
     [
         ({"model": "nobody"}, "NOT_FOUND", "UNKNOWN_MODEL", "model"),
-        ({"token_ids": []}, "INVALID_ARGUMENT", "BAD_REQUEST", "token_ids"),
-        ({"token_ids": [0] * 8192}, "INVALID_ARGUMENT", "PROMPT_TOO_LONG", "token_ids"),
+        ({"token_ids": TokenIds()}, "INVALID_ARGUMENT", "BAD_REQUEST", "token_ids"),
+        ({"token_ids": TokenIds(ids=[0] * 8192)}, "INVALID_ARGUMENT", "PROMPT_TOO_LONG", "token_ids"),
         (
             {"stop_conditions": StopConditions(max_tokens=0)},
             "INVALID_ARGUMENT",

@@ -26,7 +26,7 @@ import grpc
 import grpc.aio
 import pytest
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingRequest
+from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingRequest, TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceSelectWorkerRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
@@ -172,7 +172,7 @@ async def test_a_hostile_http_body_costs_little(frontend: Process, shape: str) -
 
 def packed(count: int) -> bytes:
     return FrontendServiceGenerateRequest(
-        model=MODEL, token_ids=[1] * count, stop_conditions=StopConditions(max_tokens=1)
+        model=MODEL, token_ids=TokenIds(ids=[1] * count), stop_conditions=StopConditions(max_tokens=1)
     ).SerializeToString()
 
 
@@ -255,7 +255,7 @@ async def test_a_long_prompt_over_http_costs_little(fresh_frontend: Process, kin
 @pytest.mark.parametrize("kind", PROMPTS)
 async def test_a_long_prompt_over_grpc_costs_little(fresh_frontend: Process, kind: str) -> None:
     encoded = FrontendServiceGenerateRequest(
-        model=MODEL, token_ids=prompt(*PROMPTS[kind]), stop_conditions=StopConditions(max_tokens=2)
+        model=MODEL, token_ids=TokenIds(ids=prompt(*PROMPTS[kind])), stop_conditions=StopConditions(max_tokens=2)
     ).SerializeToString()
     async with grpc.aio.insecure_channel(fresh_frontend.address, options=OPTIONS) as channel:
         await fresh_frontend.rest()

@@ -40,13 +40,16 @@ async def drained(stream: Any) -> None:
 
 
 GENERATE: dict[str, dict[str, Any]] = {
-    "too long": {"token_ids": [0] * 9000},
+    "too long": {"token_ids": TokenIds(ids=[0] * 9000)},
     "unknown model": {"model": "nobody"},
     "no tokens asked for": {"stop_conditions": StopConditions(max_tokens=0)},
     "unknown mode": {"overrides": RoutingOverrides(mode="best")},
     "unknown worker": {"constraints": RoutingConstraints(worker_id=99)},
     "excluded": {"constraints": RoutingConstraints(excluded_worker_ids=[1])},
-    "refused by the engine": {"token_ids": range(8100), "stop_conditions": StopConditions(max_tokens=5000)},
+    "refused by the engine": {
+        "token_ids": TokenIds(ids=range(8100)),
+        "stop_conditions": StopConditions(max_tokens=5000),
+    },
 }
 
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.common_pb2 import RoutingConstraints, TokenIds
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, SamplingOptions, StopConditions
@@ -57,10 +57,9 @@ async def test_a_text_is_answered_with_tokens_or_text(system: System) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"prompt_text": "x", "token_ids": [1]}, "prompt_text"),
         ({"prompt_text": "1 " * 20_000}, "prompt_text"),
-        ({"token_ids": [1], "stop": ("x",)}, "stop_conditions.stop"),
-        ({"token_ids": [1], "stop": ("",), "return_text": True}, "stop_conditions.stop"),
+        ({"token_ids": TokenIds(ids=[1]), "stop": ("x",)}, "stop_conditions.stop"),
+        ({"token_ids": TokenIds(ids=[1]), "stop": ("",), "return_text": True}, "stop_conditions.stop"),
     ],
 )
 async def test_a_bad_text_is_refused_with_its_field(system: System, fields: dict[str, Any], field: str) -> None:

@@ -17,6 +17,7 @@ import aiohttp
 import grpc.aio
 import pytest
 from kvrouter.devtools.system.ports import free_port
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 from prometheus_client.parser import text_string_to_metric_families
@@ -142,7 +143,7 @@ async def test_all_processes_serve_http_and_grpc_and_count_together(gateway: Gat
     await until(each_has_served)
     options = [("grpc.use_local_subchannel_pool", 1)]
     generating = FrontendServiceGenerateRequest(
-        model=MODEL, token_ids=[1, 2, 3], stop_conditions=StopConditions(max_tokens=1)
+        model=MODEL, token_ids=TokenIds(ids=[1, 2, 3]), stop_conditions=StopConditions(max_tokens=1)
     ).SerializeToString()
     for _ in range(10):
         async with grpc.aio.insecure_channel(gateway.grpc, options=options) as channel:

@@ -21,6 +21,7 @@ from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.runtime.tracing import tracer
 from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
@@ -173,7 +174,7 @@ async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decis
 
     # Over gRPC, in a trace that the Frontend starts.
     request = FrontendServiceGenerateRequest(
-        model=MODEL, token_ids=PROMPT, stop_conditions=StopConditions(max_tokens=1)
+        model=MODEL, token_ids=TokenIds(ids=PROMPT), stop_conditions=StopConditions(max_tokens=1)
     )
     async with grpc.aio.insecure_channel(system.rpc) as channel:
         generate = channel.unary_stream(f"/{_GENERATE}")  # type: ignore[var-annotated]

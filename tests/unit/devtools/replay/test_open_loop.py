@@ -53,7 +53,7 @@ async def run(frontend: ScriptedFrontend, requests: list[TraceRequest], **option
 def test_a_request_asks_for_as_many_tokens_as_the_trace_says() -> None:
     message = generate_request(trace(1)[0], ReplayOptions(model="m", id_prefix="run", mode="random"))
     assert (message.request_id, message.model, message.overrides.mode) == ("run-0", "m", "random")
-    assert len(message.token_ids) == 600
+    assert len(message.token_ids.ids) == 600
     assert message.stop_conditions.max_tokens == 5
     assert message.stop_conditions.ignore_eos
     assert not generate_request(trace(1)[0], OPTIONS).HasField("overrides")

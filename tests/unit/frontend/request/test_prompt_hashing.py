@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kvrouter.core import Scope, local_hashes
 from kvrouter.frontend.packed_prompt import hash_prompt, take_prompt
-from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash
+from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash, TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 
@@ -13,7 +13,7 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 @pytest.mark.parametrize("count", [0, 15, 16, 70_000, 200_001])
 def test_a_prompt_has_the_hashes_of_its_tokens(count: int, block_size: int) -> None:
     tokens = [token * 7919 % 128_000 for token in range(count)]
-    request = FrontendServiceGenerateRequest(token_ids=tokens, scope=BlockScope(cache_salt="s"))
+    request = FrontendServiceGenerateRequest(token_ids=TokenIds(ids=tokens), scope=BlockScope(cache_salt="s"))
     prompt = take_prompt(request)
     assert hash_prompt(prompt, request, block_size) == local_hashes(tokens, block_size, Scope("", "s", ""))
 
@@ -21,7 +21,7 @@ def test_a_prompt_has_the_hashes_of_its_tokens(count: int, block_size: int) -> N
 def test_multimodal_content_counts() -> None:
     tokens = list(range(100))
     request = FrontendServiceGenerateRequest(
-        token_ids=tokens, multimodal_hashes=[MultimodalHash(block_index=2, hash=7)]
+        token_ids=TokenIds(ids=tokens), multimodal_hashes=[MultimodalHash(block_index=2, hash=7)]
     )
     prompt = take_prompt(request)
     assert hash_prompt(prompt, request, 16) == local_hashes(tokens, 16, Scope("", "", ""), [(2, 7)])

@@ -30,7 +30,9 @@ def routing(count: int = MANY) -> RoutingRequest:
 
 
 SOUND: list[Message] = [
-    FrontendServiceGenerateRequest(model="m", token_ids=range(MANY), multimodal_hashes=[MultimodalHash(hash=1)] * 4096),
+    FrontendServiceGenerateRequest(
+        model="m", token_ids=TokenIds(ids=range(MANY)), multimodal_hashes=[MultimodalHash(hash=1)] * 4096
+    ),
     WorkerServiceGenerateRequest(token_ids=range(MANY), stop_conditions=StopConditions(stop_token_ids=range(100))),
     FrontendServiceSelectWorkerRequest(request=routing()),
     SelectWorkerRequest(request=routing()),
@@ -56,7 +58,7 @@ def test_elements_of_long_lists_are_counted(message: Message) -> None:
 
 
 def test_elements_of_a_list_that_comes_in_parts_are_counted_together() -> None:
-    part = FrontendServiceGenerateRequest(token_ids=range(MANY)).SerializeToString()
+    part = FrontendServiceGenerateRequest(token_ids=TokenIds(ids=range(MANY))).SerializeToString()
     with pytest.raises(TooManyElements) as caught:
         MessageLimits(elements=MANY).check(part * 2, FrontendServiceGenerateRequest)
     assert caught.value.count == 2 * MANY
@@ -64,7 +66,7 @@ def test_elements_of_a_list_that_comes_in_parts_are_counted_together() -> None:
 
 HOSTILE: list[tuple[str, bytes, type[Message]]] = [
     ("multimodal_hashes", b"\x5a\x00" * MANY, FrontendServiceGenerateRequest),
-    ("token_ids", b"\x1d\x01\x00\x00\x00" * MANY, FrontendServiceGenerateRequest),
+    ("ids", b"\x0d\x01\x00\x00\x00" * MANY, TokenIds),
     ("stop_conditions", b"\x22\xe0\xa7\x12" + b"\x2a\x00" * (MANY // 2), FrontendServiceGenerateRequest),
     ("request", b"\x0a\x00" * MANY, FrontendServiceSelectWorkerRequest),
     (
@@ -91,7 +93,7 @@ def test_everything_besides_is_bounded(field: str, encoded: bytes, kind: type[Me
     "tail", [b"\x18", b"\x1a\x05\x01", b"\x0b" * 20_000, b"\x0f", b"\xff" * 20, b"\x0a\xff\xff\xff\xff\xff\x7f"]
 )
 def test_a_message_that_is_cut_or_damaged_is_refused(tail: bytes) -> None:
-    sound = FrontendServiceGenerateRequest(token_ids=range(MANY)).SerializeToString()
+    sound = FrontendServiceGenerateRequest(token_ids=TokenIds(ids=range(MANY))).SerializeToString()
     with pytest.raises(InvalidMessage):
         DEFAULT_LIMITS.check(sound + tail, FrontendServiceGenerateRequest)
 

@@ -9,6 +9,7 @@ from kvrouter.devtools.replay.records import RequestRecord
 from kvrouter.devtools.traces.reader import TraceRequest
 from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
@@ -32,7 +33,7 @@ class ReplayOptions:
 def generate_request(request: TraceRequest, options: ReplayOptions) -> FrontendServiceGenerateRequest:
     """Returns the call for a request of the trace, with exactly `output_length` output tokens."""
     message = FrontendServiceGenerateRequest(
-        request_id=f"{options.id_prefix}-{request.index}", model=options.model, token_ids=request.tokens()
+        request_id=f"{options.id_prefix}-{request.index}", model=options.model, token_ids=TokenIds(ids=request.tokens())
     )
     message.stop_conditions.max_tokens = request.output_length
     message.stop_conditions.ignore_eos = True

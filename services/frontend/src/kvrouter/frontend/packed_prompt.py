@@ -17,7 +17,7 @@ TOKEN_BYTES = 4
 
 def take_prompt(request: FrontendServiceGenerateRequest) -> bytes:
     """Removes the prompt from a request and returns it as a packed buffer."""
-    prompt = PackedPrompt.FromString(request.SerializeToString()).token_ids
+    prompt = PackedPrompt.FromString(request.SerializeToString()).token_ids.ids
     request.ClearField("token_ids")
     return prompt
 

@@ -88,13 +88,11 @@ async def with_text(
     Raises:
         UnknownModel: no component serves the model.
         NoWorkers: the model has no live worker, so nothing is known of its tokenizer.
-        BadRequest: the model has no tokenizer here, or there are token ids beside a text.
+        BadRequest: the model has no tokenizer here.
         PromptTooLong: the text has too many tokens.
         RateLimited, Overloaded: too much text waits for the tokenizer.
     """
     field = "prompt_text" if request.prompt_text else "return_text"
-    if request.prompt_text and prompt:
-        raise BadRequest("prompt_text: there are token_ids too", field=field, advice="Send one of them.")
     text = models.text_of(request.model, field)
     if request.prompt_text:
         source = TextPrompt(request.prompt_text, add_special_tokens=True, field="prompt_text")

@@ -87,7 +87,7 @@ public final class Client {
   /** Sends a text instead of token ids, and gets the output as text too. */
   private void text() throws Exception {
     FrontendServiceGenerateRequest request =
-        request(16).clearTokenIds().setPromptText("Once upon a time").setReturnText(true).build();
+        request(16).setPromptText("Once upon a time").setReturnText(true).build();
     Result result = retrying(() -> generate(request));
     System.out.printf("text: %d characters, %d tokens%n", result.characters(), result.tokens());
   }
@@ -162,7 +162,9 @@ public final class Client {
 
   private FrontendServiceGenerateRequest.Builder request(int maxTokens) {
     FrontendServiceGenerateRequest.Builder request =
-        FrontendServiceGenerateRequest.newBuilder().setModel(model).addAllTokenIds(PROMPT);
+        FrontendServiceGenerateRequest.newBuilder()
+            .setModel(model)
+            .setTokenIds(TokenIds.newBuilder().addAllIds(PROMPT));
     request.getStopConditionsBuilder().setMaxTokens(maxTokens).setIgnoreEos(true);
     return request;
   }
