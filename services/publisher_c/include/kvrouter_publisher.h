@@ -86,7 +86,9 @@ typedef enum kvr_finish_reason {
     KVR_FINISH_STOP = 1,
     KVR_FINISH_LENGTH = 2,
     KVR_FINISH_ABORT = 3,
-    KVR_FINISH_ERROR = 4
+    KVR_FINISH_ERROR = 4,
+    KVR_FINISH_TOOL_CALLS = 5,
+    KVR_FINISH_CONTENT_FILTER = 6
 } kvr_finish_reason;
 
 /* Importance of a log event. */

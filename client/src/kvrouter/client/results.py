@@ -21,6 +21,8 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ _FINISH_REASONS = {
     FinishMessage.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     FinishMessage.FINISH_REASON_ABORT: FinishReason.ABORT,
     FinishMessage.FINISH_REASON_ERROR: FinishReason.ERROR,
+    FinishMessage.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
+    FinishMessage.FINISH_REASON_CONTENT_FILTER: FinishReason.CONTENT_FILTER,
 }
 
 

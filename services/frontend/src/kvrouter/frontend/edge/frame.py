@@ -24,6 +24,8 @@ FINISH_REASONS: dict[int, str | None] = {
     FinishReason.FINISH_REASON_LENGTH: "length",
     FinishReason.FINISH_REASON_ABORT: "abort",
     FinishReason.FINISH_REASON_ERROR: "error",
+    FinishReason.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    FinishReason.FINISH_REASON_CONTENT_FILTER: "content_filter",
 }
 _STAND_IN = "\ufffd"
 """Stand-in for bytes of a part of a character."""

@@ -36,6 +36,8 @@ _FINISH = {
     "length": FinishReason.FINISH_REASON_LENGTH,
     "abort": FinishReason.FINISH_REASON_ABORT,
     "error": FinishReason.FINISH_REASON_ERROR,
+    "tool_calls": FinishReason.FINISH_REASON_TOOL_CALLS,
+    "content_filter": FinishReason.FINISH_REASON_CONTENT_FILTER,
 }
 _SAMPLING = (*("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),)
 
