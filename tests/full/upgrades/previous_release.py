@@ -16,8 +16,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-COMMIT = "b345d37984e3c3f7fb48bc95df934bcb59b9b519"
-"""Nothing is released yet: this commit is the last one that changed the encoding of call streams."""
+COMMIT = "506f2202977d95f954af0e9e41e62f0caec1a178"
+"""Nothing is released yet: this commit is the last one that changed the contract."""
 _DISTRIBUTIONS = ("protos", "core", "net", "services/publisher_sdk", "client", ".", "devtools")
 
 
