@@ -283,7 +283,6 @@ class HttpApi:
             is_authenticated=access is not None,
         )
         generate = generate_request(routed, checked_request_id(request), pools)
-        calls.describe_sampling(generate)
         run = self._frontend.runner.run
         try:
             await run(generate, routed.token_ids, response, deadline=Deadline.never(), through=calls)

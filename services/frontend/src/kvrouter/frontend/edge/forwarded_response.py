@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.middlewares import cross_origin_headers
-from kvrouter.frontend.edge.routing_fields import describe_routing, routing_headers
+from kvrouter.frontend.edge.routing_fields import routing_headers
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 
@@ -19,8 +19,6 @@ class ForwardedResponse:
 
     def __init__(self, request: web.Request, writer: StepWriter, routed_on: RoutedOn) -> None:
         """``routed_on`` is the decision's knowledge of the prompt."""
-        self.routing: dict[str, Any] = {}
-        """How the request was routed, as responses say it."""
         self.headers: dict[str, str] = {}
         """Headers the response has besides the engine's."""
         self.stream: EventStream | None = None
@@ -38,14 +36,12 @@ class ForwardedResponse:
         """Adds where the request runs."""
         if not routing.load_only:
             routing.routed_on = self._routed_on
-        self.routing = describe_routing(routing)
         self.headers |= routing_headers(routing)
 
     def answers(self, status: int, reason: str, headers: Mapping[str, str]) -> None:
-        """Takes the head of an engine's response, unless one of an earlier engine was written."""
-        if not self.has_begun:
-            headers = {**headers, **self.headers, **cross_origin_headers(self._request)}
-            self.stream = EventStream(self._request, self._writer, status=status, reason=reason, headers=headers)
+        """Takes the head of an engine's response. It is written with the first byte."""
+        headers = {**headers, **self.headers, **cross_origin_headers(self._request)}
+        self.stream = EventStream(self._request, self._writer, status=status, reason=reason, headers=headers)
 
     def output(self, output: Output) -> None:
         """Writes a piece."""

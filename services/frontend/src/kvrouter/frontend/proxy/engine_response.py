@@ -32,15 +32,7 @@ class EngineResponse:
         Raises:
             DependencyAway: an event or value is too long to be filtered.
         """
-        self.read(piece)
-        return self.show(piece, ends=ends)
-
-    def read(self, piece: bytes) -> None:
-        """Reads a piece for its usage."""
         self._reader.take(piece)
-
-    def show(self, piece: bytes, *, ends: bool = False) -> bytes:
-        """Returns the bytes to pass on, as ``take``, without reading the piece."""
         if self._transfers is not None:
             piece = self._transfers.take(piece, ends=ends)
         if self._remover is None:

@@ -2,8 +2,7 @@
 
 The request is booked, retried and accounted for as any other. The bytes of its worker go to the client unchanged, and
 each event of a stream counts as a token. Such a request is retried until the client gets the first byte; a whole
-response of up to 1 MiB is sent when it is complete. A stream whose events have token ids continues on another worker
-(``token_stream``).
+response of up to 1 MiB is sent when it is complete.
 """
 
 from __future__ import annotations
@@ -22,24 +21,12 @@ from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
-from kvrouter.frontend.proxy.engine_body import (
-    EngineBody,
-    continued_body,
-    decode_body,
-    prefill_body,
-    transfer_params,
-)
-from kvrouter.frontend.proxy.engine_connection import (
-    EngineFailed,
-    chunks,
-    failure_body,
-    posted,
-)
+from kvrouter.frontend.proxy.engine_body import EngineBody, decode_body, prefill_body, transfer_params
+from kvrouter.frontend.proxy.engine_connection import EngineFailed, chunks, failure_body, posted
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.frontend.proxy.event_reader import count_tokens
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import engine_request_id
-from kvrouter.frontend.proxy.token_stream import TokenStream
 from kvrouter.frontend.workers.attempt import WorkerAttempt
 from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
@@ -49,7 +36,7 @@ from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Stage
-from kvrouter.v1.errors import AllBusy, DeadlineExceeded, DependencyAway, KvRouterError, WorkerLost
+from kvrouter.v1.errors import AllBusy, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
@@ -148,11 +135,8 @@ class EngineCalls:
         self._session = session
         self._workers = workers
         self._worker_at = worker_at
-        self._prompt_bytes = len(routed.token_ids)
         self._is_stream = routed.is_stream
         self._may_run_at = routed.may_run_at
-        self._migration_blocker = fields.migration_blocker(request.path)
-        self._tokens = None if self._migration_blocker else TokenStream(routed.max_output_tokens)
         self._engine_error: web.Response | None = None
         """The error of the engine called last; None if it gave none the client may see."""
         self._engine_keys = engine_keys
@@ -161,17 +145,6 @@ class EngineCalls:
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
         return self._fields.can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
-
-    def migration_blocker(self) -> str:
-        """Returns why the request cannot continue on another engine once it has output; empty if it can."""
-        if self._tokens is not None and not self._tokens.has_ids:
-            return "its engine returns no token ids"
-        return self._migration_blocker and f"it was forwarded as it is: {self._migration_blocker}"
-
-    def describe_sampling(self, request: FrontendServiceGenerateRequest) -> None:
-        """Adds the options making a continuation inexact. The body has all options."""
-        if self._tokens is not None:
-            request.sampling_options.CopyFrom(self._fields.sampling_state())
 
     def engine_error(self, error: KvRouterError) -> web.Response | None:
         """Returns the response of the engine that caused the error of this request; None if none did."""
@@ -192,7 +165,7 @@ class EngineCalls:
         may_leave: Callable[[str], bool],
         stays_a_probe: bool = False,
     ) -> WorkerAttempt:
-        """Starts an attempt at a worker, as ``WorkerClient.start``. The body has the prompt; more is output so far."""
+        """Starts an attempt at a worker, as ``WorkerClient.start``. The body has the prompt."""
         self._engine_error = None
         is_prefill = request.stage == Stage.STAGE_PREFILL
         shows_progress = is_prefill or self._is_stream
@@ -212,12 +185,8 @@ class EngineCalls:
         if worker is None or worker.endpoint != endpoint:
             worker = self._worker_at(endpoint)  # It is in another pool.
         params = request.transfer_params if request.HasField("transfer_params") else None
-        output_tokens = (len(prompt) - self._prompt_bytes) // TOKEN_BYTES
-        body = continued_body(self._body, prompt, output_tokens) if output_tokens else self._body
-        body = prefill_body(body, params) if is_prefill else decode_body(body, params)
+        body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
         read = self._read_prefill if is_prefill else self._pass_on
-        if self._tokens is not None and not is_prefill:
-            self._tokens.engine_begins(output_tokens, self._response.routing)
         attempt.start(
             lambda receiver: asyncio.create_task(self._call(worker, worker_id, request, body, read, receiver, deadline))
         )
@@ -290,7 +259,7 @@ class EngineCalls:
                 headers["x-request-id"] = engine_id
         else:
             headers = _without(self._request.headers, _NOT_FORWARDED)
-        if self._is_authenticated or self._removes_usage or self._tokens is not None:
+        if self._is_authenticated or self._removes_usage:
             headers = _without(headers, _ENCODING)  # A compressed response could not be read.
         return headers | trace_context.headers()
 
@@ -327,10 +296,6 @@ class EngineCalls:
     async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
         """Passes on the response of the engine generating the output."""
         is_stream = answer.content_type == STREAM_TYPE
-        tokens = self._tokens if is_stream else None
-        if self._tokens is not None and tokens is None and self._response.has_begun:
-            why = self._shown((await failure_body(answer)).decode(errors="replace"))
-            raise DependencyAway(f"its OpenAI API does not continue the stream: {answer.status}: {why[:256]}")
         response = EngineResponse(
             is_stream=is_stream,
             status=answer.status,
@@ -340,19 +305,12 @@ class EngineCalls:
         is_changed = self._is_authenticated or (self._removes_usage and is_stream)
         headers = _without(answer.headers, _NOT_RETURNED | (_LENGTH if is_changed else frozenset()))
         self._response.answers(answer.status, answer.reason or "", headers)
-        if tokens is not None:
-            last = await self._pass_token_stream(answer, receiver, response, tokens)
-        elif is_stream:
-            last = await self._pass_stream(answer, receiver, response)
-        else:
-            last = await self._pass_whole(answer, receiver, response)
+        pass_on = self._pass_stream if is_stream else self._pass_whole
+        last = await pass_on(answer, receiver, response)
         last.finish_reason = FinishReason.FINISH_REASON_STOP
         if (usage := response.usage()) is not None:
             last.cached_tokens = usage.cached_tokens
-            if usage.prompt_tokens is not None:
-                # At the end of its prompt the engine may have got output of earlier ones.
-                known = 0 if tokens is None else tokens.known_tokens
-                self.counted_prompt_tokens = max(0, usage.prompt_tokens - known)
+            self.counted_prompt_tokens = usage.prompt_tokens
         receiver.take(last)
         receiver.on_end()
 
@@ -380,27 +338,6 @@ class EngineCalls:
         usage = response.usage()
         output_tokens = 1 if usage is None else usage.completion_tokens or 1
         return DetailedOutput(min(max(1, output_tokens), _MOST_COUNTED) - begun_tokens, raw=bytes(kept))
-
-    async def _pass_token_stream(
-        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse, tokens: TokenStream
-    ) -> DetailedOutput:
-        """Passes on a stream whose tokens are kept, event by event."""
-        try:
-            async for chunk in chunks(answer):
-                output, failure = tokens.take(chunk)
-                response.read(chunk)
-                output.raw = response.show(output.raw)
-                receiver.take(output)
-                await self._response.drain()
-                if failure is not None:
-                    raise failure
-            if not tokens.is_done:
-                raise DependencyAway("its OpenAI API ends the stream without [DONE]")
-        except (EngineFailed, DeadlineExceeded, DependencyAway):
-            if not self._response.has_begun or not tokens.is_finished:
-                raise
-            return DetailedOutput(raw=tokens.end_of_output())
-        return DetailedOutput()
 
 
 def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:

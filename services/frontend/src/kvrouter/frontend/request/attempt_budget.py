@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.runtime.deadline import Backoff, Deadline
@@ -27,7 +26,7 @@ class AttemptBudget:
         max_attempts: int,
         migration_limit: int,
         pinned: bool,
-        migration_blocker: Callable[[], str] = str,
+        migration_blocker: str = "",
     ) -> None:
         """Sets the limits.
 
@@ -35,7 +34,7 @@ class AttemptBudget:
             max_attempts: Maximum number of attempts in a row without output.
             migration_limit: Maximum number of migrations.
             pinned: Whether one worker alone may serve the request.
-            migration_blocker: Returns why the request cannot migrate once it has output; empty if it can.
+            migration_blocker: Why the request cannot migrate once it has output; empty if it can.
         """
         self.migrations = 0
         """Migrations so far, those from drained workers included."""
@@ -44,7 +43,7 @@ class AttemptBudget:
         self._max_attempts = max_attempts
         self._migration_limit = migration_limit
         self._pinned = pinned
-        self._migration_blocker: Callable[[], str] = _pinned if pinned else migration_blocker
+        self._migration_blocker = "the request is pinned to its worker" if pinned else migration_blocker
         self._failed_attempts = 0
         """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
         Scheduler may discover another worker later than this gateway does."""
@@ -77,8 +76,8 @@ class AttemptBudget:
         """Returns why the request cannot migrate; empty if it can."""
         if not self._migration_limit:
             return "its migration limit is 0"
-        if why := self._migration_blocker():
-            return why
+        if self._migration_blocker:
+            return self._migration_blocker
         if not is_drained and self._failed_migrations >= self._migration_limit:
             return f"it has migrated {self._failed_migrations} times, its limit"
         return ""
@@ -94,10 +93,6 @@ class AttemptBudget:
         elif failure.worker_id != self.silent_worker_id:
             self._failed_attempts += 1
         self.silent_worker_id = failure.worker_id if failure.is_silent else None
-
-
-def _pinned() -> str:
-    return "the request is pinned to its worker"
 
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0

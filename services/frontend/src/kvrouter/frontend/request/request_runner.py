@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from kvrouter.frontend.access.access import Access
@@ -32,6 +31,8 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+
+_FORWARDED = "it was forwarded as it is: the tokens of its output are not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +204,7 @@ class RequestRunner:
             max_attempts=self.options.max_attempts,
             migration_limit=limit,
             pinned=request.constraints.HasField("worker_id"),
-            migration_blocker=(
-                partial(migration_blocker, request.sampling_options) if through is None else through.migration_blocker
-            ),
+            migration_blocker=migration_blocker(request.sampling_options) if through is None else _FORWARDED,
         )
 
     def _prefill_stage(

@@ -30,10 +30,6 @@ class Workers(Protocol):
         """Returns whether a prefill worker can compute the prompt of a request started here."""
         ...
 
-    def migration_blocker(self) -> str:
-        """Returns why a started request cannot migrate once it has output; empty if it can."""
-        ...
-
     def start(
         self,
         worker_id: int,
@@ -73,10 +69,6 @@ class WorkerClient:
     def can_prefill(self, worker: WorkerRegistration) -> bool:  # noqa: ARG002 - any can
         """Returns True: every worker has a Generate."""
         return True
-
-    def migration_blocker(self) -> str:
-        """Returns an empty text: all output is known as tokens."""
-        return ""
 
     def start(
         self,
