@@ -102,7 +102,12 @@ def _field(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
         default = "drawn at random"
     else:
         default = _shown(field.default)
-    return ", ".join(f"`{each}`" for each in flags), _value(types, limits), default, field.description or ""
+    return (
+        ", ".join(f"`{each}`" for each in flags),
+        _value(types, limits),
+        default,
+        " ".join((field.description or "").split()),
+    )
 
 
 def _bound(limit: object) -> Iterator[str]:

@@ -17,7 +17,7 @@ from kvrouter.net.model_files import NAMES
 from kvrouter.runtime.config.fields import ENGINE_KEYS_FILE, EngineKeysFile, can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
 from kvrouter.runtime.config.static_workers import StaticEndpoints
-from pydantic import AfterValidator, AliasChoices, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, model_validator
 
 
 def _checked_file(text: str) -> str:
@@ -35,19 +35,7 @@ def _not_internal(name: str) -> str:
 EngineField = Annotated[str, AfterValidator(_not_internal)]
 
 JwtAlgorithm = Literal[
-    "HS256",
-    "HS384",
-    "HS512",
-    "RS256",
-    "RS384",
-    "RS512",
-    "PS256",
-    "PS384",
-    "PS512",
-    "ES256",
-    "ES384",
-    "ES512",
-    "EdDSA",
+    "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]
 
 
@@ -66,214 +54,115 @@ Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 class FrontendSettings(RoutingSettings):
     """Options of ``kvrouter-frontend``; each is a flag, an environment variable and a key of the configuration file."""
 
-    host: str = Field(
-        default="127.0.0.1",
-        description="Host that the HTTP API listens on.",
-        validation_alias=AliasChoices("host", "http-host"),
-    )
-    port: int = Field(
-        default=8000,
-        ge=0,
-        le=65535,
-        description="Port of the HTTP API; 0 chooses a free one.",
-        validation_alias=AliasChoices("port", "http-port"),
-    )
-    processes: int = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="Processes that share the HTTP and gRPC ports; each has its own connections and sessions.",
-    )
-    process_silence_seconds: float = Field(
-        default=10.0,
-        ge=2,
-        le=3600,
-        description="Silence after which one of several processes is killed and replaced, in seconds.",
-    )
-    http_max_connections: int = Field(
-        default=0,
-        ge=0,
-        description="Most HTTP connections of each process; 0 is half of the file descriptors, at most 16,384.",
-    )
-    http_body_seconds: float = Field(
-        default=30.0,
-        gt=0,
-        description="Longest pause within the body of an HTTP request, in seconds.",
-    )
-    cors_origins: tuple[Origin, ...] = Field(
-        default=(),
-        description="Origins whose web pages may call the HTTP API, such as https://chat.example.org, separated by "
-        "commas; * for all, empty for none.",
-    )
-    max_output_tokens: int = Field(default=1 << 20, ge=1, description="Most output tokens that a request may ask for.")
-    sharding: bool | None = Field(
-        default=None,
-        description="Whether to shard requests over several Schedulers; none shards while the Scheduler is overloaded.",
-    )
-    scheduler_heartbeat_timeout_seconds: float = Field(
-        default=HEARTBEAT_TIMEOUT_SECONDS,
-        gt=0,
-        allow_inf_nan=False,
-        description="Longest silence of a Scheduler before its requests go to another one, in seconds.",
-    )
-    max_attempts: int = Field(
-        default=3, ge=1, le=16, description="Most workers that a request without output is tried on."
-    )
-    migration_limit: int = Field(
-        default=2,
-        ge=0,
-        le=16,
-        description="Most times that a request continues on another worker after it failed with output, of which a "
-        "death of the worker can be one; 0 ends it with its worker.",
-    )
-    pool_restart_seconds: float = Field(
-        default=15.0,
-        ge=0,
-        le=3600,
-        description="Longest time for which a request waits, within its deadline, while all workers of its pool are "
-        "restarting, in seconds; 0 refuses it at once.",
-    )
-    poison_prompt_seconds: float = Field(
-        default=60.0,
-        ge=0,
-        le=86_400,
-        description="Time for which a tenant's prompt is refused after two workers died while they ran it, in seconds; "
-        "0 refuses none.",
-    )
-    request_timeout_seconds: float = Field(
-        default=600.0, gt=0, description="Longest duration of a request whose client sets no deadline, in seconds."
-    )
-    worker_probe_seconds: float = Field(
-        default=1.0, gt=0, le=3600, description="Interval between liveness probes of a worker, in seconds."
-    )
-    worker_probe_failures: int = Field(
-        default=5,
-        ge=1,
-        le=1000,
-        description="Consecutive unanswered probes after which a worker is suspected.",
-    )
-    worker_stall_seconds: float = Field(
-        default=5.0,
-        ge=0,
-        le=3600,
-        description="Least time without progress after which a worker may be stalled, in seconds; 0 detects no stalls.",
-    )
-    worker_back_off_failures: int = Field(
-        default=3, ge=1, le=1000, description="Consecutive failed requests after which a worker is backed off."
-    )
-    worker_back_off_seconds: float = Field(
-        default=1.0,
-        gt=0,
-        le=3600,
-        description="First back-off of a failing worker, in seconds; each further one doubles.",
-    )
-    worker_back_off_max_seconds: float = Field(
-        default=60.0, gt=0, le=86_400, description="Longest back-off of a failing worker, in seconds."
-    )
-    endpoint_picker_bind: str = Field(
-        default="",
-        description="Address of the endpoint picker for gateways such as Envoy, host:port; empty for none.",
-    )
-    tokenizers: dict[str, str] = Field(
-        default_factory=dict,
-        description="Directories with tokenizer files by model, instead of the files that its workers serve.",
-    )
-    pinned_model_files: dict[Annotated[str, AfterValidator(_checked_model_file)], Sha256] = Field(
-        default_factory=dict,
-        description="SHA-256 of tokenizer files by MODEL/FILE. Of a model that has some, only these files are used, "
-        "from any worker; of other models, the files that most workers agree on.",
-    )
-    tool_call_parsers: dict[str, ToolFormatName] = Field(
-        default_factory=dict,
-        description="Formats of tool calls by model: hermes, llama3_json, mistral or none; by default the template's.",
-    )
-    reasoning_parsers: dict[str, ReasoningFormatName] = Field(
-        default_factory=dict,
-        description="Formats of reasoning by model: deepseek_r1, qwen3, mistral or none; by default what is published.",
-    )
-    tokenizer_cache_bytes: int = Field(
-        default=64 << 20,
-        ge=1 << 16,
-        description="Memory of the cache of tokenized prefixes of each model, in bytes; isolated tenants and cache "
-        "salts have as much again.",
-    )
-    request_stream_usage: bool = Field(
-        default=False,
-        description="Whether to request the usage of forwarded streams, to compare cached tokens with predictions.",
-    )
-    web_page: bool = Field(
-        default=True, description="Whether the HTTP API has a web page at /ui/ that shows the whole system, read-only."
-    )
-    record: Annotated[str, AfterValidator(_checked_file)] = Field(
-        default="",
-        description="File to record requests in, as lengths and block ids; empty records nothing.",
-    )
-    record_max_bytes: int = Field(
-        default=1 << 30,
-        ge=1 << 12,
-        description="File size at which recording stops, in bytes; it continues when the file is moved.",
-    )
-    max_requests_in_flight: int = Field(
-        default=16_384, ge=0, description="Most running requests of each process; 0 for no limit."
-    )
-    max_prompt_bytes_in_flight: int = Field(
-        default=1 << 30,
-        ge=0,
-        description="Most bytes of the bodies and prompts of requests in each process; 0 for no limit.",
-    )
-    max_work: float = Field(
-        default=0.0,
-        ge=0,
-        description="Most work of a model's running requests in each process, in multiples of the KV cache, and of the "
-        "requests at once, of its workers; 0 for no limit.",
-    )
-    max_bookings_per_caller: int = Field(
-        default=16_384,
-        ge=1,
-        description="Most bookings that a caller may have made with SelectWorker and not freed, in each process.",
-    )
-    max_sessions_per_caller: int = Field(
-        default=128, ge=1, description="Most sessions that a caller with a key may keep open, in each process."
-    )
-    max_lease_seconds: float = Field(
-        default=3600.0,
-        ge=1,
-        le=86_400,
-        description="Longest lease of a booking that a client makes with SelectWorker, in seconds.",
-    )
-    api_keys: str = Field(
-        default="",
-        description="File of API keys, made with `kvrouter keys`; calls then need a key. Empty for no API keys.",
-    )
-    cache_salt_key_file: str = Field(
-        default="",
-        description="File with the secret that keys the salts of caches, made with `kvrouter keys create-salt-key`; "
-        "the same for all Frontends. Needed where a tenant is isolated.",
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    host: str = Field(default="127.0.0.1", validation_alias=AliasChoices("host", "http-host"))
+    """Host that the HTTP API listens on."""
+    port: int = Field(default=8000, ge=0, le=65535, validation_alias=AliasChoices("port", "http-port"))
+    """Port of the HTTP API; 0 chooses a free one."""
+    processes: int = Field(default=1, ge=1, le=256)
+    """Processes that share the HTTP and gRPC ports; each has its own connections and sessions."""
+    process_silence_seconds: float = Field(default=10.0, ge=2, le=3600)
+    """Silence after which one of several processes is killed and replaced, in seconds."""
+    http_max_connections: int = Field(default=0, ge=0)
+    """Most HTTP connections of each process; 0 is half of the file descriptors, at most 16,384."""
+    http_body_seconds: float = Field(default=30.0, gt=0)
+    """Longest pause within the body of an HTTP request, in seconds."""
+    cors_origins: tuple[Origin, ...] = ()
+    """Origins whose web pages may call the HTTP API, such as https://chat.example.org, separated by commas; * for
+    all, empty for none."""
+    max_output_tokens: int = Field(default=1 << 20, ge=1)
+    """Most output tokens that a request may ask for."""
+    sharding: bool | None = None
+    """Whether to shard requests over several Schedulers; none shards while the Scheduler is overloaded."""
+    scheduler_heartbeat_timeout_seconds: float = Field(default=HEARTBEAT_TIMEOUT_SECONDS, gt=0, allow_inf_nan=False)
+    """Longest silence of a Scheduler before its requests go to another one, in seconds."""
+    max_attempts: int = Field(default=3, ge=1, le=16)
+    """Most workers that a request without output is tried on."""
+    migration_limit: int = Field(default=2, ge=0, le=16)
+    """Most times that a request continues on another worker after it failed with output, of which a death of the
+    worker can be one; 0 ends it with its worker."""
+    pool_restart_seconds: float = Field(default=15.0, ge=0, le=3600)
+    """Longest time for which a request waits, within its deadline, while all workers of its pool are restarting, in
+    seconds; 0 refuses it at once."""
+    poison_prompt_seconds: float = Field(default=60.0, ge=0, le=86_400)
+    """Time for which a tenant's prompt is refused after two workers died while they ran it, in seconds; 0 refuses
+    none."""
+    request_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest duration of a request whose client sets no deadline, in seconds."""
+    worker_probe_seconds: float = Field(default=1.0, gt=0, le=3600)
+    """Interval between liveness probes of a worker, in seconds."""
+    worker_probe_failures: int = Field(default=5, ge=1, le=1000)
+    """Consecutive unanswered probes after which a worker is suspected."""
+    worker_stall_seconds: float = Field(default=5.0, ge=0, le=3600)
+    """Least time without progress after which a worker may be stalled, in seconds; 0 detects no stalls."""
+    worker_back_off_failures: int = Field(default=3, ge=1, le=1000)
+    """Consecutive failed requests after which a worker is backed off."""
+    worker_back_off_seconds: float = Field(default=1.0, gt=0, le=3600)
+    """First back-off of a failing worker, in seconds; each further one doubles."""
+    worker_back_off_max_seconds: float = Field(default=60.0, gt=0, le=86_400)
+    """Longest back-off of a failing worker, in seconds."""
+    endpoint_picker_bind: str = ""
+    """Address of the endpoint picker for gateways such as Envoy, host:port; empty for none."""
+    tokenizers: dict[str, str] = Field(default_factory=dict)
+    """Directories with tokenizer files by model, instead of the files that its workers serve."""
+    pinned_model_files: dict[Annotated[str, AfterValidator(_checked_model_file)], Sha256] = Field(default_factory=dict)
+    """SHA-256 of tokenizer files by MODEL/FILE. Of a model that has some, only these files are used, from any
+    worker; of other models, the files that most workers agree on."""
+    tool_call_parsers: dict[str, ToolFormatName] = Field(default_factory=dict)
+    """Formats of tool calls by model: hermes, llama3_json, mistral or none; by default the template's."""
+    reasoning_parsers: dict[str, ReasoningFormatName] = Field(default_factory=dict)
+    """Formats of reasoning by model: deepseek_r1, qwen3, mistral or none; by default what is published."""
+    tokenizer_cache_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Memory of the cache of tokenized prefixes of each model, in bytes; isolated tenants and cache salts have as
+    much again."""
+    request_stream_usage: bool = False
+    """Whether to request the usage of forwarded streams, to compare cached tokens with predictions."""
+    web_page: bool = True
+    """Whether the HTTP API has a web page at /ui/ that shows the whole system, read-only."""
+    record: Annotated[str, AfterValidator(_checked_file)] = ""
+    """File to record requests in, as lengths and block ids; empty records nothing."""
+    record_max_bytes: int = Field(default=1 << 30, ge=1 << 12)
+    """File size at which recording stops, in bytes; it continues when the file is moved."""
+    max_requests_in_flight: int = Field(default=16_384, ge=0)
+    """Most running requests of each process; 0 for no limit."""
+    max_prompt_bytes_in_flight: int = Field(default=1 << 30, ge=0)
+    """Most bytes of the bodies and prompts of requests in each process; 0 for no limit."""
+    max_work: float = Field(default=0.0, ge=0)
+    """Most work of a model's running requests in each process, in multiples of the KV cache, and of the requests at
+    once, of its workers; 0 for no limit."""
+    max_bookings_per_caller: int = Field(default=16_384, ge=1)
+    """Most bookings that a caller may have made with SelectWorker and not freed, in each process."""
+    max_sessions_per_caller: int = Field(default=128, ge=1)
+    """Most sessions that a caller with a key may keep open, in each process."""
+    max_lease_seconds: float = Field(default=3600.0, ge=1, le=86_400)
+    """Longest lease of a booking that a client makes with SelectWorker, in seconds."""
+    api_keys: str = ""
+    """File of API keys, made with `kvrouter keys`; calls then need a key. Empty for no API keys."""
+    cache_salt_key_file: str = ""
+    """File with the secret that keys the salts of caches, made with `kvrouter keys create-salt-key`; the same for
+    all Frontends. Needed where a tenant is isolated."""
     engine_keys_file: EngineKeysFile = Field(default="", description=ENGINE_KEYS_FILE)
-    permitted_engine_fields: tuple[EngineField, ...] = Field(
-        default=(),
-        description="Further fields that clients with a key may send to engines, separated by commas; none internal.",
-    )
-    jwt_keys: str = Field(
-        default="",
-        description="JSON Web Key Set, a file or an https URL, whose tokens are accepted; empty to accept no tokens.",
-    )
-    jwt_issuer: str = Field(default="", description="Issuer (iss) of accepted tokens; needed with --jwt-keys.")
-    jwt_audience: str = Field(default="", description="Audience (aud) of accepted tokens; needed with --jwt-keys.")
-    jwt_algorithms: tuple[JwtAlgorithm, ...] = Field(
-        default=("RS256", "ES256", "EdDSA"), description="Algorithms of accepted tokens, separated by commas."
-    )
-    jwt_leeway_seconds: float = Field(
-        default=10.0, ge=0, le=3600, description="Difference of clocks allowed for in a token's times, in seconds."
-    )
-    jwt_tenant_claim: str = Field(default="tenant", description="Claim of a token that has the caller's tenant.")
-    jwt_models_claim: str = Field(default="models", description="Claim of a token that has the caller's models.")
-    jwt_role_claim: str = Field(default="role", description="Claim of a token that has the caller's role.")
-    static_schedulers: tuple[Address, ...] = Field(
-        default=(),
-        description="gRPC addresses of the Schedulers of a system without etcd, host:port, separated by commas.",
-    )
+    permitted_engine_fields: tuple[EngineField, ...] = ()
+    """Further fields that clients with a key may send to engines, separated by commas; none internal."""
+    jwt_keys: str = ""
+    """JSON Web Key Set, a file or an https URL, whose tokens are accepted; empty to accept no tokens."""
+    jwt_issuer: str = ""
+    """Issuer (iss) of accepted tokens; needed with --jwt-keys."""
+    jwt_audience: str = ""
+    """Audience (aud) of accepted tokens; needed with --jwt-keys."""
+    jwt_algorithms: tuple[JwtAlgorithm, ...] = ("RS256", "ES256", "EdDSA")
+    """Algorithms of accepted tokens, separated by commas."""
+    jwt_leeway_seconds: float = Field(default=10.0, ge=0, le=3600)
+    """Difference of clocks allowed for in a token's times, in seconds."""
+    jwt_tenant_claim: str = "tenant"
+    """Claim of a token that has the caller's tenant."""
+    jwt_models_claim: str = "models"
+    """Claim of a token that has the caller's models."""
+    jwt_role_claim: str = "role"
+    """Claim of a token that has the caller's role."""
+    static_schedulers: tuple[Address, ...] = ()
+    """gRPC addresses of the Schedulers of a system without etcd, host:port, separated by commas."""
 
     @model_validator(mode="after")
     def _one_endpoint_picker(self) -> Self:
