@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
 from prometheus_client import CollectorRegistry, Counter
@@ -31,58 +33,43 @@ class MetricsByModel:
     """Histograms and counters with a label ``model``, of at most ``MAX_MODELS`` models."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.ttft_seconds = LoopHistogram(
+        histogram = partial(LoopHistogram, labels=["model"], registry=registry)
+        counter = partial(Counter, labelnames=["model"], registry=registry)
+        self.ttft_seconds = histogram(
             "kvrouter_frontend_ttft_seconds",
             "Time from the arrival of a request to its first token.",
-            ["model"],
             buckets=_TTFT_BUCKETS,
             parts=_PARTS,
-            registry=registry,
         )
-        self.request_seconds = LoopHistogram(
+        self.request_seconds = histogram(
             "kvrouter_frontend_request_seconds",
             "Time from the arrival of a request to the end of its output, of requests that succeeded.",
-            ["model"],
             buckets=_REQUEST_BUCKETS,
-            registry=registry,
         )
-        self.migration_seconds = LoopHistogram(
+        self.migration_seconds = histogram(
             "kvrouter_frontend_migration_seconds",
             "Time from the failure of a worker to the next token of a request that continues on another one.",
-            ["model"],
             buckets=_TTFT_BUCKETS,
-            registry=registry,
         )
-        self.token_latency = LoopHistogram(
+        self.token_latency = histogram(
             "kvrouter_frontend_inter_token_seconds",
             "Time between two tokens of a response; tokens that arrive together share it equally.",
-            ["model"],
             buckets=_TOKEN_BUCKETS,
             parts=_PARTS,
-            registry=registry,
         )
-        self.prompt_tokens = Counter(
-            "kvrouter_frontend_prompt_tokens",
-            "Prompt tokens of requests whose worker reported its cached tokens.",
-            ["model"],
-            registry=registry,
+        self.prompt_tokens = counter(
+            "kvrouter_frontend_prompt_tokens", "Prompt tokens of requests whose worker reported its cached tokens."
         )
-        self.predicted_cached_tokens = Counter(
+        self.predicted_cached_tokens = counter(
             "kvrouter_frontend_predicted_cached_tokens",
             "Prompt tokens of the same requests that the Scheduler expected in the cache of the chosen worker.",
-            ["model"],
-            registry=registry,
         )
-        self.cached_tokens = Counter(
+        self.cached_tokens = counter(
             "kvrouter_frontend_cached_tokens",
             "Prompt tokens of the same requests that were found in a cache and not computed, as reported by the"
             " workers.",
-            ["model"],
-            registry=registry,
         )
-        self.output_tokens = Counter(
-            "kvrouter_frontend_output_tokens", "Output tokens sent to clients.", ["model"], registry=registry
-        )
+        self.output_tokens = counter("kvrouter_frontend_output_tokens", "Output tokens sent to clients.")
         self._models: dict[str, ModelMetrics] = {}
 
     def label(self, model: str) -> str:
