@@ -12,6 +12,7 @@ from typing import cast
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.workers.circuit_breaker import BackOff
+from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.connection import Probe
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.pool import WorkerPool
@@ -77,7 +78,7 @@ async def probing(
 ) -> AsyncIterator[WorkerHealth]:
     health = WorkerHealth(BackOff(), max_missed=max_missed)
     pool = cast(WorkerPool, workers)
-    trials = StallTrials(pool, health, FrontendMetrics(CollectorRegistry()))
+    trials = StallTrials(WorkerClient(pool, health, FrontendMetrics(CollectorRegistry())))
     probes = WorkerProbes(cast(Directory, workers), pool, health, trials, interval_seconds=interval_seconds)
     running = asyncio.create_task(probes.run())
     try:

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.workers.circuit_breaker import BackOff
+from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.connection import ResponseReceiver
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.pool import WorkerPool
@@ -49,7 +50,7 @@ class Rig:
         worker = WorkerRegistration(worker_id=1, endpoint=endpoint, role=role)
         self.health.update({POOL: ComponentView(POOL, ComponentDescriptor(), {1: worker})})
         metrics = FrontendMetrics(CollectorRegistry())
-        self.trials = StallTrials(cast(WorkerPool, self), self.health, metrics)
+        self.trials = StallTrials(WorkerClient(cast(WorkerPool, self), self.health, metrics))
         call = self.health.begin(endpoint, 1)
         call.responded()
         self.until_stalled()

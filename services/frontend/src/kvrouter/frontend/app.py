@@ -99,7 +99,8 @@ async def running(
     health = WorkerHealth(
         back_off, max_missed=settings.worker_probe_failures, stall_seconds=settings.worker_stall_seconds
     )
-    trials = StallTrials(pool, health, metrics)
+    worker_client = WorkerClient(pool, health, metrics)
+    trials = StallTrials(worker_client)
     probes = WorkerProbes(runtime.directory, pool, health, trials, interval_seconds=settings.worker_probe_seconds)
     metrics.suspected_workers.set_function(lambda: health.suspected)
     metrics.stalled_workers.set_function(lambda: health.stalled)
@@ -131,7 +132,6 @@ async def running(
         tool_call_formats=settings.tool_call_parsers,
         reasoning_formats=settings.reasoning_parsers,
     )
-    worker_client = WorkerClient(pool, health, metrics)
     indexers = IndexerClient(runtime.directory, indexer)
     opened = open_access(settings, runtime.registry, shared_limits)
     access = None if opened is None else opened.access

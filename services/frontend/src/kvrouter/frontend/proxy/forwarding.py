@@ -20,26 +20,24 @@ from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.proxy.engine_body import EngineBody, decode_body, prefill_body, transfer_params
 from kvrouter.frontend.proxy.engine_connection import EngineFailed, chunks, failure_body, posted
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.frontend.proxy.event_reader import count_tokens
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import engine_request_id
-from kvrouter.frontend.workers.attempt import WorkerAttempt
+from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
-from kvrouter.frontend.workers.output import DetailedOutput, Output
+from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.net import trace_context
 from kvrouter.net.calls import OutcomeUnknown
-from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import AllBusy, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import FinishReason
 
 _NOT_FORWARDED = frozenset(
     {
@@ -153,43 +151,21 @@ class EngineCalls:
         self._engine_error.headers.update(self._response.headers)
         return self._engine_error
 
-    def start(
-        self,
-        worker_id: int,
-        endpoint: str,
-        request: WorkerServiceGenerateRequest,
-        prompt: bytes,
-        on_output: Callable[[Output], None],
-        *,
-        deadline: Deadline,
-        may_leave: Callable[[str], bool],
-        stays_a_probe: bool = False,
-    ) -> WorkerAttempt:
+    def start(self, dispatch: Dispatch) -> WorkerAttempt:
         """Starts an attempt at a worker, as ``WorkerClient.start``. The body has the prompt."""
         self._engine_error = None
+        request, endpoint = dispatch.request, dispatch.endpoint
         is_prefill = request.stage == Stage.STAGE_PREFILL
         shows_progress = is_prefill or self._is_stream
-        attempt = WorkerAttempt(
-            worker_id,
-            request.request_id,
-            self.health.begin(endpoint, len(prompt) // TOKEN_BYTES if shows_progress else None),
-            self._workers.metrics,
-            on_output,
-            max_tokens=_UNLIMITED_TOKENS,
-            deadline=deadline,
-            may_leave=may_leave,
-            stays_a_probe=stays_a_probe,
-            shares_blame=request.HasField("transfer_params") and request.stage == Stage.STAGE_DECODE,
-        )
-        worker = None if is_prefill else self._view.workers.get(worker_id)
+        health = self.health.begin(endpoint, dispatch.prompt_tokens if shows_progress else None)
+        attempt = WorkerAttempt(dispatch, health, self._workers.metrics, max_tokens=_UNLIMITED_TOKENS)
+        worker = None if is_prefill else self._view.workers.get(dispatch.worker_id)
         if worker is None or worker.endpoint != endpoint:
             worker = self._worker_at(endpoint)  # It is in another pool.
         params = request.transfer_params if request.HasField("transfer_params") else None
         body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
         read = self._read_prefill if is_prefill else self._pass_on
-        attempt.start(
-            lambda receiver: asyncio.create_task(self._call(worker, worker_id, request, body, read, receiver, deadline))
-        )
+        attempt.start(lambda receiver: asyncio.create_task(self._call(worker, dispatch, body, read, receiver)))
         return attempt
 
     async def answers(self, endpoint: str) -> bool:
@@ -210,28 +186,27 @@ class EngineCalls:
     async def _call(
         self,
         worker: WorkerRegistration | None,
-        worker_id: int,
-        request: WorkerServiceGenerateRequest,
+        dispatch: Dispatch,
         body: bytes,
         read: Callable[[aiohttp.ClientResponse, WorkerAttempt], Awaitable[None]],
         receiver: WorkerAttempt,
-        deadline: Deadline,
     ) -> None:
         if worker is None or not worker.openai_endpoint:
-            receiver.on_error(DependencyAway(f"worker {worker_id} has no OpenAI API any more"))
+            receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} has no OpenAI API any more"))
             return
         if not self._may_run_at(worker):
-            receiver.on_error(DependencyAway(f"worker {worker_id} does not separate caches by salt"))
+            receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} does not separate caches by salt"))
             return
-        headers = self._headers(request.request_id)
+        headers = self._headers(dispatch.request.request_id)
         if key := self._engine_keys.headers(worker.component.name):
             headers = _without(headers, frozenset(key)) | key
         if len(worker.ranks) > 1:
-            headers[RANK_HEADER] = str(request.dp_rank)
+            headers[RANK_HEADER] = str(dispatch.request.dp_rank)
         path = self._request.path if self._is_authenticated else self._request.path_qs
+        seconds = dispatch.deadline.remaining()
         url = f"{worker.openai_endpoint.rstrip('/')}{path}"
         try:
-            async with posted(self._session, url, data=body, headers=headers, seconds=deadline.remaining()) as answer:
+            async with posted(self._session, url, data=body, headers=headers, seconds=seconds) as answer:
                 if answer.status == _BUSY_STATUS or answer.status >= 500:
                     raise await self._refusal(answer)
                 if answer.status == HTTPStatus.UNAUTHORIZED and (key or self._is_authenticated):

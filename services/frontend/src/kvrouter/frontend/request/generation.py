@@ -27,6 +27,7 @@ from kvrouter.frontend.request.span_attributes import GENERATE, describe_attempt
 from kvrouter.frontend.request.validation import can_take
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.workers.attempt import Dispatch
 from kvrouter.frontend.workers.client import Workers
 from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
@@ -413,16 +414,17 @@ class Generation:
     ) -> WorkerFailure | None:
         worker_id = booking.rank.worker_id
         was_sent, self.sent = self.sent, True
-        attempt = self._workers.start(
+        dispatch = Dispatch(
             worker_id,
             self._endpoint,
             self._worker_request(booking),
             self._input.prompt,
             progress.pass_on,
-            deadline=deadline,
+            deadline,
             may_leave=lambda cause: self._may_leave(worker_id, cause),
             stays_a_probe=worker_id == self._budget.silent_worker_id,
         )
+        attempt = self._workers.start(dispatch)
         if self._prefill is not None:
             self._prefill.watch(attempt.fail)
         try:

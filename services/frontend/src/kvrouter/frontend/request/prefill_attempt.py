@@ -63,10 +63,10 @@ class PrefillAttempt:
         if params is not None:
             self._params.set_result(params)
 
-    def start(self, start: Callable[[Callable[[Output], None]], WorkerAttempt]) -> None:
-        """Starts the call, given the receiver of its output."""
-        self._attempt = start(self._take)
-        self._attempt.ended.add_done_callback(lambda ended: self._settle(ended.result()))
+    def follow(self, attempt: WorkerAttempt) -> None:
+        """Follows the started call, whose output ``take`` receives."""
+        self._attempt = attempt
+        attempt.ended.add_done_callback(lambda ended: self._settle(ended.result()))
 
     async def transfer_params(self) -> TransferParams:
         """Returns the parameters for the decode worker, as soon as they are known.
@@ -84,7 +84,8 @@ class PrefillAttempt:
                 self.may_keep_blocks = True  # The cancellation may meet a prefill that has just been completed.
             self._attempt.cancel()
 
-    def _take(self, output: Output) -> None:
+    def take(self, output: Output) -> None:
+        """Receives output of the prefill worker."""
         if output.tokens:
             self.computed_ns = time.perf_counter_ns()
             self._link.prefill_complete(self.booking)

@@ -24,6 +24,7 @@ from kvrouter.frontend.request.prefill_pools import (
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.workers.attempt import Dispatch
 from kvrouter.frontend.workers.client import Workers
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
@@ -276,17 +277,16 @@ class PrefillStage:
                         }
                     )
                 self.sent = True
-                running.start(
-                    lambda take: self._workers.start(
-                        worker_id,
-                        selection.endpoint,
-                        _prefill_request(request, key, selection.rank, params),
-                        prompt,
-                        take,
-                        deadline=deadline,
-                        may_leave=lambda cause: self._deaths.may_leave(worker_id, cause),
-                    )
+                dispatch = Dispatch(
+                    worker_id,
+                    selection.endpoint,
+                    _prefill_request(request, key, selection.rank, params),
+                    prompt,
+                    running.take,
+                    deadline,
+                    may_leave=lambda cause: self._deaths.may_leave(worker_id, cause),
                 )
+                running.follow(self._workers.start(dispatch))
                 return await running.transfer_params()
         except PrefillFailed:
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import grpc
@@ -16,13 +16,15 @@ import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.core import read_tokens
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, fault_of
 from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputLimit
 from kvrouter.frontend.workers.worker_call import WorkerCall
 from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import DeadlineExceeded, KvRouterError, WorkerLost
-from kvrouter.v1.worker_pb2 import FinishReason
+from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
 
@@ -45,52 +47,64 @@ class RunningCall(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """A request for one worker."""
+
+    worker_id: int
+    endpoint: str
+    request: WorkerServiceGenerateRequest
+    """The request without its token ids."""
+    prompt: bytes
+    """Its token ids, packed."""
+    on_output: Callable[[Output], None]
+    """Called with each piece; the last one has a finish reason. An exception from it ends the attempt."""
+    deadline: Deadline
+    may_leave: Callable[[str], bool]
+    """Returns whether the request may leave its worker for a cause, as in ``WorkerFailure``: because another one could
+    take it, or continue it once it has output."""
+    stays_a_probe: bool = False
+    """Whether to wait for one more missed probe before leaving a worker that does not answer."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def shares_blame(self) -> bool:
+        """Whether the worker receives its prompt from another worker, which may be at fault if it fails.
+
+        Before its first output such a failure counts against the worker only by ``WorkerAttempt.blame``.
+        """
+        return self.request.stage == Stage.STAGE_DECODE and self.request.HasField("transfer_params")
+
+
 class WorkerAttempt:
     """Receives a worker's output of one request, and limits and classifies it."""
 
     def __init__(
-        self,
-        worker_id: int,
-        request_id: str,
-        health: WorkerCall,
-        metrics: FrontendMetrics,
-        on_output: Callable[[Output], None],
-        *,
-        max_tokens: int,
-        deadline: Deadline,
-        may_leave: Callable[[str], bool],
-        stays_a_probe: bool,
-        shares_blame: bool = False,
+        self, dispatch: Dispatch, health: WorkerCall, metrics: FrontendMetrics, *, max_tokens: int | None = None
     ) -> None:
         """Calls nothing yet; ``start`` must follow.
 
         Args:
-            worker_id: The worker.
-            request_id: The request, for logs.
+            dispatch: The request and its worker.
             health: The call as the worker's health counts it; it ends with the attempt.
             metrics: The Frontend's metrics.
-            on_output: Called with each piece. An exception from it ends the attempt.
-            max_tokens: Number of tokens after which the output ends, even if the worker generates more.
-            deadline: Deadline of the call.
-            may_leave: Returns whether the request may leave its worker for a cause, as in ``WorkerFailure``: because
-                another one could take it, or continue it once it has output.
-            stays_a_probe: Whether to wait for one more missed probe before leaving a worker that does not answer.
-            shares_blame: Whether the worker receives its prompt from another worker, which may be at fault if it fails
-                before its first output. Such a failure counts against it only by ``blame``.
+            max_tokens: Number of tokens after which the output ends, even if the worker generates more; None for that
+                of the request.
         """
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """Done when the attempt has ended."""
-        self._worker_id = worker_id
-        self._request_id = request_id
+        self._dispatch = dispatch
+        self._worker_id = dispatch.worker_id
+        self._on_output = dispatch.on_output
+        self._may_leave = dispatch.may_leave
         self._health = health
         self._metrics = metrics
-        self._on_output = on_output
-        self._max_tokens = max_tokens
-        self._limit = OutputLimit(max_tokens)
-        self._deadline = deadline
-        self._may_leave = may_leave
-        self._stays_a_probe = stays_a_probe
-        self._shares_blame = shares_blame
+        self._max_tokens = dispatch.request.stop_conditions.max_tokens if max_tokens is None else max_tokens
+        self._limit = OutputLimit(self._max_tokens)
         self._unattributed: WorkerFailure | None = None
         self._missed_to_leave = 0
         """Number of missed probes at which a suspected worker is left."""
@@ -228,7 +242,7 @@ class WorkerAttempt:
         self._end(error.untraced() if isinstance(error, KvRouterError) else error)
 
     def _wait_for_output(self) -> None:
-        self._missed_to_leave = self._health.missed_probes + self._stays_a_probe
+        self._missed_to_leave = self._health.missed_probes + self._dispatch.stays_a_probe
         self._leave_if_needed()
 
     def _leave_if_needed(self) -> None:
@@ -271,7 +285,7 @@ class WorkerAttempt:
         log.warning(
             "worker.exceeded_max_tokens",
             worker=self._worker_id,
-            request_id=self._request_id,
+            request_id=self._dispatch.request.request_id,
             max_tokens=self._max_tokens,
             consequence="the answer ends at the limit, the call is cancelled",
         )
@@ -279,7 +293,7 @@ class WorkerAttempt:
 
     def _judge(self, error: KvRouterError) -> WorkerFailure | KvRouterError:
         """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client."""
-        fault = fault_of(error, self._deadline)
+        fault = fault_of(error, self._dispatch.deadline)
         if fault is Fault.WORKER:
             unknown, not_sent = isinstance(error, OutcomeUnknown), isinstance(error, NotSent)
             # A sidecar, which lives on, says so of its engine.
@@ -299,7 +313,7 @@ class WorkerAttempt:
         fate = self._health.fate() if cause in _ENGINE_MAY_DIE else None
         failure = WorkerFailure(self._worker_id, cause, f"worker {self._worker_id} {what}", fate=fate)
         self._metrics.worker_failures.labels(cause=cause).inc()
-        if self._shares_blame and not self._has_output:
+        if self._dispatch.shares_blame and not self._has_output:
             self._unattributed = failure
         else:
             self._health.failed(failure)

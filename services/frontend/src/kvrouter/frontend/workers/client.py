@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES, encode_with_prompt
-from kvrouter.frontend.workers.attempt import WorkerAttempt
+from kvrouter.frontend.packed_prompt import encode_with_prompt
+from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.connection import Probe
 from kvrouter.frontend.workers.health import WorkerHealth
-from kvrouter.frontend.workers.output import Output
 from kvrouter.frontend.workers.pool import WorkerPool
-from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 _ANSWER_SECONDS = 0.5
 
@@ -30,19 +25,8 @@ class Workers(Protocol):
         """Returns whether a prefill worker can compute the prompt of a request started here."""
         ...
 
-    def start(
-        self,
-        worker_id: int,
-        endpoint: str,
-        request: WorkerServiceGenerateRequest,
-        prompt: bytes,
-        on_output: Callable[[Output], None],
-        *,
-        deadline: Deadline,
-        may_leave: Callable[[str], bool],
-        stays_a_probe: bool = False,
-    ) -> WorkerAttempt:
-        """Starts a request at a worker; see ``WorkerClient``."""
+    def start(self, dispatch: Dispatch) -> WorkerAttempt:
+        """Starts a request at a worker. The caller waits for ``ended``, or cancels the attempt."""
         ...
 
     async def answers(self, endpoint: str) -> bool:
@@ -70,37 +54,14 @@ class WorkerClient:
         """Returns True: every worker has a Generate."""
         return True
 
-    def start(
-        self,
-        worker_id: int,
-        endpoint: str,
-        request: WorkerServiceGenerateRequest,
-        prompt: bytes,
-        on_output: Callable[[Output], None],
-        *,
-        deadline: Deadline,
-        may_leave: Callable[[str], bool],
-        stays_a_probe: bool = False,
-    ) -> WorkerAttempt:
-        """Starts a request at a worker. The caller waits for ``ended``, or cancels the attempt.
+    def start(self, dispatch: Dispatch) -> WorkerAttempt:
+        """Starts a request at a worker, and limits its output.
 
-        ``prompt`` is a packed buffer; the request has no token ids. ``on_output`` is called with each piece of the
-        output; the last one has a finish reason. The attempt leaves a worker that stops answering probes as soon as
-        ``may_leave`` returns True. With ``stays_a_probe`` it waits for one more missed probe first.
+        The attempt leaves a worker that stops answering probes as soon as ``may_leave`` returns True.
         """
-        attempt = WorkerAttempt(
-            worker_id,
-            request.request_id,
-            self.health.begin(endpoint, len(prompt) // TOKEN_BYTES),
-            self.metrics,
-            on_output,
-            max_tokens=request.stop_conditions.max_tokens,
-            deadline=deadline,
-            may_leave=may_leave,
-            stays_a_probe=stays_a_probe,
-            shares_blame=request.HasField("transfer_params") and request.stage == Stage.STAGE_DECODE,
-        )
-        encoded = encode_with_prompt(request, prompt)
+        endpoint, deadline = dispatch.endpoint, dispatch.deadline
+        attempt = WorkerAttempt(dispatch, self.health.begin(endpoint, dispatch.prompt_tokens), self.metrics)
+        encoded = encode_with_prompt(dispatch.request, dispatch.prompt)
         attempt.start(lambda receiver: self._pool.start(endpoint, encoded, receiver, deadline=deadline))
         return attempt
 

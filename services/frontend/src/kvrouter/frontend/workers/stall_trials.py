@@ -10,12 +10,11 @@ import os
 from functools import partial
 
 import structlog
-from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.workers.attempt import Outcome, WorkerAttempt
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.workers.attempt import Dispatch, Outcome, WorkerAttempt
+from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.failures import WorkerFailure
-from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import ObservedWorker
-from kvrouter.frontend.workers.pool import WorkerPool
 from kvrouter.runtime.config.fields import is_url
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Role, Stage
@@ -23,17 +22,16 @@ from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
 
-_PROMPT = (0,)
+_PROMPT = bytes(TOKEN_BYTES)
 """Shorter than a block, so the engine caches nothing of it."""
 
 
 class StallTrials:
     """Sends a request for one token to each stalled worker whose back-off has ended."""
 
-    def __init__(self, pool: WorkerPool, health: WorkerHealth, metrics: FrontendMetrics) -> None:
-        self._pool = pool
-        self._health = health
-        self._metrics = metrics
+    def __init__(self, workers: WorkerClient) -> None:
+        self._workers = workers
+        self._health = workers.health
         self._running: dict[str, WorkerAttempt] = {}
         self._refused: set[str] = set()
         """Addresses of stalled workers that refuse such a request. A client's request tries them."""
@@ -49,27 +47,22 @@ class StallTrials:
 
     def _start(self, worker: ObservedWorker) -> None:
         endpoint = worker.endpoint
-        request = WorkerServiceGenerateRequest(
-            request_id=f"trial-{os.urandom(8).hex()}",
-            token_ids=_PROMPT,
-            stop_conditions=StopConditions(max_tokens=1),
-            stage=Stage.STAGE_WHOLE,
-        )
-        attempt = self._running[endpoint] = WorkerAttempt(
+        dispatch = Dispatch(
             worker.registered[0][1].worker_id,
-            request.request_id,
-            self._health.begin(endpoint, len(_PROMPT)),
-            self._metrics,
+            endpoint,
+            WorkerServiceGenerateRequest(
+                request_id=f"trial-{os.urandom(8).hex()}",
+                stop_conditions=StopConditions(max_tokens=1),
+                stage=Stage.STAGE_WHOLE,
+            ),
+            _PROMPT,
             # A worker that stalls after every first token is not recovered: its failures stay counted.
             lambda output: attempt.cancel() if output.tokens else None,
-            max_tokens=1,
-            deadline=Deadline.never(),
+            Deadline.never(),
             may_leave=lambda _: True,
-            stays_a_probe=False,
         )
+        attempt = self._running[endpoint] = self._workers.start(dispatch)
         attempt.ended.add_done_callback(partial(self._end, endpoint))
-        encoded = request.SerializeToString()
-        attempt.start(lambda receiver: self._pool.start(endpoint, encoded, receiver, deadline=Deadline.never()))
 
     def _end(self, endpoint: str, ended: asyncio.Future[Outcome]) -> None:
         del self._running[endpoint]
