@@ -45,8 +45,11 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed
 
 HOSTILE = '<img src=x onerror="document.title=1"> a-model-name-that-is-much-longer-than-anybody-would-expect-it'
 
-TRAFFIC = TrafficRates(60, 12.5, 1600, (0.12, 0.48, 2.5), (0.004, None, 0.031), {"UNAVAILABLE": (2, 7)},
-                       {("404", "model_not_found"): (1, 3)}, (700, 90_000))  # fmt: skip
+TRAFFIC = TrafficRates(
+    60, 12.5, 1600,
+    {"p50": 0.12, "p95": 0.48, "p99": 2.5}, {"p50": 0.004, "p95": None, "p99": 0.031}, 700, 90_000,
+    [{"code": "UNAVAILABLE", "recent": 2, "total": 7}], [{"error": "404 model_not_found", "recent": 1, "total": 3}],
+)  # fmt: skip
 
 
 class MadeUp:

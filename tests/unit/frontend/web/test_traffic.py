@@ -36,11 +36,17 @@ def test_rates_are_those_of_the_last_minute() -> None:
     assert rates.seconds == 70, "since the last sample that is a minute old"
     assert rates.requests_per_second == pytest.approx(31 / 70)
     assert rates.output_tokens_per_second == pytest.approx(3000 / 70)
-    assert all(each is not None and 0.1 < each <= 0.2 for each in rates.ttft)
-    assert all(each is not None and 0.002 < each <= 0.005 for each in rates.inter_token)
-    assert rates.errors == {"RESOURCE_EXHAUSTED": (1, 1), "UNAVAILABLE": (0, 1)}
-    assert rates.http_errors == {("429", "rate_limit_exceeded"): (1, 1), ("503", "service_unavailable"): (0, 1)}
-    assert rates.samples == (30, 3000)
+    assert all(each is not None and 0.1 < each <= 0.2 for each in rates.ttft_seconds.values())
+    assert all(each is not None and 0.002 < each <= 0.005 for each in rates.inter_token_seconds.values())
+    assert rates.errors == [
+        {"code": "RESOURCE_EXHAUSTED", "recent": 1, "total": 1},
+        {"code": "UNAVAILABLE", "recent": 0, "total": 1},
+    ]
+    assert rates.http_errors == [
+        {"error": "429 rate_limit_exceeded", "recent": 1, "total": 1},
+        {"error": "503 service_unavailable", "recent": 0, "total": 1},
+    ]
+    assert (rates.ttft_samples, rates.inter_token_samples) == (30, 3000)
 
 
 def test_quantiles_are_right_within_a_sixteenth_of_a_bucket() -> None:
@@ -51,11 +57,8 @@ def test_quantiles_are_right_within_a_sixteenth_of_a_bucket() -> None:
         serve(metrics, ttft=milliseconds / 10_000)
     rates = traffic.rates(10.0)
     assert rates is not None
-    assert rates.ttft == (
-        pytest.approx(0.0265, abs=0.002),
-        pytest.approx(0.0306, abs=0.002),
-        pytest.approx(0.0309, abs=0.002),
-    )
+    expected = {"p50": 0.0265, "p95": 0.0306, "p99": 0.0309}
+    assert rates.ttft_seconds == pytest.approx(expected, abs=0.002)
 
 
 def test_a_quiet_minute_has_no_latency() -> None:
@@ -64,7 +67,7 @@ def test_a_quiet_minute_has_no_latency() -> None:
     traffic.take(0.0)
     rates = traffic.rates(10.0)
     assert rates is not None
-    assert (rates.requests_per_second, rates.ttft, rates.errors) == (0, (None, None, None), {})
+    assert (rates.requests_per_second, set(rates.ttft_seconds.values()), rates.errors) == (0, {None}, [])
 
 
 def test_quantiles_are_interpolated_within_buckets() -> None:

@@ -20,8 +20,8 @@ _Counts = tuple[int, int, int, int, int]
 class Point:
     """The events of one interval."""
 
-    unix_seconds: float
-    """Time of its end."""
+    at: float
+    """Unix time of its end, seconds."""
     requests: int
     """Requests that ended, of those whose worker reported its cached tokens."""
     prompt_tokens: int
@@ -53,16 +53,11 @@ class History:
         """Adds a point for the time since the previous sample. The first sample only sets the counts."""
         counts = _counts(system)
         if self._before is not None:
-            requests, prompt, cached, predicted_prompt, reachable = _since(self._before, counts)
             ranks = [rank for _, status in system.components().values() for rank in status.ranks]
             blocks = sum(rank.total_blocks for rank in ranks)
             point = Point(
-                unix_seconds=system.at.timestamp(),
-                requests=requests,
-                prompt_tokens=prompt,
-                cached_tokens=cached,
-                predicted_prompt_tokens=predicted_prompt,
-                reachable_tokens=reachable,
+                system.at.timestamp(),
+                *_since(self._before, counts),
                 active_requests=sum(rank.active_requests for rank in ranks),
                 active_share=sum(rank.active_blocks for rank in ranks) / blocks if blocks else None,
             )
@@ -74,22 +69,17 @@ class History:
 
 def _counts(system: System) -> dict[_Key, _Counts]:
     return {
-        (
-            status.scheduler_id,
-            status.started_unix_ns,
-            str(each.component.name),
-            rank.rank.worker_id,
-            rank.rank.dp_rank,
-        ): (
-            rank.cache_hits.requests,
-            rank.cache_hits.prompt_tokens,
-            rank.cache_hits.cached_tokens,
-            rank.cache_hits.predicted_prompt_tokens,
-            rank.cache_hits.reachable_cached_tokens,
+        (status.scheduler_id, status.started_unix_ns, each.component.name, rank.rank.worker_id, rank.rank.dp_rank): (
+            hits.requests,
+            hits.prompt_tokens,
+            hits.cached_tokens,
+            hits.predicted_prompt_tokens,
+            hits.reachable_cached_tokens,
         )
         for status in system.statuses
         for each in status.components
         for rank in each.ranks
+        for hits in (rank.cache_hits,)
     }
 
 

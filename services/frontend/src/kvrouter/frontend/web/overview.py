@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefix
@@ -20,7 +21,6 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, ComponentStatus, Decision, RankStatus
 
 Json = dict[str, Any]
-_QUANTILES = ("p50", "p95", "p99")
 
 
 def overview(
@@ -48,26 +48,14 @@ def overview(
     """
     return {
         "at": system.at.timestamp(),
-        "problems": [{"severity": each.severity, "what": each.what, "remedy": each.remedy} for each in found],
+        "problems": list(map(asdict, found)),
         "services": _services(system, frontend_ids),
         "components": [
             _component(name, status, system, hit_rates, roles.get(name, "both"))
             for name, (_, status) in system.components().items()
         ],
-        "traffic": None if traffic is None else _traffic(traffic),
-        "history": [
-            {
-                "at": each.unix_seconds,
-                "requests": each.requests,
-                "prompt_tokens": each.prompt_tokens,
-                "cached_tokens": each.cached_tokens,
-                "predicted_prompt_tokens": each.predicted_prompt_tokens,
-                "reachable_tokens": each.reachable_tokens,
-                "active_requests": each.active_requests,
-                "active_share": each.active_share,
-            }
-            for each in history
-        ],
+        "traffic": None if traffic is None else asdict(traffic),
+        "history": list(map(asdict, history)),
         "prefixes": [
             {
                 "id": f"{each.prefix_id:016x}",
@@ -83,23 +71,6 @@ def overview(
             for view in system.schedulers
             if view.status is not None
             for each in view.status.decisions
-        ],
-    }
-
-
-def _traffic(rates: TrafficRates) -> Json:
-    return {
-        "seconds": rates.seconds,
-        "requests_per_second": rates.requests_per_second,
-        "output_tokens_per_second": rates.output_tokens_per_second,
-        "ttft_seconds": dict(zip(_QUANTILES, rates.ttft, strict=True)),
-        "inter_token_seconds": dict(zip(_QUANTILES, rates.inter_token, strict=True)),
-        "ttft_samples": rates.samples[0],
-        "inter_token_samples": rates.samples[1],
-        "errors": [{"code": code, "recent": recent, "total": total} for code, (recent, total) in rates.errors.items()],
-        "http_errors": [
-            {"error": f"{status} {code}".rstrip(), "recent": recent, "total": total}
-            for (status, code), (recent, total) in rates.http_errors.items()
         ],
     }
 

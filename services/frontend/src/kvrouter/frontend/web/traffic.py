@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrouter.frontend.metrics import FrontendMetrics
+from prometheus_client import Counter
 
 _WINDOW_SECONDS = 60.0
-_QUANTILES = (0.5, 0.95, 0.99)
+_QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+_Quantiles = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Counts of a Frontend since its start."""
 
-    requests: dict[str, int]
+    requests: Tally[str]
     """Ended requests by outcome, a gRPC code."""
     output_tokens: int
     ttft: tuple[int, ...]
     """Times to first token by bucket."""
     inter_token: tuple[int, ...]
     """Times between tokens by bucket."""
-    http_errors: dict[tuple[str, str], int]
+    http_errors: Tally[str]
     """Failed HTTP responses by status and code of the error."""
 
 
@@ -35,14 +38,15 @@ class TrafficRates:
     """Length of the window."""
     requests_per_second: float
     output_tokens_per_second: float
-    ttft: tuple[float | None, ...]
-    inter_token: tuple[float | None, ...]
-    errors: dict[str, tuple[int, int]]
+    ttft_seconds: _Quantiles
+    inter_token_seconds: _Quantiles
+    ttft_samples: int
+    """Number of times to first token behind the quantiles."""
+    inter_token_samples: int
+    errors: list[dict[str, str | int]]
     """Requests that did not succeed, by gRPC code: in the window, and since the start."""
-    http_errors: dict[tuple[str, str], tuple[int, int]]
+    http_errors: list[dict[str, str | int]]
     """Failed HTTP responses by status and code of the error: in the window, and since the start."""
-    samples: tuple[int, int]
-    """Numbers of times to first token and of times between tokens behind the quantiles."""
 
 
 class Traffic:
@@ -65,7 +69,7 @@ class Traffic:
             return None
         at, before = self._samples[0]
         counts, seconds = counts_of(self._metrics), now - at
-        ended = {code: count - before.requests.get(code, 0) for code, count in counts.requests.items()}
+        ended = {code: count - before.requests[code] for code, count in counts.requests.items()}
         models = self._metrics.models
         return TrafficRates(
             seconds,
@@ -73,39 +77,41 @@ class Traffic:
             (counts.output_tokens - before.output_tokens) / seconds,
             _quantiles(models.ttft_seconds.bounds, before.ttft, counts.ttft),
             _quantiles(models.token_latency.bounds, before.inter_token, counts.inter_token),
-            {code: (ended[code], total) for code, total in sorted(counts.requests.items()) if code != "OK" and total},
-            {key: (total - before.http_errors.get(key, 0), total) for key, total in sorted(counts.http_errors.items())},
-            (sum(counts.ttft) - sum(before.ttft), sum(counts.inter_token) - sum(before.inter_token)),
+            sum(counts.ttft) - sum(before.ttft),
+            sum(counts.inter_token) - sum(before.inter_token),
+            [
+                {"code": code, "recent": ended[code], "total": total}
+                for code, total in sorted(counts.requests.items())
+                if code != "OK" and total
+            ],
+            [
+                {"error": error, "recent": total - before.http_errors[error], "total": total}
+                for error, total in sorted(counts.http_errors.items())
+            ],
         )
 
 
 def counts_of(metrics: FrontendMetrics) -> Counts:
     """Returns the counts of all models together."""
-    requests: dict[str, int] = {}
-    for family in metrics.requests.collect():
-        for sample in family.samples:
-            if sample.name.endswith("_total"):
-                code = sample.labels["code"]
-                requests[code] = requests.get(code, 0) + int(sample.value)
-    output = sum(
-        int(sample.value)
-        for family in metrics.models.output_tokens.collect()
-        for sample in family.samples
-        if sample.name.endswith("_total")
-    )
-    http_errors = {
-        (sample.labels["status"], sample.labels["code"]): int(sample.value)
-        for family in metrics.http_errors.collect()
-        for sample in family.samples
-        if sample.name.endswith("_total")
-    }
+    requests = _tally(metrics.requests, lambda labels: labels["code"])
+    output = _tally(metrics.models.output_tokens, lambda _: "").total()
+    http_errors = _tally(metrics.http_errors, lambda labels: f"{labels['status']} {labels['code']}".rstrip())
     models = metrics.models
     return Counts(requests, output, models.ttft_seconds.counts(), models.token_latency.counts(), http_errors)
 
 
-def _quantiles(bounds: Sequence[float], before: Sequence[int], now: Sequence[int]) -> tuple[float | None, ...]:
+def _tally(counter: Counter, key: Callable[[Mapping[str, str]], str]) -> Tally[str]:
+    tally = Tally[str]()
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                tally[key(sample.labels)] += int(sample.value)
+    return tally
+
+
+def _quantiles(bounds: Sequence[float], before: Sequence[int], now: Sequence[int]) -> _Quantiles:
     counts = [after - count for after, count in zip(now, before, strict=True)]
-    return tuple(quantile(bounds, counts, share) for share in _QUANTILES)
+    return {name: quantile(bounds, counts, share) for name, share in _QUANTILES.items()}
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
