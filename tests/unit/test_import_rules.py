@@ -169,7 +169,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "workers": ("metrics", "packed_prompt"),
         "request": (
             *("access", "metrics", "model_metrics", "packed_prompt", "recording"),
-            *("schedulers", "text", "workers"),
+            *("schedulers", "settings", "text", "workers"),
         ),
         # The schema of requests, and responses. Nothing here calls an engine.
         "edge": ("access", "packed_prompt", "request", "text", "workers"),

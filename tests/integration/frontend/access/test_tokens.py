@@ -14,9 +14,10 @@ import jwt
 import pytest
 from aiohttp import web
 from kvrouter.frontend.access import signing_keys
-from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens, TokenRules
+from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens
 from kvrouter.frontend.access.refusals import CredentialRefused
 from kvrouter.frontend.access.signing_keys import FollowedSigningKeys, check_location
+from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.telemetry.metrics import new_registry
 
 from ..gateway import MODEL, running_system
@@ -37,7 +38,10 @@ def token(secret: str = SECRET, kid: str = "k", **claims: Any) -> str:
 
 
 def followed(location: str) -> tuple[JsonWebTokens, FollowedSigningKeys]:
-    tokens = JsonWebTokens(TokenRules("issuer", "audience", frozenset({"HS256"}), 0.0))
+    settings = FrontendSettings(
+        jwt_issuer="issuer", jwt_audience="audience", jwt_algorithms=("HS256",), jwt_leeway_seconds=0.0
+    )
+    tokens = JsonWebTokens(settings)
     return tokens, FollowedSigningKeys(location, tokens, new_registry())
 
 

@@ -35,7 +35,7 @@ DONE = b"data: [DONE]\n\n"
 class Engine:
     """A FrontendService that sends so many pieces of 1,000 tokens, and a last one."""
 
-    options = SimpleNamespace(limits=Limits(1000, 1 << 30))
+    limits = Limits(1000, 1 << 30)
     texts = SimpleNamespace(work=ClientWork(CollectorRegistry()))
     models = SimpleNamespace(may_forward=False, has_text=lambda _: False, texts=texts)
     access = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvrouter.frontend.access.client_bookings import BookingLimits, ClientBookings
+from kvrouter.frontend.access.client_bookings import ClientBookings
+from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import BadRequest, DeadlineExceeded, DependencyAway, RateLimited
 from prometheus_client import CollectorRegistry
@@ -14,7 +15,8 @@ KEY = BookingKey(request_id="a")
 
 
 def bookings(most: int = 10) -> ClientBookings:
-    return ClientBookings(BookingLimits(most, most, 3600.0), None, CollectorRegistry())
+    settings = FrontendSettings(max_bookings_per_caller=most, max_sessions_per_caller=most)
+    return ClientBookings(settings, None, CollectorRegistry())
 
 
 def book(counted: ClientBookings, error: BaseException | None = None, key: BookingKey = KEY) -> None:

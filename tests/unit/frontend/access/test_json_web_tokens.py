@@ -14,9 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 from kvrouter.frontend.access.caller import Role
-from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens, SigningKeys, TokenRules
+from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens, SigningKeys
 from kvrouter.frontend.access.key_file import TenantEntry
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason
+from kvrouter.frontend.settings import FrontendSettings
 
 SECRET = b"s" * 32
 ALGORITHMS = ("HS256", "RS256", "PS256", "ES256", "EdDSA")
@@ -48,7 +49,14 @@ def document(**extra: Any) -> dict[str, Any]:
 
 
 def tokens(*algorithms: str, keys: dict[str, Any] | None = None) -> JsonWebTokens:
-    made = JsonWebTokens(TokenRules("issuer", "audience", frozenset(algorithms or ALGORITHMS), 0.0))
+    made = JsonWebTokens(
+        FrontendSettings(
+            jwt_issuer="issuer",
+            jwt_audience="audience",
+            jwt_algorithms=tuple(algorithms or ALGORITHMS),
+            jwt_leeway_seconds=0.0,
+        )
+    )
     made.keys = SigningKeys(keys or document())
     return made
 

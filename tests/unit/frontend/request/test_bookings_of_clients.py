@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from kvrouter.frontend import service
-from kvrouter.frontend.access.client_bookings import BookingLimits, ClientBookings
+from kvrouter.frontend.access.client_bookings import ClientBookings
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.service import FrontendService
+from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
@@ -62,7 +63,9 @@ def served(links: Any) -> FrontendService:
     nothing: Any = []
     runner: Any = SimpleNamespace(pool_choice=None)
     registry = CollectorRegistry()
-    bookings = ClientBookings(BookingLimits(1, 1, 1.0), None, registry)
+    bookings = ClientBookings(
+        FrontendSettings(max_bookings_per_caller=1, max_sessions_per_caller=1, max_lease_seconds=1.0), None, registry
+    )
     return FrontendService(directory, links, nothing, runner, FrontendMetrics(registry), nothing, bookings, nothing)
 
 

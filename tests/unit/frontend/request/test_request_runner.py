@@ -14,9 +14,9 @@ from kvrouter.frontend.access.quotas import Quotas
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.request_admission import RequestAdmission
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.request.request_runner import GatewayOptions, RequestRunner
+from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
-from kvrouter.frontend.request.validation import Limits
+from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError, Overloaded, PromptTooLong, RateLimited
@@ -65,7 +65,7 @@ async def run(
         schedulers,
         unused,
         FrontendMetrics(CollectorRegistry()),
-        GatewayOptions(Limits(1000, 1000), 1, 1.0, 0),
+        FrontendSettings(max_prompt_tokens=1000, max_output_tokens=1000, max_attempts=1, migration_limit=0),
         access=access,
         admission=RequestAdmission(access, bounds or OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry())),
     )

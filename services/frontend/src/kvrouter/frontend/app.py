@@ -11,9 +11,8 @@ from typing import cast
 
 import aiohttp
 import structlog
-from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_caller
-from kvrouter.frontend.access.client_bookings import BookingLimits, ClientBookings
+from kvrouter.frontend.access.client_bookings import ClientBookings
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
 from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
@@ -26,9 +25,8 @@ from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.request.abandoned import MAX_ABORTS
 from kvrouter.frontend.request.prefill_stage import Disaggregation
-from kvrouter.frontend.request.request_runner import GatewayOptions, RequestRunner
+from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
-from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES
 from kvrouter.frontend.schedulers.connections import SchedulerSource
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
@@ -109,14 +107,6 @@ async def running(
     bounds = bounds_of(runtime.registry)
     bounds.add("worker_channels", lambda: len(pool), pool.max_connections, when_full="evicts")
     bounds.add("booking_updates", lambda: links.most_waiting_updates, MAX_UPDATES, when_full="drops")
-    limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
-    options = GatewayOptions(
-        limits,
-        settings.max_attempts,
-        settings.request_timeout_seconds,
-        settings.migration_limit,
-        settings.pool_restart_seconds,
-    )
     recorder: Recorder | None = None
     if settings.record:
         recorder = Recorder(RecordingFile(Path(settings.record), settings.record_max_bytes), runtime.registry)
@@ -153,7 +143,7 @@ async def running(
         links,
         worker_client,
         metrics,
-        options,
+        settings,
         recorder=recorder,
         popular_prefixes=PopularPrefixes() if settings.web_page else None,
         access=access,
@@ -161,38 +151,30 @@ async def running(
         disaggregation=disaggregation,
         poison_prompts=poison_prompts,
     )
-    booking_limits = BookingLimits(
-        settings.max_bookings_per_caller, settings.max_sessions_per_caller, settings.max_lease_seconds
-    )
-    bookings = ClientBookings(booking_limits, access, runtime.registry)
+    bookings = ClientBookings(settings, access, runtime.registry)
     prompts = PromptComparison(runtime.directory, texts, settings.engine_keys, runtime.registry)
     service = FrontendService(runtime.directory, links, models, runner, metrics, indexers, bookings, prompts, access)
     async with asyncio.TaskGroup() as group:
-        linking = group.create_task(links.run(), name="scheduler-links")
-        probing = group.create_task(probes.run(), name="worker-probes")
-        loading = group.create_task(texts.run(), name="tokenizers")
-        comparing = group.create_task(prompts.run(), name="prompt-comparison")
-        following = None if opened is None else group.create_task(opened.run(), name="access")
-        sharing = None if shared_deaths is None else group.create_task(shared_deaths.run(), name="shared-deaths")
-        aborting = group.create_task(disaggregation.abandoned.run(), name="abandoned-prefills")
+        endless = {
+            "scheduler-links": links.run(),
+            "worker-probes": probes.run(),
+            "tokenizers": texts.run(),
+            "prompt-comparison": prompts.run(),
+            "abandoned-prefills": disaggregation.abandoned.run(),
+        }
+        if opened is not None:
+            endless["access"] = opened.run()
+        if shared_deaths is not None:
+            endless["shared-deaths"] = shared_deaths.run()
+        tasks = [group.create_task(each, name=name) for name, each in endless.items()]
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
-            picking = _serving_endpoint_picker(
-                settings, runtime, links, health, texts, metrics, poison_prompts, access, admission
-            )
-            async with picking:
+            async with _serving_endpoint_picker(runtime, runner):
                 yield service
         finally:
-            linking.cancel()
-            probing.cancel()
-            loading.cancel()
-            comparing.cancel()
-            if following is not None:
-                following.cancel()
-            if sharing is not None:
-                sharing.cancel()
-            aborting.cancel()
+            for task in tasks:
+                task.cancel()
             if recorder is not None:
                 recorder.stop()
             await pool.close()
@@ -201,54 +183,30 @@ async def running(
 
 
 @asynccontextmanager
-async def _serving_endpoint_picker(
-    settings: FrontendSettings,
-    runtime: Runtime,
-    links: SchedulerLinks,
-    health: WorkerHealth,
-    texts: TextModels,
-    metrics: FrontendMetrics,
-    poison_prompts: PoisonPrompts,
-    access: Access | None,
-    admission: RequestAdmission,
-) -> AsyncIterator[None]:
+async def _serving_endpoint_picker(runtime: Runtime, runner: RequestRunner) -> AsyncIterator[None]:
     """Serves the endpoint picker while the context lasts, if its address is set.
 
     Raises:
         StartRefused: the messages of external processing are not installed.
         BindFailed: the address cannot be listened on.
     """
+    settings = runner.settings
     if not settings.endpoint_picker_bind:
         yield
         return
     # Imported only here, since its messages are an extra.
     try:
         from kvrouter.frontend.proxy.endpoint_picker.exchange import PickerMetrics
-        from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions
         from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
         from kvrouter.frontend.proxy.endpoint_picker.server import serving_picker
     except ModuleNotFoundError as error:
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
-    limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
-    options = ExchangeOptions(settings.request_timeout_seconds, admission, access, settings.request_stream_usage)
     async with aiohttp.ClientSession() as session:
-        picker = Picker(
-            runtime.directory,
-            links,
-            health,
-            limits,
-            texts,
-            metrics.models,
-            settings.engine_keys,
-            poison_prompts,
-            session,
-            access,
-        )
+        picker = Picker(runtime.directory, runner, session)
         async with serving_picker(
             picker,
             PickerMetrics(runtime.registry),
             settings.endpoint_picker_bind,
-            options,
             registry=runtime.registry,
             drain_seconds=settings.drain_seconds,
             tls=runtime.tls,

@@ -92,7 +92,7 @@ class HttpApi:
         self._session: aiohttp.ClientSession | None = None
         self._writer = StepWriter()
         self._frontend = frontend
-        self._max_text_bytes = _MAX_TOKEN_BYTES * frontend.runner.options.limits.max_prompt_tokens + MAX_FIELDS_BYTES
+        self._max_text_bytes = _MAX_TOKEN_BYTES * frontend.runner.limits.max_prompt_tokens + MAX_FIELDS_BYTES
         self._work = frontend.models.texts.work
         self._registry = registry
         self._metrics = metrics
@@ -238,7 +238,7 @@ class HttpApi:
     def _parse(self, body: bytearray) -> CompletionRequest:
         return CompletionRequest.parse(
             body,
-            max_prompt_tokens=self._frontend.runner.options.limits.max_prompt_tokens,
+            max_prompt_tokens=self._frontend.runner.limits.max_prompt_tokens,
             check_text=partial(self._check_prompt, len(body)),
         )
 
@@ -257,7 +257,7 @@ class HttpApi:
 
     async def _forwarded(self, request: web.Request, body: bytearray) -> web.StreamResponse | None:
         """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""
-        limit = self._frontend.runner.options.limits.max_prompt_tokens
+        limit = self._frontend.runner.limits.max_prompt_tokens
         routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
         view = self._frontend.models.forwards_to(routed.model)
         if view is None or self._session is None:
@@ -297,7 +297,7 @@ class HttpApi:
         return response.stream
 
     async def _run_text(self, request: web.Request, text_request: TextRequest) -> web.StreamResponse:
-        prepared = await prepare(self._frontend.models, self._frontend.runner.options.limits, text_request)
+        prepared = await prepare(self._frontend.models, self._frontend.runner.limits, text_request)
         if not text_request.fields.stream:
             whole = WholeResponse(prepared.frame)
             await run_all(self._frontend.runner, prepared, whole)

@@ -136,7 +136,7 @@ class FrontendService:
         prompt = take_prompt(request)
         receiver: OutputReceiver = buffer
         if request.prompt_text or request.return_text:
-            limits = self.runner.options.limits
+            limits = self.runner.limits
             prompt, receiver = await with_text(self.models, limits, request, prompt, buffer)
         running = asyncio.create_task(self.runner.run(request, prompt, receiver, deadline=deadline))
         running.add_done_callback(lambda _: buffer.end())
@@ -400,7 +400,7 @@ class FrontendService:
 
     def _resolve(self, request: RoutingRequest, stage: Stage) -> ComponentName:
         """Checks a request, and sets its component where it names only a model. No Scheduler then looks it up again."""
-        check_routing(request, self.runner.options.limits)
+        check_routing(request, self.runner.limits)
         if request.HasField("component"):
             name = component_name(request.component)
             view = self._directory.components.get(name)

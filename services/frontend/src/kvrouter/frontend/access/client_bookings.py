@@ -18,6 +18,7 @@ from typing import NoReturn
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.quotas import Grant, LimitReached
 from kvrouter.frontend.access.refusals import RefusalReason
+from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import BadRequest, DeadlineExceeded, DependencyAway
@@ -29,16 +30,6 @@ _RETRY_SECONDS = 1.0
 
 _Key = tuple[str, int, int]
 """(request_id, attempt, stage)."""
-
-
-@dataclass(frozen=True, slots=True)
-class BookingLimits:
-    """Limits of each caller's bookings and sessions in a process."""
-
-    bookings: int
-    sessions: int
-    lease_seconds: float
-    """Longest lease."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +49,8 @@ class _Booking:
 class ClientBookings:
     """Bookings and sessions of the clients of one process."""
 
-    def __init__(self, limits: BookingLimits, access: Access | None, registry: CollectorRegistry) -> None:
-        self._limits = limits
+    def __init__(self, settings: FrontendSettings, access: Access | None, registry: CollectorRegistry) -> None:
+        self._settings = settings
         self._access = access
         self._bookings: dict[_Key, _Booking] = {}
         self._kept: Counter[str] = Counter()
@@ -67,8 +58,12 @@ class ClientBookings:
         self._bookings_of: Counter[str] = Counter()
         self._sessions_of: Counter[str] = Counter()
         bounds = bounds_of(registry)
-        bounds.add("bookings_of_a_caller", lambda: max(self._bookings_of.values(), default=0), limits.bookings)
-        bounds.add("sessions_of_a_caller", lambda: max(self._sessions_of.values(), default=0), limits.sessions)
+        bounds.add(
+            "bookings_of_a_caller", lambda: max(self._bookings_of.values(), default=0), settings.max_bookings_per_caller
+        )
+        bounds.add(
+            "sessions_of_a_caller", lambda: max(self._sessions_of.values(), default=0), settings.max_sessions_per_caller
+        )
 
     def __len__(self) -> int:
         """Returns the number of counted bookings."""
@@ -80,7 +75,7 @@ class ClientBookings:
         Raises:
             BadRequest: it is too long.
         """
-        most = int(self._limits.lease_seconds * 1000)
+        most = int(self._settings.max_lease_seconds * 1000)
         if requested > most:
             raise BadRequest(
                 f"lease_ms is {requested}",
@@ -111,12 +106,12 @@ class ClientBookings:
             self.renew(booking)
             return
         holder = self._holder()
-        if self._bookings_of[holder] >= self._limits.bookings:
-            self._refuse(RefusalReason.BOOKINGS, self._limits.bookings, "SelectWorker")
+        if self._bookings_of[holder] >= self._settings.max_bookings_per_caller:
+            self._refuse(RefusalReason.BOOKINGS, self._settings.max_bookings_per_caller, "SelectWorker")
         grant = None
         if self._access is not None:
             grant = self._access.count(prompt_tokens + output_tokens, "SelectWorker", passes_empty=False).handed_over()
-        lease_seconds = self._limits.lease_seconds if session_id else lease_ms / 1000
+        lease_seconds = self._settings.max_lease_seconds if session_id else lease_ms / 1000
         made = _Booking(key, holder, session_id, lease_seconds, grant, prompt_tokens, output_tokens)
         self._bookings[key] = made
         self._bookings_of[holder] += 1
@@ -155,8 +150,8 @@ class ClientBookings:
             RateLimited: the caller has too many sessions.
         """
         holder = self._holder()
-        if holder and self._sessions_of[holder] >= self._limits.sessions:
-            self._refuse(RefusalReason.SESSIONS, self._limits.sessions, "KeepSession")
+        if holder and self._sessions_of[holder] >= self._settings.max_sessions_per_caller:
+            self._refuse(RefusalReason.SESSIONS, self._settings.max_sessions_per_caller, "KeepSession")
         self._sessions_of[holder] += 1
         self._kept[session_id] += 1
         kept = KeptSession()

@@ -19,6 +19,7 @@ from kvrouter.frontend.access.api_keys import limits_of
 from kvrouter.frontend.access.caller import Caller, RateLimits, Role
 from kvrouter.frontend.access.key_file import TENANT_NAME, TenantEntry
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason
+from kvrouter.frontend.settings import FrontendSettings
 
 _FAMILIES = {"HS": "oct", "RS": "RSA", "PS": "RSA", "ES": "EC", "Ed": "OKP"}
 """The kind of key (kty) of each family of algorithms, by the first two letters."""
@@ -31,20 +32,6 @@ _MAX_NAME = 64
 
 class InvalidKeys(Exception):
     """An unusable JSON Web Key Set. The message has no key."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRules:
-    """Requirements of a token."""
-
-    issuer: str
-    audience: str
-    algorithms: frozenset[str]
-    leeway_seconds: float
-    """Difference of clocks allowed for."""
-    tenant_claim: str = "tenant"
-    models_claim: str = "models"
-    role_claim: str = "role"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +95,11 @@ class _Remembered:
 class JsonWebTokens:
     """Verifies tokens. ``keys`` may be replaced at any time; while it is None, every token is refused."""
 
-    def __init__(self, rules: TokenRules) -> None:
+    def __init__(self, settings: FrontendSettings) -> None:
         self.keys: SigningKeys | None = None
         self.unknown_key = False
         """Whether a token named an unknown key, so the issuer may have a new one."""
-        self._rules = rules
+        self._settings = settings
         self._remembered: dict[bytes, _Remembered] = {}
 
     def authenticate(self, token: str, tenants: Mapping[str, TenantEntry]) -> Caller:
@@ -136,16 +123,16 @@ class JsonWebTokens:
         caller = self._caller(claims, tenants)
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.pop(next(iter(self._remembered)))
-        until = float(claims["exp"]) + self._rules.leeway_seconds
+        until = float(claims["exp"]) + self._settings.jwt_leeway_seconds
         self._remembered[digest] = _Remembered(caller, until, keys, tenants)
         return caller
 
     def _verified(self, token: str, keys: SigningKeys) -> dict[str, Any]:
-        rules = self._rules
+        settings = self._settings
         try:
             header = jwt.get_unverified_header(token)
             algorithm = header.get("alg")
-            if not isinstance(algorithm, str) or algorithm not in rules.algorithms:
+            if not isinstance(algorithm, str) or algorithm not in settings.jwt_algorithms:
                 raise _refused("its algorithm is not accepted")
             if "crit" in header:
                 raise _refused("it has a critical extension")
@@ -159,9 +146,9 @@ class JsonWebTokens:
                 token,
                 key.key,
                 algorithms=[algorithm],
-                audience=rules.audience,
-                issuer=rules.issuer,
-                leeway=rules.leeway_seconds,
+                audience=settings.jwt_audience,
+                issuer=settings.jwt_issuer,
+                leeway=settings.jwt_leeway_seconds,
                 options={"require": ["exp", "iss", "aud", "sub"]},
             )
         except ExpiredSignatureError:
@@ -174,19 +161,19 @@ class JsonWebTokens:
             raise _refused("") from None
 
     def _caller(self, claims: Mapping[str, Any], tenants: Mapping[str, TenantEntry]) -> Caller:
-        rules = self._rules
-        tenant_name = claims.get(rules.tenant_claim, "")
+        settings = self._settings
+        tenant_name = claims.get(settings.jwt_tenant_claim, "")
         if not isinstance(tenant_name, str) or not TENANT_NAME.fullmatch(tenant_name):
-            raise _refused(f"its claim {rules.tenant_claim} is not the name of a tenant")
-        role = claims.get(rules.role_claim, Role.CLIENT.value)
+            raise _refused(f"its claim {settings.jwt_tenant_claim} is not the name of a tenant")
+        role = claims.get(settings.jwt_role_claim, Role.CLIENT.value)
         if role not in (Role.CLIENT.value, Role.ADMIN.value):
-            raise _refused(f"its claim {rules.role_claim} is neither client nor admin")
+            raise _refused(f"its claim {settings.jwt_role_claim} is neither client nor admin")
         tenant = tenants.get(tenant_name)
         return Caller(
             name=f"sub:{_NAME.sub('?', str(claims['sub']))[:_MAX_NAME]}",
             tenant=tenant_name,
             role=Role(role),
-            models=self._models(claims.get(rules.models_claim)),
+            models=self._models(claims.get(settings.jwt_models_claim)),
             min_priority=None if tenant is None else tenant.min_priority,
             isolated=tenant is not None and tenant.isolated,
             tenant_limits=RateLimits() if tenant is None else limits_of(tenant),
@@ -199,7 +186,7 @@ class JsonWebTokens:
             return None
         names: Sequence[object] = claim.split() if isinstance(claim, str) else claim if isinstance(claim, list) else [0]
         if len(names) > _MAX_MODELS or not all(isinstance(name, str) for name in names):
-            raise _refused(f"its claim {self._rules.models_claim} is not a list of models")
+            raise _refused(f"its claim {self._settings.jwt_models_claim} is not a list of models")
         return tuple(str(name) for name in names)
 
 

@@ -78,20 +78,11 @@ def open_access(
 def _open_tokens(settings: FrontendSettings, registry: CollectorRegistry) -> tuple[JsonWebTokens, FollowedSigningKeys]:
     # Imported only here, since PyJWT is an extra.
     try:
-        from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens, TokenRules
+        from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens
         from kvrouter.frontend.access.signing_keys import FollowedSigningKeys, check_location
     except ModuleNotFoundError as error:
         raise StartRefused(f"--jwt-keys needs {error.name}: install kvrouter[jwt]") from None
-    rules = TokenRules(
-        issuer=settings.jwt_issuer,
-        audience=settings.jwt_audience,
-        algorithms=frozenset(settings.jwt_algorithms),
-        leeway_seconds=settings.jwt_leeway_seconds,
-        tenant_claim=settings.jwt_tenant_claim,
-        models_claim=settings.jwt_models_claim,
-        role_claim=settings.jwt_role_claim,
-    )
-    tokens = JsonWebTokens(rules)
+    tokens = JsonWebTokens(settings)
     try:
         check_location(settings.jwt_keys)
         return tokens, FollowedSigningKeys(settings.jwt_keys, tokens, registry)

@@ -99,7 +99,7 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
             tools=request.tools,
             reasoning=_reasoning_parser(frame, prompt),
         )
-        generate = fields.generate_request(_max_tokens(runner.options.limits, prepared, prompt))
+        generate = fields.generate_request(_max_tokens(runner.limits, prepared, prompt))
         sampling = generate.sampling_options
         if index % request.sequences and sampling.HasField("seed"):
             sampling.seed = (sampling.seed + index % request.sequences) % (1 << 64)

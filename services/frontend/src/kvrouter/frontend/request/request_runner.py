@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvrouter.frontend.access.access import Access
@@ -24,6 +23,7 @@ from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits, check_request, check_vocabulary, fitting_pools
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.workers.client import WorkerClient, Workers
 from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
@@ -33,21 +33,6 @@ from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 _FORWARDED = "it was forwarded as it is: the tokens of its output are not known"
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayOptions:
-    """Operator settings of request handling."""
-
-    limits: Limits
-    max_attempts: int
-    """Maximum number of attempts for a request."""
-    default_deadline_seconds: float
-    """Deadline of requests whose client sets none."""
-    migration_limit: int
-    """Maximum number of migrations of a request, which can set a lower one."""
-    pool_restart_seconds: float = 0.0
-    """Longest time for which a request waits for a pool that restarts as a whole."""
 
 
 class Forwarding(Workers, Protocol):
@@ -68,7 +53,7 @@ class RequestRunner:
         links: SchedulerLinks,
         workers: WorkerClient,
         metrics: FrontendMetrics,
-        options: GatewayOptions,
+        settings: FrontendSettings,
         *,
         admission: RequestAdmission,
         recorder: Recorder | None = None,
@@ -79,7 +64,8 @@ class RequestRunner:
     ) -> None:
         self.poison_prompts = PoisonPrompts(0) if poison_prompts is None else poison_prompts
         """The prompts that saw deaths of workers."""
-        self.options = options
+        self.settings = settings
+        self.limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
         self.workers = workers
         """The connections to workers."""
         self.admission = admission
@@ -88,11 +74,11 @@ class RequestRunner:
         """Counts the prefixes of prompts; None to count none."""
         self.pool_choice = PoolChoice(links)
         """Chooses among several components of a model."""
-        self._models = models
-        self._links = links
+        self.models = models
+        self.links = links
         self.metrics = metrics
         self._recorder = recorder
-        self._access = access
+        self.access = access
         self._disaggregation = disaggregation
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
@@ -119,7 +105,7 @@ class RequestRunner:
             PoisonPrompt: workers died of it.
             KvRouterError: the request is invalid, cannot be routed, or lost its worker; or an error of the receiver.
         """
-        deadline = deadline.or_after(self.options.default_deadline_seconds)
+        deadline = deadline.or_after(self.settings.request_timeout_seconds)
         known_model, code = "", "CANCELLED"
         generation: Generation | None = None
         admitted: AdmittedRequest | None = None
@@ -127,12 +113,12 @@ class RequestRunner:
         is_estimated = through is not None and through.is_estimated
         self._in_flight += 1
         try:
-            access = self._access
+            access = self.access
             if access is not None and through is None:
                 access.enforce(
                     lambda caller: check_generation(caller, request, access.fields, access.salts), "Generate"
                 )
-            views, lora_name = self._models.resolve_all(request.model)
+            views, lora_name = self.models.resolve_all(request.model)
             known_model = views[0].descriptor.model
             deaths = RequestDeaths(self.poison_prompts, _tenant_of(request), known_model, prompt)
             if lora_name:
@@ -143,8 +129,8 @@ class RequestRunner:
                 pools = self._pools_of(request, tokens, lora_name or known_model, through, deaths)
                 view = pools.largest()
             if through is None:
-                check_request(request, tokens, view, self.options.limits)
-                vocabulary = self._models.texts.vocabulary_size(known_model)
+                check_request(request, tokens, view, self.limits)
+                vocabulary = self.models.texts.vocabulary_size(known_model)
                 check_vocabulary(prompt, vocabulary, "token_ids")
                 check_vocabulary(request.stop_conditions.stop_token_ids, vocabulary, "stop_conditions.stop_token_ids")
             deaths.check()
@@ -156,14 +142,14 @@ class RequestRunner:
                 request,
                 prompt,
                 view,
-                self._links,
+                self.links,
                 through or self.workers,
                 self.metrics,
                 self._budget(request, through),
                 deaths,
                 self._prefill_stage(request, view, through, deaths),
                 pools,
-                self.options.pool_restart_seconds,
+                self.settings.pool_restart_seconds,
                 is_estimated=is_estimated,
             )
             with suppress(OutputComplete):
@@ -197,11 +183,11 @@ class RequestRunner:
             prefixes.note(outline)
 
     def _budget(self, request: FrontendServiceGenerateRequest, through: Workers | None) -> AttemptBudget:
-        limit = self.options.migration_limit
+        limit = self.settings.migration_limit
         if request.HasField("migration_limit"):
             limit = min(limit, request.migration_limit)
         return AttemptBudget(
-            max_attempts=self.options.max_attempts,
+            max_attempts=self.settings.max_attempts,
             migration_limit=limit,
             pinned=request.constraints.HasField("worker_id"),
             migration_blocker=migration_blocker(request.sampling_options) if through is None else _FORWARDED,
@@ -237,7 +223,7 @@ class RequestRunner:
         """
         return RequestPools(
             request,
-            lambda: fitting_pools(request, tokens, self._models.pools(model, forwarding=through is not None)),
+            lambda: fitting_pools(request, tokens, self.models.pools(model, forwarding=through is not None)),
             self.pool_choice,
             self.workers.health,
             lambda view: self._prefill_stage(request, view, through, deaths),

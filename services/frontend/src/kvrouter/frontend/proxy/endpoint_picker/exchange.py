@@ -18,7 +18,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, Processin
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.routing_fields import routed_on_text
 from kvrouter.frontend.proxy.endpoint_picker import responses
-from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions, GatewayRequest
+from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayRequest
 from kvrouter.frontend.proxy.endpoint_picker.metadata import code_details, header_values, served_endpoint
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.engine_response import EngineResponse
@@ -69,11 +69,11 @@ class _GatewayLeft(Exception):
 class Exchange:
     """One request and its response. Call ``run`` once."""
 
-    def __init__(self, context: Context, picker: Picker, metrics: PickerMetrics, options: ExchangeOptions) -> None:
+    def __init__(self, context: Context, picker: Picker, metrics: PickerMetrics) -> None:
         self._context = context
         self._metrics = metrics
-        self._request = GatewayRequest(picker, options)
-        self._options = options
+        self._request = GatewayRequest(picker)
+        self._timeout_seconds = picker.settings.request_timeout_seconds
         self._begun = False
         self._refused = False
         self._response = EngineResponse(is_stream=False)
@@ -193,7 +193,7 @@ class Exchange:
             both = {choosing, self._reading}
             patience = _SHORT_SECONDS if self._keeps_body else None
             if not (await asyncio.wait(both, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
-                await self._context.write(responses.more_time(self._options.timeout_seconds))
+                await self._context.write(responses.more_time(self._timeout_seconds))
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if self._reading.done() and self._reading.result() is not grpc.aio.EOF:
                 await asyncio.wait([choosing])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import uuid
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.body_room import BodyRoom, BodyTooLarge
 from kvrouter.frontend.access.caller import Caller, acting_for
 from kvrouter.frontend.access.quotas import Grant
-from kvrouter.frontend.access.request_admission import AdmittedRequest, RequestAdmission
+from kvrouter.frontend.access.request_admission import AdmittedRequest
 from kvrouter.frontend.edge.http_body import ENCODINGS, inflated
 from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank
 from kvrouter.frontend.proxy.endpoint_picker.metadata import allowed_endpoints, header_list
@@ -33,24 +32,10 @@ _FOLLOW_SECONDS = 2.0
 _ENCODING = "accept-encoding"
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeOptions:
-    """How requests are treated."""
-
-    timeout_seconds: float
-    """Maximum time for a choice."""
-    admission: RequestAdmission
-    """Admits requests within limits."""
-    access: Access | None = None
-    """Authentication of the gateway's clients; None for none."""
-    requests_usage: bool = False
-    """Whether to request the usage of streams for the Frontend's own purpose, and remove it again."""
-
-
 class GatewayRequest:
     """One request. ``end`` must follow."""
 
-    def __init__(self, picker: Picker, options: ExchangeOptions) -> None:
+    def __init__(self, picker: Picker) -> None:
         self.id = ""
         """Id of the request, for logs and the engine."""
         self.body = bytearray()
@@ -62,7 +47,9 @@ class GatewayRequest:
         self.removes_usage = False
         """Whether the usage is removed from the response, since the client has not requested it."""
         self._picker = picker
-        self._options = options
+        self._access = picker.access
+        self._admission = picker.admission
+        self._settings = picker.settings
         self._caller: Caller | None = None
         self._grant: Grant | None = None
         self._room: BodyRoom | None = None
@@ -82,12 +69,12 @@ class GatewayRequest:
     @property
     def is_authenticated(self) -> bool:
         """Whether the client has a key, so it sets and sees no internal fields of engines."""
-        return self._options.access is not None
+        return self._access is not None
 
     @property
     def has_caller(self) -> bool:
         """Whether its headers have a credential that counts, or none is needed."""
-        return self._options.access is None or self._caller is not None
+        return self._access is None or self._caller is not None
 
     def begin(self, message: ProcessingRequest) -> None:
         """Reads the request's headers.
@@ -106,12 +93,12 @@ class GatewayRequest:
         self.id = requested_id(headers) or self.id
         self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
         self._has_foreign_state = not self._traceparent and trace_context.STATE_HEADER in headers
-        if self._options.access is not None:
-            self._caller, self._grant = self._options.access.admit_to_engine(self._path, listed)
+        if self._access is not None:
+            self._caller, self._grant = self._access.admit_to_engine(self._path, listed)
             self._hidden = {name for name in headers if not may_reach_engine(name)}
             self.id = engine_request_id(self.id) or uuid.uuid4().hex
         with self._acting():
-            self._room = self._options.admission.room()
+            self._room = self._admission.room()
         self._dp_rank = requested_rank(headers)
         self._allowed = allowed_endpoints(message.metadata_context)
 
@@ -156,10 +143,10 @@ class GatewayRequest:
         routed, self.body = await self._picker.read(self.body, self._path, is_json=is_json)
         self._routed = routed = replace(routed, dp_rank=self._dp_rank)
         self._deaths = deaths = self._picker.deaths(routed, "" if self._caller is None else self._caller.tenant)
-        self._admitted = self._options.admission.admit(
+        self._admitted = self._admission.admit(
             self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
         )
-        if self._options.requests_usage and may_remove_usage:
+        if self._settings.request_stream_usage and may_remove_usage:
             with_requested_usage = EngineBody(bytes(self.body)).with_usage()
             if with_requested_usage is not None:
                 self.removes_usage = True
@@ -171,7 +158,7 @@ class GatewayRequest:
             deaths,
             request_id=self.id,
             allowed=self._allowed,
-            deadline=Deadline.after(self._options.timeout_seconds),
+            deadline=Deadline.after(self._settings.request_timeout_seconds),
         )
         return self.pick
 

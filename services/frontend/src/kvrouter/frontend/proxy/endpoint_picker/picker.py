@@ -12,22 +12,16 @@ from typing import NamedTuple
 import aiohttp
 import structlog
 from kvrouter.core import Scope, local_hashes
-from kvrouter.engines.keys import EngineKeys
-from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
-from kvrouter.frontend.model_metrics import MetricsByModel
 from kvrouter.frontend.proxy.endpoint_picker.engine_addresses import EngineAddresses
 from kvrouter.frontend.proxy.endpoint_picker.engine_watch import EngineWatch
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
-from kvrouter.frontend.request.validation import Limits, describe_models, resolve_model
-from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
+from kvrouter.frontend.request.request_runner import RequestRunner
+from kvrouter.frontend.request.validation import describe_models, resolve_model
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
-from kvrouter.frontend.schedulers.pool_choice import PoolChoice
-from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.workers.health import WorkerHealth
-from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
@@ -116,46 +110,26 @@ class _Offer(NamedTuple):
 class Picker:
     """Picks for all requests of a gateway."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        links: SchedulerLinks,
-        health: WorkerHealth,
-        limits: Limits,
-        texts: TextModels,
-        metrics: MetricsByModel,
-        engine_keys: EngineKeys,
-        poison_prompts: PoisonPrompts,
-        session: aiohttp.ClientSession,
-        access: Access | None = None,
-    ) -> None:
-        """Picks nobody yet.
+    def __init__(self, directory: Directory, runner: RequestRunner, session: aiohttp.ClientSession) -> None:
+        """Creates it.
 
         Args:
-            directory: The registered components.
-            links: Links to the Schedulers.
-            health: Health of the workers.
-            limits: Limits of a request.
-            texts: Tokenizers of the served models.
-            metrics: Metrics by model.
-            engine_keys: Keys of the engines' APIs.
-            poison_prompts: The prompts that saw deaths of workers.
-            session: Connections to engines, which show whether one lives.
-            access: Authentication of the gateway's clients; None for none.
+            directory: Components and workers.
+            runner: The Frontend's own requests, with whose limits, links, health and counts it picks.
+            session: Connections to engines, to see whether one lives.
         """
         self.addresses = EngineAddresses(directory)
-        """Addresses of the engines."""
-        self._access = access
-        self._engine_keys = engine_keys
-        self._poison_prompts = poison_prompts
-        self._session = session
-        self._metrics = metrics
-        self._max_prompt_tokens = limits.max_prompt_tokens
-        self._texts = texts
+        self.settings = runner.settings
+        self.access = runner.access
+        self.admission = runner.admission
         self._directory = directory
-        self._links = links
-        self._choice = PoolChoice(links)
-        self._health = health
+        self._session = session
+        self._poison_prompts = runner.poison_prompts
+        self._metrics = runner.metrics.models
+        self._texts = runner.models.texts
+        self._links = runner.links
+        self._choice = runner.pool_choice
+        self._health = runner.workers.health
 
     @property
     def ready(self) -> bool:
@@ -173,16 +147,16 @@ class Picker:
         Raises:
             KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
         """
-        limit = self._max_prompt_tokens
+        limit = self.settings.max_prompt_tokens
         routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json)
         if not routed.model:
             routed = replace(routed, model=self._only_model())
-        if self._access is not None:
-            routed, passed = await permitted(self._access, routed, body, path, self._texts.work)
+        if self.access is not None:
+            routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
         views = self.views(routed.model)
-        if self._access is not None:
-            check_salted(self._access, routed, views)
+        if self.access is not None:
+            check_salted(self.access, routed, views)
         model = views[0].descriptor.model
         return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
 
@@ -246,7 +220,7 @@ class Picker:
         link.keep(booking)
         chosen = booking.rank.worker_id
         fallbacks = self._fallbacks(view.name, endpoints, chosen)
-        headers = self._engine_keys.headers(view.name.name)
+        headers = self.settings.engine_keys.headers(view.name.name)
         if len(view.workers[chosen].ranks) > 1:
             headers[RANK_HEADER] = str(booking.rank.dp_rank)
         return Pick(
@@ -279,7 +253,7 @@ class Picker:
         random.shuffle(endpoints)
         component = endpoints[0][1]
         same = [endpoint for endpoint, name in endpoints if name == component]
-        return same[: 1 + _FALLBACKS], self._engine_keys.headers(component)
+        return same[: 1 + _FALLBACKS], self.settings.engine_keys.headers(component)
 
     async def follow(
         self, pick: Pick, served: str, body: RoutedBody, deaths: RequestDeaths, *, request_id: str, deadline: Deadline

@@ -15,7 +15,6 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     add_ExternalProcessorServicer_to_server,
 )
 from kvrouter.frontend.proxy.endpoint_picker.exchange import Context, Exchange, PickerMetrics
-from kvrouter.frontend.proxy.endpoint_picker.gateway_request import ExchangeOptions
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.net.http2.options import SERVER_OPTIONS
 from kvrouter.net.rpc.call_gate import CallGate
@@ -46,14 +45,13 @@ _STOP_SECONDS = 0.5
 class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  # The base class is not typed.
     """Envoy's external processing service."""
 
-    def __init__(self, picker: Picker, metrics: PickerMetrics, options: ExchangeOptions, conduct: PeerConduct) -> None:
+    def __init__(self, picker: Picker, metrics: PickerMetrics, conduct: PeerConduct) -> None:
         """``conduct`` closes the connections of peers that open streams without requests that count."""
         self._conduct = conduct
         self.opening = EvictableCalls(_MOST_OPENING)
         """Streams without a caller, yet or at all."""
         self._picker = picker
         self._metrics = metrics
-        self._options = options
         self._idle = asyncio.Event()
         self._idle.set()
         self.running = 0
@@ -102,7 +100,7 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
             try:
                 async with timeout:
                     opening.enter_context(self.opening.running(timeout))
-                    await Exchange(context, self._picker, self._metrics, self._options).run(began)
+                    await Exchange(context, self._picker, self._metrics).run(began)
             except TimeoutError:
                 if not timeout.expired():
                     raise
@@ -115,7 +113,6 @@ async def serving_picker(
     picker: Picker,
     metrics: PickerMetrics,
     bind: str,
-    options: ExchangeOptions,
     *,
     registry: CollectorRegistry,
     drain_seconds: float,
@@ -137,7 +134,7 @@ async def serving_picker(
     """
     gate = CallGate(admits=False)
     server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
-    service = EndpointPickerService(picker, metrics, options, gate.conduct)
+    service = EndpointPickerService(picker, metrics, gate.conduct)
     expose_conduct(registry, lambda: [gate.conduct])
     bounds = bounds_of(registry)
     bounds.add("picker_opening_streams", lambda: len(service.opening), _MOST_OPENING, when_full="evicts")
