@@ -17,6 +17,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.service import FrontendService
+from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.runtime.deadline import Deadline
@@ -35,6 +36,7 @@ DONE = b"data: [DONE]\n\n"
 class Engine:
     """A FrontendService that sends so many pieces of 1,000 tokens, and a last one."""
 
+    settings = FrontendSettings(http_body_seconds=10)
     limits = Limits(1000, 1 << 30)
     texts = SimpleNamespace(work=ClientWork(CollectorRegistry()))
     models = SimpleNamespace(may_forward=False, has_text=lambda _: False, texts=texts)
@@ -89,7 +91,7 @@ def request(tokens: int, *, version: str = "1.1", headers: str = "") -> bytes:
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     engine, registry = Engine(), CollectorRegistry()
-    api = HttpApi(cast(FrontendService, engine), registry, body_seconds=10)
+    api = HttpApi(cast(FrontendService, engine), registry)
     limits = HttpLimits(100, 10)
     options: Any = {"handler_cancellation": True, "auto_decompress": False, "shutdown_timeout": 0.1}
     async with serving_http(api.application(), "127.0.0.1", 0, limits, registry, name="test", **options) as (_, port):

@@ -61,12 +61,13 @@ def frontend(*known: bool | None) -> FrontendService:
 def served(links: Any) -> FrontendService:
     directory: Any = SimpleNamespace(components={"one": None})
     nothing: Any = []
-    runner: Any = SimpleNamespace(pool_choice=None)
     registry = CollectorRegistry()
+    metrics = FrontendMetrics(registry)
+    runner: Any = SimpleNamespace(links=links, models=nothing, access=None, metrics=metrics, pool_choice=None)
     bookings = ClientBookings(
         FrontendSettings(max_bookings_per_caller=1, max_sessions_per_caller=1, max_lease_seconds=1.0), None, registry
     )
-    return FrontendService(directory, links, nothing, runner, FrontendMetrics(registry), nothing, bookings, nothing)
+    return FrontendService(directory, runner, nothing, bookings, nothing)
 
 
 async def sent(requested: FrontendService) -> tuple[bool, bool]:

@@ -153,7 +153,7 @@ async def running(
     )
     bookings = ClientBookings(settings, access, runtime.registry)
     prompts = PromptComparison(runtime.directory, texts, settings.engine_keys, runtime.registry)
-    service = FrontendService(runtime.directory, links, models, runner, metrics, indexers, bookings, prompts, access)
+    service = FrontendService(runtime.directory, runner, indexers, bookings, prompts)
     async with asyncio.TaskGroup() as group:
         endless = {
             "scheduler-links": links.run(),
@@ -190,27 +190,18 @@ async def _serving_endpoint_picker(runtime: Runtime, runner: RequestRunner) -> A
         StartRefused: the messages of external processing are not installed.
         BindFailed: the address cannot be listened on.
     """
-    settings = runner.settings
-    if not settings.endpoint_picker_bind:
+    if not runner.settings.endpoint_picker_bind:
         yield
         return
     # Imported only here, since its messages are an extra.
     try:
-        from kvrouter.frontend.proxy.endpoint_picker.exchange import PickerMetrics
         from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
         from kvrouter.frontend.proxy.endpoint_picker.server import serving_picker
     except ModuleNotFoundError as error:
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
     async with aiohttp.ClientSession() as session:
         picker = Picker(runtime.directory, runner, session)
-        async with serving_picker(
-            picker,
-            PickerMetrics(runtime.registry),
-            settings.endpoint_picker_bind,
-            registry=runtime.registry,
-            drain_seconds=settings.drain_seconds,
-            tls=runtime.tls,
-        ):
+        async with serving_picker(picker, runtime.registry, runtime.tls):
             yield
 
 
@@ -262,16 +253,7 @@ async def serving_http(
         scheduler,
         asks_frontends=service.access is None,
     ) as page:
-        api = HttpApi(
-            service,
-            runtime.registry,
-            body_seconds=settings.http_body_seconds,
-            requests_usage=settings.request_stream_usage,
-            engine_keys=settings.engine_keys,
-            metrics=metrics,
-            page=page,
-            allowed_origins=settings.cors_origins,
-        )
+        api = HttpApi(service, runtime.registry, metrics=metrics, page=page)
         async with http_server.serving_http(
             api.application(),
             settings.host,

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import aiohttp
 import structlog
 from aiohttp import web
-from kvrouter.engines.keys import EngineKeys
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
@@ -65,30 +64,19 @@ class HttpApi:
         frontend: FrontendService,
         registry: CollectorRegistry,
         *,
-        body_seconds: float,
-        requests_usage: bool = False,
-        engine_keys: EngineKeys | None = None,
         metrics: Callable[[], Awaitable[bytes]] | None = None,
         page: Sequence[web.RouteDef] = (),
-        allowed_origins: Sequence[str] = (),
     ) -> None:
         """Creates the handlers.
 
         Args:
             frontend: The service.
             registry: Metrics of this process.
-            body_seconds: Maximum pause within a request's body.
-            requests_usage: Whether the usage of forwarded streams is requested for the Frontend's own purpose.
-            engine_keys: Keys the OpenAI APIs of workers demand; None for none.
             metrics: Returns the metrics to expose instead of the registry's.
             page: Routes of the web page; none if it is not served.
-            allowed_origins: Origins whose pages may call the API.
         """
-        self._allowed_origins = allowed_origins
+        self._settings = frontend.runner.settings
         self._page = page
-        self._body_seconds = body_seconds
-        self._requests_usage = requests_usage
-        self._engine_keys = engine_keys or EngineKeys()
         self._session: aiohttp.ClientSession | None = None
         self._writer = StepWriter()
         self._frontend = frontend
@@ -99,7 +87,8 @@ class HttpApi:
 
     def application(self) -> web.Application:
         """Returns the application with all routes."""
-        middlewares = [allowing(self._allowed_origins)] if self._allowed_origins else []
+        origins = self._settings.cors_origins
+        middlewares = [allowing(origins)] if origins else []
         middlewares += [counting_errors(self._frontend.runner.metrics.http_errors), errors_as_json]
         if self._frontend.access is not None:
             open_paths = {"/health", *(PUBLIC_PATHS if self._page else ())}
@@ -135,7 +124,7 @@ class HttpApi:
             room = self._frontend.runner.admission.room()
             try:
                 with room:
-                    body = await read_body(request, room, limit=limit(), idle_seconds=self._body_seconds)
+                    body = await read_body(request, room, limit=limit(), idle_seconds=self._settings.http_body_seconds)
                     return await handler(request, body)
             finally:
                 room.end()
@@ -269,19 +258,7 @@ class HttpApi:
             check_salted(access, routed, pools)
         routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
         response = ForwardedResponse(request, self._writer, routed.routed_on(view))
-        calls = EngineCalls(
-            request,
-            response,
-            passed,
-            view,
-            self._session,
-            self._frontend.runner.workers,
-            self._frontend.models.worker_at,
-            routed=routed,
-            requests_usage=self._requests_usage,
-            engine_keys=self._engine_keys,
-            is_authenticated=access is not None,
-        )
+        calls = EngineCalls(request, response, passed, view, self._session, self._frontend.runner, routed)
         generate = generate_request(routed, checked_request_id(request), pools)
         run = self._frontend.runner.run
         try:

@@ -8,18 +8,15 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from kvrouter.frontend.access import rules
-from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.client_bookings import ClientBookings
 from kvrouter.frontend.access.rules import own_booking, owned_id, visible
 from kvrouter.frontend.client_answers import overlaps_of, selection_of
 from kvrouter.frontend.edge.grpc_output import OutputBuffer, with_text
-from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import take_prompt
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.request_runner import RequestRunner
-from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import (
     check_routing,
     describe_models,
@@ -28,7 +25,6 @@ from kvrouter.frontend.request.validation import (
 )
 from kvrouter.frontend.schedulers.client_sessions import kept_session, open_session, scheduler_session_id
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
-from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -81,30 +77,31 @@ class FrontendService:
     def __init__(
         self,
         directory: Directory,
-        links: SchedulerLinks,
-        models: ServedModels,
         runner: RequestRunner,
-        metrics: FrontendMetrics,
         indexers: IndexerClient,
         bookings: ClientBookings,
         prompts: PromptComparison,
-        access: Access | None = None,
     ) -> None:
-        self.models = models
-        """The served models."""
+        """Serves what the runner serves.
+
+        Args:
+            directory: The registered components.
+            runner: Runs requests.
+            indexers: Indexers to query.
+            bookings: Bookings and sessions of clients.
+            prompts: Comparison of the prompts' tokens with those of engines.
+        """
         self.runner = runner
-        """Runs requests."""
+        self.models = runner.models
+        self.access = runner.access
         self.indexers = indexers
-        """The Indexers, for questions about the index."""
-        self.access = access
-        """Authentication; None if everybody may do everything."""
         self._bookings = bookings
         self._prompts = prompts
         self._directory = directory
-        self._links = links
+        self._links = links = runner.links
         self._pool_choice = runner.pool_choice
-        metrics.live_bookings.set_function(lambda: links.live_bookings)
-        metrics.sharded_components.set_function(lambda: links.sharded_components)
+        runner.metrics.live_bookings.set_function(lambda: links.live_bookings)
+        runner.metrics.sharded_components.set_function(lambda: links.sharded_components)
 
     def ready(self) -> bool:
         """Returns whether requests can be routed."""

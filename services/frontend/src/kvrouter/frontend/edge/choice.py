@@ -9,10 +9,11 @@ from typing import Protocol
 
 from kvrouter.frontend.edge.frame import FINISH_REASONS, ResponseFrame
 from kvrouter.frontend.request.progress import OutputComplete
+from kvrouter.frontend.text.detokenizer import Detokenizer
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.frontend.text.stop_strings import StopStrings
-from kvrouter.frontend.text.tool_calls import ToolCallPiece, ToolUse
+from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
@@ -47,32 +48,21 @@ class ChoiceSink(Protocol):
 class Choice:
     """An OutputReceiver turning the output of one sequence into text."""
 
-    def __init__(
-        self,
-        index: int,
-        frame: ResponseFrame,
-        sink: ChoiceSink,
-        *,
-        stop: Sequence[str],
-        include_stop: bool,
-        skip_special_tokens: bool,
-        min_tokens: int,
-        tools: ToolUse | None = None,
-        reasoning: ReasoningParser | None = None,
-    ) -> None:
-        text, prompt = frame.text, frame.prompt_of(index)
+    def __init__(self, index: int, frame: ResponseFrame, sink: ChoiceSink) -> None:
+        request, text, prompt = frame.request, frame.text, frame.prompt_of(index)
+        fields, tools = request.fields, request.tools
         self._parser = None if tools is None or text is None else tools.parser(text.tool_format)
-        self._reasoning = reasoning
+        self._reasoning = _reasoning_parser(frame, prompt)
         self.index = index
         self._count = frame.counts[index]
         self._sink = sink
-        self._detokenizer = (
-            None
-            if text is None
-            else text.detokenizer(prompt, skip_special_tokens=skip_special_tokens, marks=self._marks(text))
-        )
-        self._stop = StopStrings(stop, include=include_stop)
-        self._min_tokens = min_tokens
+        self._detokenizer: Detokenizer | None = None
+        if text is not None:
+            skips_special = fields.skip_special_tokens is not False
+            marks = self._marks(text)
+            self._detokenizer = text.detokenizer(prompt, skip_special_tokens=skips_special, marks=marks)
+        self._stop = StopStrings(fields.stop_strings(), include=bool(fields.include_stop_str_in_output))
+        self._min_tokens = fields.min_tokens or 0
 
     def routed(self, routing: RoutingInfo) -> None:
         """Adds where the sequence runs."""
@@ -122,3 +112,11 @@ class Choice:
         if self._reasoning is not None and text.reasoning_format is not None:
             marks += [text.reasoning_format.begin, text.reasoning_format.end]
         return marks
+
+
+def _reasoning_parser(frame: ResponseFrame, prompt: bytes) -> ReasoningParser | None:
+    """Returns the parser of an output's reasoning; None if it has none, as if it is constrained from its begin."""
+    request = frame.request
+    if not request.is_chat or frame.text is None or request.fields.structured_output() is not None:
+        return None
+    return frame.text.reasoning_parser(prompt, continues_message=request.continues_message)

@@ -20,7 +20,6 @@ from kvrouter.frontend.request.validation import (
     structured_workers,
 )
 from kvrouter.frontend.text.client_work import completed
-from kvrouter.frontend.text.reasoning import ReasoningParser
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError
@@ -88,17 +87,7 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
     runs = []
     for index in range(len(frame.prompts) * request.sequences):
         prompt = frame.prompt_of(index)
-        choice = Choice(
-            index,
-            frame,
-            sink,
-            stop=fields.stop_strings(),
-            include_stop=bool(fields.include_stop_str_in_output),
-            skip_special_tokens=fields.skip_special_tokens is not False,
-            min_tokens=fields.min_tokens or 0,
-            tools=request.tools,
-            reasoning=_reasoning_parser(frame, prompt),
-        )
+        choice = Choice(index, frame, sink)
         generate = fields.generate_request(_max_tokens(runner.limits, prepared, prompt))
         sampling = generate.sampling_options
         if index % request.sequences and sampling.HasField("seed"):
@@ -115,14 +104,6 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
                 group.create_task(runner.run(*run, deadline=Deadline.never()))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-
-
-def _reasoning_parser(frame: ResponseFrame, prompt: bytes) -> ReasoningParser | None:
-    """Returns the parser of an output's reasoning; None if it has none, as if it is constrained from its begin."""
-    request = frame.request
-    if not request.is_chat or frame.text is None or request.fields.structured_output() is not None:
-        return None
-    return frame.text.reasoning_parser(prompt, continues_message=request.continues_message)
 
 
 def _max_tokens(limits: Limits, prepared: PreparedText, prompt: bytes) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from kvrouter.engines.fields import HARMLESS_HEADERS, quotes_internal, shown_failure
-from kvrouter.engines.keys import EngineKeys
 from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
@@ -26,8 +25,8 @@ from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.frontend.proxy.event_reader import count_tokens
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import engine_request_id
+from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
-from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
 from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.net import trace_context
@@ -94,13 +93,8 @@ class EngineCalls:
         body: bytes,
         view: ComponentView,
         session: aiohttp.ClientSession,
-        workers: WorkerClient,
-        worker_at: Callable[[str], WorkerRegistration | None],
-        *,
+        runner: RequestRunner,
         routed: RoutedBody,
-        requests_usage: bool,
-        engine_keys: EngineKeys,
-        is_authenticated: bool = False,
     ) -> None:
         """Creates it.
 
@@ -110,14 +104,10 @@ class EngineCalls:
             body: Its body.
             view: The largest pool of workers.
             session: Connections to their OpenAI APIs.
-            workers: Health and metrics of the workers.
-            worker_at: Returns the worker with an address, in any pool.
+            runner: Has the workers, and the options of the Frontend.
             routed: The parts of the body that routing needs.
-            requests_usage: Whether to request the usage of a stream for the Frontend's own purpose.
-            engine_keys: Keys the workers' OpenAI APIs demand.
-            is_authenticated: Whether the client has a key, so it neither sets nor sees internal fields of engines.
         """
-        self.health = workers.health
+        self.health = runner.workers.health
         self.is_estimated = not routed.is_tokenized
         """Whether the length of its prompt is an estimate."""
         self.counted_prompt_tokens: int | None = None
@@ -125,20 +115,21 @@ class EngineCalls:
         self._request = request
         self._response = response
         fields = EngineBody(body)
-        with_usage = fields.with_usage() if requests_usage else None
+        with_usage = fields.with_usage() if runner.settings.request_stream_usage else None
         self._removes_usage = with_usage is not None
         self._body = with_usage or body
         self._fields = fields
         self._view = view
         self._session = session
-        self._workers = workers
-        self._worker_at = worker_at
+        self._workers = runner.workers
+        self._worker_at = runner.models.worker_at
         self._is_stream = routed.is_stream
         self._may_run_at = routed.may_run_at
         self._engine_error: web.Response | None = None
         """The error of the engine called last; None if it gave none the client may see."""
-        self._engine_keys = engine_keys
-        self._is_authenticated = is_authenticated
+        self._engine_keys = runner.settings.engine_keys
+        self._is_authenticated = runner.access is not None
+        """Whether the client has a key, so it neither sets nor sees internal fields of engines."""
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""

@@ -45,25 +45,21 @@ _NEEDS_WORKER = "direct"
 
 
 class Disaggregation:
-    """Creates the prefill stages of requests."""
+    """Creates the prefill stages of requests, and has what they share."""
 
     def __init__(self, directory: Directory, links: SchedulerLinks, metrics: FrontendMetrics) -> None:
         self.abandoned = AbandonedPrefills(metrics)
         """Aborts prefills in the background; its ``run`` must be running."""
-        self._directory = directory
-        self._links = links
-        self._metrics = metrics
-        self._choice = PoolChoice(links)
+        self.directory = directory
+        self.links = links
+        self.metrics = metrics
+        self.choice = PoolChoice(links)
 
     def stage(
         self, request: FrontendServiceGenerateRequest, view: ComponentView, workers: Workers, deaths: RequestDeaths
     ) -> PrefillStage | None:
         """Returns the prefill stage of a request; None if its component is not disaggregated."""
-        if not is_disaggregated(view):
-            return None
-        return PrefillStage(
-            request, view, self._directory, self._links, self._choice, workers, self._metrics, self.abandoned, deaths
-        )
+        return PrefillStage(self, request, view, workers, deaths) if is_disaggregated(view) else None
 
 
 class PrefillStage:
@@ -71,17 +67,14 @@ class PrefillStage:
 
     def __init__(
         self,
+        shared: Disaggregation,
         request: FrontendServiceGenerateRequest,
         view: ComponentView,
-        directory: Directory,
-        links: SchedulerLinks,
-        choice: PoolChoice,
         workers: Workers,
-        metrics: FrontendMetrics,
-        abandoned: AbandonedPrefills,
         deaths: RequestDeaths,
     ) -> None:
         """``view`` is the decode pool, ``deaths`` counts those of all the workers of the request."""
+        self._shared = shared
         self.reason = ""
         """Why a prefill worker computes the prompt of the latest attempt or not, in English."""
         self.params: TransferParams | None = None
@@ -92,12 +85,7 @@ class PrefillStage:
         """Whether a prefill worker was sent the prompt."""
         self._request = request
         self._view = view
-        self._directory = directory
-        self._links = links
-        self._choice = choice
         self._workers = workers
-        self._metrics = metrics
-        self._abandoned = abandoned
         self._deaths = deaths
         self._pools = PrefillPools(())
         self._numbers = itertools.count()
@@ -128,12 +116,12 @@ class PrefillStage:
         return bool(self._pools.views) or self._fall_back("absent", self._pools.why_none)
 
     def _find_pools(self) -> PrefillPools:
-        return prefill_pools(self._view, self._directory.components.values(), self._workers.can_prefill)
+        return prefill_pools(self._view, self._shared.directory.components.values(), self._workers.can_prefill)
 
     def skip(self, reason: str) -> None:
         """Notes that the Scheduler leaves the prompt to the decode worker."""
         self.reason = reason
-        self._metrics.prefills.labels("local").inc()
+        self._shared.metrics.prefills.labels("local").inc()
 
     async def run(
         self,
@@ -160,7 +148,7 @@ class PrefillStage:
         """
         began = time.perf_counter_ns()
         outcome, why = "failed", ""
-        views = await self._choice.cheapest_first(
+        views = await self._shared.choice.cheapest_first(
             self._pools.views, lambda view: self._routing(view, routing), deadline
         )
         for view in views:
@@ -179,8 +167,8 @@ class PrefillStage:
                     self._deaths.check()
                     continue
                 self.reason, self.spent_ns = reason, time.perf_counter_ns() - began
-                self._metrics.prefills.labels("remote").inc()
-                self._metrics.prefill_seconds.observe(self.spent_ns / 1e9)
+                self._shared.metrics.prefills.labels("remote").inc()
+                self._shared.metrics.prefill_seconds.observe(self.spent_ns / 1e9)
                 return True
         self.spent_ns = time.perf_counter_ns() - began
         return self._fall_back(outcome, why)
@@ -211,7 +199,7 @@ class PrefillStage:
             return
         running.end()
         if running.may_keep_blocks and not fetched:
-            self._abandoned.abort(self._workers, running.endpoint, running.booking.key.request_id)
+            self._shared.abandoned.abort(self._workers, running.endpoint, running.booking.key.request_id)
 
     async def is_lost(self) -> bool:
         """Returns whether the prefill worker of the attempt does not answer, so nobody gets its blocks."""
@@ -238,7 +226,7 @@ class PrefillStage:
 
     def _fall_back(self, outcome: str, why: str) -> bool:
         self.reason = why
-        self._metrics.prefills.labels(outcome).inc()
+        self._shared.metrics.prefills.labels(outcome).inc()
         return False
 
     async def _attempt(
@@ -251,7 +239,7 @@ class PrefillStage:
         deadline: Deadline,
     ) -> TransferParams:
         key = BookingKey(request_id=request.request_id, attempt=next(self._numbers), stage=Stage.STAGE_PREFILL)
-        link = self._links.link(view.name, hashes, routing.conversation_id)
+        link = self._shared.links.link(view.name, hashes, routing.conversation_id)
         selection = await link.select(
             SelectWorkerRequest(request=self._routing(view, routing), booking=key), deadline=deadline
         )
@@ -261,11 +249,13 @@ class PrefillStage:
         worker_id = selection.rank.worker_id
         worker = view.workers.get(worker_id)
         if worker is None:
-            latest = self._directory.components.get(view.name)
+            latest = self._shared.directory.components.get(view.name)
             worker = None if latest is None else latest.workers.get(worker_id)
         params = draw_room(worker, selection.rank) if worker is not None and runs_concurrently(worker) else None
-        self._abandoned.forget(selection.endpoint, request.request_id)
-        self._running = running = PrefillAttempt(booking, selection.endpoint, link, self._metrics, params, self._deaths)
+        self._shared.abandoned.forget(selection.endpoint, request.request_id)
+        self._running = running = PrefillAttempt(
+            booking, selection.endpoint, link, self._shared.metrics, params, self._deaths
+        )
         try:
             with span("kvrouter.v1.WorkerService/Generate", Kind.CLIENT) as prefill_span:
                 if prefill_span.recording:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.proxy.endpoint_picker.engine_watch import EngineWatch
@@ -12,48 +13,39 @@ from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.v1.frontend_pb2 import RoutedOn
 
 
+@dataclass(slots=True, eq=False)
 class Pick:
     """A booking. ``end`` must follow; further calls have no effect."""
 
-    def __init__(
-        self,
-        booking: LiveBooking,
-        link: SchedulerLink,
-        endpoints: Sequence[str],
-        headers: Mapping[str, str],
-        engine: EngineWatch,
-        *,
-        metrics: ModelMetrics,
-        overlap_blocks: int,
-        routed_on: RoutedOn,
-    ) -> None:
-        self.booking = booking
-        self.endpoints = endpoints
-        """The chosen endpoint, then fallbacks, as host:port."""
-        self.headers = headers
-        """Headers for the engine, such as the rank it shall use."""
-        self.routed_on = routed_on
-        """The decision's knowledge of the prompt."""
-        self.engine = engine
-        """The engine, which may die of the request."""
-        self.overlap_blocks = overlap_blocks
-        """Predicted overlap: leading blocks of the prompt the rank has in device memory."""
-        self.output_tokens = 0
-        """Number of output tokens so far, as far as it can be seen: one for each event, and one for other responses."""
-        self._metrics = metrics
-        self._link = link
-        self._ended = False
+    booking: LiveBooking
+    link: SchedulerLink
+    """The Scheduler that made it."""
+    endpoints: Sequence[str]
+    """The chosen endpoint, then fallbacks, as host:port."""
+    headers: Mapping[str, str]
+    """Headers for the engine, such as the rank it shall use."""
+    engine: EngineWatch
+    """The engine, which may die of the request."""
+    metrics: ModelMetrics
+    """Metrics of the model."""
+    overlap_blocks: int
+    """Predicted overlap: leading blocks of the prompt the rank has in device memory."""
+    routed_on: RoutedOn
+    """The decision's knowledge of the prompt."""
+    output_tokens: int = 0
+    """Number of output tokens so far, as far as it can be seen: one for each event, and one for other responses."""
+    has_ended: bool = False
 
     def responded(self, piece: bytes, *, is_stream: bool) -> None:
         """Accounts for a piece of the response: the first one ends the prefill, each event of a stream is a token."""
-        if self._ended or not piece:
+        if self.has_ended or not piece:
             return
         if not self.output_tokens:
-            self._link.prefill_complete(self.booking)
+            self.link.prefill_complete(self.booking)
             self.engine.responded()
         self.output_tokens += count_tokens(piece) if is_stream else 1
         if is_stream:
-            self._link.report_output(self.booking, self.output_tokens)
+            self.link.report_output(self.booking, self.output_tokens)
 
     def end(self, cached_tokens: int | None = None) -> None:
         """Frees the booking.
@@ -61,12 +53,12 @@ class Pick:
         Args:
             cached_tokens: Prompt tokens the engine found in its cache; None if it did not report them.
         """
-        if self._ended:
+        if self.has_ended:
             return
-        self._ended = True
+        self.has_ended = True
         self.engine.end()
-        self._link.free(self.booking, cached_tokens)
+        self.link.free(self.booking, cached_tokens)
         if cached_tokens is not None:
-            self._metrics.cached_tokens.inc(cached_tokens)
-            self._metrics.predicted_cached_tokens.inc(self.booking.predicted_cached_tokens)
-            self._metrics.prompt_tokens.inc(self.booking.prompt_tokens)
+            self.metrics.cached_tokens.inc(cached_tokens)
+            self.metrics.predicted_cached_tokens.inc(self.booking.predicted_cached_tokens)
+            self.metrics.prompt_tokens.inc(self.booking.prompt_tokens)

@@ -11,22 +11,23 @@ from typing import NamedTuple
 
 import aiohttp
 import structlog
-from kvrouter.core import Scope, local_hashes
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
+from kvrouter.frontend.packed_prompt import hash_prompt
 from kvrouter.frontend.proxy.endpoint_picker.engine_addresses import EngineAddresses
 from kvrouter.frontend.proxy.endpoint_picker.engine_watch import EngineWatch
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
+from kvrouter.frontend.proxy.forwarding import generate_request
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
 from kvrouter.frontend.request.request_runner import RequestRunner
+from kvrouter.frontend.request.routing import routing_request
 from kvrouter.frontend.request.validation import describe_models, resolve_model
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.packed_hashes import local_hashes_message
-from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingConstraints, RoutingRequest, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
@@ -67,25 +68,12 @@ class _Offer(NamedTuple):
             and (allowed is None or endpoint in allowed)
             and body.may_run_at(worker)
         }
-        block_size = view.descriptor.block_size
-        hashes = local_hashes(body.token_ids, block_size, Scope(lora_name, body.cache_salt), [])
-        routing = RoutingRequest(
-            model=view.descriptor.model,
-            component=view.descriptor.component,
-            local_hashes=local_hashes_message(hashes),
-            prompt_tokens=body.prompt_tokens,
-            block_size=block_size,
-            scope=BlockScope(lora_name=lora_name, cache_salt=body.cache_salt),
-            constraints=RoutingConstraints(
-                allowed_worker_ids=() if len(endpoints) == len(view.workers) else endpoints,
-                avoided_worker_ids=health.avoided(view.name),
-            ),
-            priority=body.priority,
-            max_output_tokens=body.max_output_tokens,
-            length_is_estimated=not body.is_tokenized,
-        )
-        if body.dp_rank is not None:
-            routing.constraints.dp_rank = body.dp_rank
+        request = generate_request(body, "")
+        request.model, request.scope.lora_name = view.descriptor.model, lora_name
+        hashes = hash_prompt(body.token_ids, request, view.descriptor.block_size)
+        routing = routing_request(request, view, hashes, body.prompt_tokens, is_estimated=not body.is_tokenized)
+        routing.constraints.allowed_worker_ids.extend(() if len(endpoints) == len(view.workers) else endpoints)
+        routing.constraints.avoided_worker_ids.extend(health.avoided(view.name))
         return cls(view, endpoints, routing, hashes)
 
     def takes(self, body: RoutedBody) -> bool:
@@ -229,9 +217,9 @@ class Picker:
             [endpoints[chosen], *fallbacks],
             headers,
             EngineWatch(view.workers[chosen], self._health, deaths, self._session),
-            metrics=self._metrics.of(view.descriptor.model),
-            overlap_blocks=selection.overlap_blocks,
-            routed_on=RoutedOn.ROUTED_ON_LOAD if selection.load_only else body.routed_on(view),
+            self._metrics.of(view.descriptor.model),
+            selection.overlap_blocks,
+            RoutedOn.ROUTED_ON_LOAD if selection.load_only else body.routed_on(view),
         )
 
     def any_endpoints(self, allowed: Collection[str] | None) -> tuple[list[str], dict[str, str]]:

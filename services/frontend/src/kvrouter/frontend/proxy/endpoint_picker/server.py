@@ -109,32 +109,21 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
 
 
 @asynccontextmanager
-async def serving_picker(
-    picker: Picker,
-    metrics: PickerMetrics,
-    bind: str,
-    *,
-    registry: CollectorRegistry,
-    drain_seconds: float,
-    tls: Tls | None = None,
-) -> AsyncIterator[str]:
+async def serving_picker(picker: Picker, registry: CollectorRegistry, tls: Tls | None = None) -> AsyncIterator[str]:
     """Serves the endpoint picker while the context lasts; yields its address, host:port.
 
     Args:
-        picker: Chooses endpoints.
-        metrics: Counts requests.
-        bind: Address to listen on, host:port.
-        options: How requests are treated.
-        registry: Registry for the bounds of the server.
-        drain_seconds: Maximum time that running requests get to end when the context ends.
+        picker: Chooses endpoints. Its settings have the address to listen on.
+        registry: Registry for the metrics and the bounds of the server.
         tls: Encrypts connections; None for plain text.
 
     Raises:
         BindFailed: the port is in use or the address is not one of this machine's.
     """
+    bind, drain_seconds = picker.settings.endpoint_picker_bind, picker.settings.drain_seconds
     gate = CallGate(admits=False)
     server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
-    service = EndpointPickerService(picker, metrics, gate.conduct)
+    service = EndpointPickerService(picker, PickerMetrics(registry), gate.conduct)
     expose_conduct(registry, lambda: [gate.conduct])
     bounds = bounds_of(registry)
     bounds.add("picker_opening_streams", lambda: len(service.opening), _MOST_OPENING, when_full="evicts")
