@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.frontend.workers.attempt import Outcome, WorkerAttempt
@@ -37,7 +36,6 @@ class PrefillAttempt:
         booking: LiveBooking,
         endpoint: str,
         link: SchedulerLink,
-        metrics: FrontendMetrics,
         params: TransferParams | None,
         deaths: RequestDeaths,
     ) -> None:
@@ -53,7 +51,6 @@ class PrefillAttempt:
         self.lost: PrefillLost | None = None
         """How the prefill failed after its transfer parameters were known."""
         self._link = link
-        self._metrics = metrics
         self._deaths = deaths
         self._attempt: WorkerAttempt | None = None
         self._freed = False

@@ -32,7 +32,6 @@ from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, RoutingRequest, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 from kvrouter.v1.worker_pb2 import StopConditions, TransferParams, WorkerServiceGenerateRequest
 
@@ -55,24 +54,15 @@ class Disaggregation:
         self.metrics = metrics
         self.choice = PoolChoice(links)
 
-    def stage(
-        self, request: FrontendServiceGenerateRequest, view: ComponentView, workers: Workers, deaths: RequestDeaths
-    ) -> PrefillStage | None:
+    def stage(self, view: ComponentView, workers: Workers, deaths: RequestDeaths) -> PrefillStage | None:
         """Returns the prefill stage of a request; None if its component is not disaggregated."""
-        return PrefillStage(self, request, view, workers, deaths) if is_disaggregated(view) else None
+        return PrefillStage(self, view, workers, deaths) if is_disaggregated(view) else None
 
 
 class PrefillStage:
     """The prefill of one request. In each attempt: ``begin``, then ``run`` or ``skip``, then ``end``."""
 
-    def __init__(
-        self,
-        shared: Disaggregation,
-        request: FrontendServiceGenerateRequest,
-        view: ComponentView,
-        workers: Workers,
-        deaths: RequestDeaths,
-    ) -> None:
+    def __init__(self, shared: Disaggregation, view: ComponentView, workers: Workers, deaths: RequestDeaths) -> None:
         """``view`` is the decode pool, ``deaths`` counts those of all the workers of the request."""
         self._shared = shared
         self.reason = ""
@@ -83,7 +73,6 @@ class PrefillStage:
         """Time until these parameters were known, nanoseconds."""
         self.sent = False
         """Whether a prefill worker was sent the prompt."""
-        self._request = request
         self._view = view
         self._workers = workers
         self._deaths = deaths
@@ -253,9 +242,7 @@ class PrefillStage:
             worker = None if latest is None else latest.workers.get(worker_id)
         params = draw_room(worker, selection.rank) if worker is not None and runs_concurrently(worker) else None
         self._shared.abandoned.forget(selection.endpoint, request.request_id)
-        self._running = running = PrefillAttempt(
-            booking, selection.endpoint, link, self._shared.metrics, params, self._deaths
-        )
+        self._running = running = PrefillAttempt(booking, selection.endpoint, link, params, self._deaths)
         try:
             with span("kvrouter.v1.WorkerService/Generate", Kind.CLIENT) as prefill_span:
                 if prefill_span.recording:

@@ -147,7 +147,7 @@ class RequestRunner:
                 self.metrics,
                 self._budget(request, through),
                 deaths,
-                self._prefill_stage(request, view, through, deaths),
+                self._prefill_stage(view, through or self.workers, deaths),
                 pools,
                 self.settings.pool_restart_seconds,
                 is_estimated=is_estimated,
@@ -193,16 +193,8 @@ class RequestRunner:
             migration_blocker=migration_blocker(request.sampling_options) if through is None else _FORWARDED,
         )
 
-    def _prefill_stage(
-        self,
-        request: FrontendServiceGenerateRequest,
-        view: ComponentView,
-        through: Workers | None,
-        deaths: RequestDeaths,
-    ) -> PrefillStage | None:
-        if self._disaggregation is None:
-            return None
-        return self._disaggregation.stage(request, view, through or self.workers, deaths)
+    def _prefill_stage(self, view: ComponentView, workers: Workers, deaths: RequestDeaths) -> PrefillStage | None:
+        return None if self._disaggregation is None else self._disaggregation.stage(view, workers, deaths)
 
     def _pools_of(
         self,
@@ -226,7 +218,7 @@ class RequestRunner:
             lambda: fitting_pools(request, tokens, self.models.pools(model, forwarding=through is not None)),
             self.pool_choice,
             self.workers.health,
-            lambda view: self._prefill_stage(request, view, through, deaths),
+            lambda view: self._prefill_stage(view, through or self.workers, deaths),
             is_estimated=through is not None and through.is_estimated,
         )
 

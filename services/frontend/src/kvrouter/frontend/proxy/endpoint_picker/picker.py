@@ -27,7 +27,7 @@ from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
 from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
