@@ -9,6 +9,9 @@ from kvrouter.frontend.access.caller import Caller, RateLimits
 from kvrouter.frontend.access.key_file import PREFIX, KeyEntry, KeyFile, KeyVerifier, TenantEntry
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason
 
+NO_TENANT = TenantEntry(name="")
+"""The entry of a tenant that the file does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Key:
@@ -25,7 +28,7 @@ class ApiKeys:
         self.tenants = tenants
         """Tenants by name."""
         self._keys = {
-            entry.id: _Key(entry, KeyVerifier(entry), _caller(entry, tenants.get(entry.tenant)))
+            entry.id: _Key(entry, KeyVerifier(entry), _caller(entry, tenants.get(entry.tenant, NO_TENANT)))
             for entry in content.keys
         }
 
@@ -58,19 +61,15 @@ def limits_of(entry: KeyEntry | TenantEntry) -> RateLimits:
     return RateLimits(entry.requests_per_second, entry.tokens_per_minute, entry.concurrency)
 
 
-def _min_priority(entry: KeyEntry, tenant: TenantEntry | None) -> int | None:
-    return entry.min_priority if entry.min_priority is not None or tenant is None else tenant.min_priority
-
-
-def _caller(entry: KeyEntry, tenant: TenantEntry | None) -> Caller:
+def _caller(entry: KeyEntry, tenant: TenantEntry) -> Caller:
     return Caller(
         name=entry.id,
         tenant=entry.tenant,
         role=entry.role,
         models=None if entry.models is None else tuple(entry.models),
-        min_priority=_min_priority(entry, tenant),
-        isolated=tenant is not None and tenant.isolated,
+        min_priority=tenant.min_priority if entry.min_priority is None else entry.min_priority,
+        isolated=tenant.isolated,
         limits=limits_of(entry),
-        tenant_limits=RateLimits() if tenant is None else limits_of(tenant),
-        weight=1.0 if tenant is None else tenant.weight,
+        tenant_limits=limits_of(tenant),
+        weight=tenant.weight,
     )

@@ -20,7 +20,7 @@ _INTERVAL_SECONDS = 0.5
 
 async def follow_salt_key(salts: CacheSalts, path: Path) -> None:
     """Follows the file with the key of the salts of caches, until cancelled."""
-    async for _ in _changes(path, file_version(path)):
+    async for _ in changes(path, file_version(path)):
         try:
             await asyncio.to_thread(salts.read, path)
         except KeyFileError as error:
@@ -62,7 +62,7 @@ class FollowedKeys:
         """Follows the file until cancelled."""
         if self._path is None:
             return
-        async for _ in _changes(self._path, self._version):
+        async for _ in changes(self._path, self._version):
             try:
                 content = await asyncio.to_thread(self._read, self._path)
                 self.keys = ApiKeys(content)
@@ -84,7 +84,8 @@ class FollowedKeys:
         return content
 
 
-async def _changes(path: Path, version: object) -> AsyncIterator[None]:
+async def changes(path: Path, version: object) -> AsyncIterator[None]:
+    """Yields after each change of a file since a version."""
     """Yields after each change of a file since a version of it."""
     while True:
         await asyncio.sleep(_INTERVAL_SECONDS)

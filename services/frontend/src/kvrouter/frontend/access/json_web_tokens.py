@@ -15,8 +15,8 @@ from typing import Any
 
 import jwt
 from jwt.exceptions import ExpiredSignatureError, InvalidAudienceError, InvalidIssuerError, PyJWTError
-from kvrouter.frontend.access.api_keys import limits_of
-from kvrouter.frontend.access.caller import Caller, RateLimits, Role
+from kvrouter.frontend.access.api_keys import NO_TENANT, limits_of
+from kvrouter.frontend.access.caller import Caller, Role
 from kvrouter.frontend.access.key_file import TENANT_NAME, TenantEntry
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason
 from kvrouter.frontend.settings import FrontendSettings
@@ -168,16 +168,16 @@ class JsonWebTokens:
         role = claims.get(settings.jwt_role_claim, Role.CLIENT.value)
         if role not in (Role.CLIENT.value, Role.ADMIN.value):
             raise _refused(f"its claim {settings.jwt_role_claim} is neither client nor admin")
-        tenant = tenants.get(tenant_name)
+        tenant = tenants.get(tenant_name, NO_TENANT)
         return Caller(
             name=f"sub:{_NAME.sub('?', str(claims['sub']))[:_MAX_NAME]}",
             tenant=tenant_name,
             role=Role(role),
             models=self._models(claims.get(settings.jwt_models_claim)),
-            min_priority=None if tenant is None else tenant.min_priority,
-            isolated=tenant is not None and tenant.isolated,
-            tenant_limits=RateLimits() if tenant is None else limits_of(tenant),
-            weight=1.0 if tenant is None else tenant.weight,
+            min_priority=tenant.min_priority,
+            isolated=tenant.isolated,
+            tenant_limits=limits_of(tenant),
+            weight=tenant.weight,
         )
 
     def _models(self, claim: object) -> tuple[str, ...] | None:

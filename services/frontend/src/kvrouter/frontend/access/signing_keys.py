@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import structlog
+from kvrouter.frontend.access.following import changes
 from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens, SigningKeys
 from kvrouter.frontend.access.key_file import KeyFileError, read_protected
 from kvrouter.net.secret_files import file_version
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 log = structlog.get_logger(component="frontend")
 
-_FILE_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _FETCH_SECONDS = 300.0
 _EARLY_SECONDS = 10.0
 """Shortest time between two fetches, after a failure or because of an unknown key."""
@@ -69,15 +70,11 @@ class FollowedSigningKeys:
         """Follows the keys until cancelled."""
         if is_url(self._location):
             await self._follow_url()
-        while True:
-            await asyncio.sleep(_FILE_SECONDS)
-            version = await asyncio.to_thread(file_version, self._location)
-            if version != self._version:
-                self._version = version
-                try:
-                    self._accept(await asyncio.to_thread(self._read))
-                except InvalidKeys as error:
-                    self._reject(str(error))
+        async for _ in changes(Path(self._location), self._version):
+            try:
+                self._accept(await asyncio.to_thread(self._read))
+            except InvalidKeys as error:
+                self._reject(str(error))
 
     async def _follow_url(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -92,7 +89,7 @@ class FollowedSigningKeys:
                     self._reject(str(error) or type(error).__name__)
                 await asyncio.sleep(_EARLY_SECONDS)
                 while clock() - fetched < _FETCH_SECONDS and not (self._rejected or self._tokens.unknown_key):  # noqa: ASYNC110
-                    await asyncio.sleep(_FILE_SECONDS)
+                    await asyncio.sleep(_POLL_SECONDS)
 
     async def _fetch(self, session: aiohttp.ClientSession) -> SigningKeys:
         async with session.get(self._location, allow_redirects=False) as response:
