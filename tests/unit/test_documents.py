@@ -14,7 +14,7 @@ from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.relay.settings import RelaySettings
-from kvrouter.runtime.config.sources import _parser
+from kvrouter.runtime.config.sources import _SUCCESSORS, _parser
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.sidecar.settings import SidecarSettings
 
@@ -47,12 +47,16 @@ FOREIGN = frozenset(
             "--page-size",
             "--schedule-low-priority-values-first",
         ),
+        *("--enable-cache-report", "--enable-force-include-usage", "--enable-prompt-tokens-details"),
+        "--stream-response-default-include-usage",
         *("--example", "--no-default-features", "--release"),
         *("--build-arg", "--cacert", "--cap-drop", "--read-only", "--security-opt", "--tmpfs"),
         *("--force-reinstall", "--no-deps"),
     }
 )
 """Options of other programs in commands that documents show."""
+REMOVED = frozenset(f"--{name}" for name in _SUCCESSORS)
+"""Options of earlier releases, which documents say how to replace."""
 
 
 def anchors(document: Path) -> set[str]:
@@ -119,6 +123,7 @@ def options() -> set[str]:
             for option in re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text(encoding="utf-8"))
         ),
         *FOREIGN,
+        *REMOVED,
         "--help",
     }
 

@@ -79,24 +79,6 @@ async def test_streams_pass_unbroken(fleet: Fleet) -> None:
     await fleet.until_idle()
 
 
-async def test_usage_that_the_client_did_not_request_is_counted_and_removed(
-    tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
-) -> None:
-    async with running_fleet(
-        tmp_path, nats_url, etcd_endpoint, namespace, picker_options=["--request-stream-usage"]
-    ) as fleet:
-        for _ in range(2):
-            async with await fleet.stream(prompt(1), max_tokens=1) as response:
-                text = await response.text()
-            assert text.endswith("data: [DONE]\n\n")
-            assert '"usage":{' not in text
-            await fleet.until_idle()
-            await fleet.until(lambda: fleet.metric("kvrouter_indexer_blocks"), 10.0)
-        assert await fleet.metric("kvrouter_frontend_prompt_tokens_total") == 320
-        # An engine computes at least the last block of a prompt.
-        assert await fleet.metric("kvrouter_frontend_cached_tokens_total") == 144
-
-
 async def test_an_error_of_the_engine_or_the_picker_leaves_no_booking(fleet: Fleet) -> None:
     status, _, headers = await fleet.complete(prompt(1), max_tokens=0)
     assert (status, "x-kvrouter-worker" in headers) == (400, True)

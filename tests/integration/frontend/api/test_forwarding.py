@@ -331,30 +331,6 @@ async def test_an_adapter_is_a_model_and_its_requests_reach_workers_that_have_it
     await system.until_idle()
 
 
-@pytest.mark.parametrize(
-    ("options", "passes"), [({}, False), ({"stream_options": {"include_usage": True}}, True), ({"stream": False}, True)]
-)
-async def test_usage_that_the_client_did_not_request_is_counted_and_removed(
-    options: dict[str, Any], passes: bool, nats_url: str, etcd_endpoint: str, namespace: str
-) -> None:
-    async with (
-        running_system(nats_url, etcd_endpoint, namespace, request_stream_usage=True) as system,
-        AsyncExitStack() as engines,
-    ):
-        engine = await start_engine(system, engines, 1)
-        engine.respond = stream_usage
-        body = chat(**{"stream": True} | options)
-        _, received = await post(system, body)
-        if passes:
-            assert engine.bodies == [body]
-        else:
-            assert json.loads(engine.bodies[0]) == json.loads(body) | {"stream_options": {"include_usage": True}}
-        assert received == b"".join([*EVENTS[:-1], USAGE, EVENTS[-1]] if passes else EVENTS)
-        await system.until_idle()
-        registry = system.runtime.registry
-        assert sample(registry, "kvrouter_frontend_cached_tokens_total") == 48
-
-
 async def test_a_model_whose_engines_have_left_is_unavailable_and_not_refused(system: System) -> None:
     async with AsyncExitStack() as engines:
         await start_engine(system, engines, 1)

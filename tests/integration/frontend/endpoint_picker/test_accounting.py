@@ -67,28 +67,6 @@ async def test_cached_tokens_that_an_engine_reports_are_counted(
     assert registry.get_sample_value("kvrouter_frontend_predicted_cached_tokens_total", {"model": MODEL}) == 0
 
 
-async def test_usage_that_the_client_did_not_request_is_counted_and_removed(
-    nats_url: str, etcd_endpoint: str, namespace: str
-) -> None:
-    async with picking(nats_url, etcd_endpoint, namespace, request_stream_usage=True) as gateway:
-        await gateway.add_engine(1)
-        stream = gateway.stream()
-        await stream.request(STREAM, sent={"accept-encoding": "gzip"})
-        routed = await stream.receive()
-        assert "accept-encoding" in routed.request_headers.response.header_mutation.remove_headers
-        sent = (await stream.receive()).request_body.response.body_mutation.streamed_response.body
-        assert json.loads(sent) == STREAM | {"stream_options": {"include_usage": True}}
-        assert await stream.respond(EVENT, USAGE[:30], USAGE[30:], DONE) == EVENT + DONE
-        await stream.end()
-        await gateway.until_booked(0)
-        assert reported(gateway.system.runtime.registry) == 48
-        asked = STREAM | {"stream_options": {"include_usage": True}}
-        stream = gateway.stream()
-        _, sent = await stream.routed(asked)
-        assert json.loads(sent) == asked
-        assert await stream.respond(EVENT, USAGE, DONE) == EVENT + USAGE + DONE
-
-
 async def test_a_frontend_without_room_refuses_with_429_until_a_request_ends(
     nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvrouter.frontend.proxy.engine_body import EngineBody, decode_body, prefill_body, transfer_params
+from kvrouter.frontend.proxy.engine_body import can_share, decode_body, prefill_body, transfer_params
 from kvrouter.v1.worker_pb2 import TransferParams
 
 CHAT = b' {"model":"m","messages":[],"max_completion_tokens":50,"stream":true,"stream_options":{},"x":1.0}'
@@ -59,4 +59,4 @@ def test_a_response_without_parameters_has_none(response: bytes) -> None:
     ],
 )
 def test_requests_with_one_prompt_and_one_sequence_are_shared(body: bytes, expected: bool) -> None:
-    assert EngineBody(body).can_share is expected
+    assert can_share(body) is expected

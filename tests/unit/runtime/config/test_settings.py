@@ -200,3 +200,19 @@ def test_help_lists_every_option_with_its_default_and_variable(capsys: pytest.Ca
     assert "--kv-overlap-score-weight" in text
     assert "NATS_SERVER" in text
     assert "--no-track-blocks" in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "successor"),
+    [
+        ("--no-request-stream-usage", "use the engine's --enable-force-include-usage"),
+        ("--max-held", "use --max-queued-requests"),
+    ],
+)
+def test_an_option_of_an_earlier_release_names_its_successor(
+    argument: str, successor: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(GatewaySettings, [argument])
+    assert caught.value.code == 2
+    assert successor in capsys.readouterr().err

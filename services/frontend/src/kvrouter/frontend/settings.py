@@ -116,8 +116,6 @@ class FrontendSettings(RoutingSettings):
     tokenizer_cache_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Memory of the cache of tokenized prefixes of each model, in bytes; isolated tenants and cache salts have as
     much again."""
-    request_stream_usage: bool = False
-    """Whether to request the usage of forwarded streams, to compare cached tokens with predictions."""
     web_page: bool = True
     """Whether the HTTP API has a web page at /ui/ that shows the whole system, read-only."""
     record: Annotated[str, AfterValidator(_checked_file)] = ""

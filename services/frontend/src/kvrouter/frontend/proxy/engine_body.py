@@ -2,7 +2,6 @@
 
 - A prefill engine gets it with ``max_tokens`` 1, not streamed. vLLM's gets ``kv_transfer_params`` with
   ``do_remote_decode``, and its response has those of the decode engine. SGLang's engines get the same bootstrap fields.
-- A stream may request its usage for the Frontend's own purpose.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ from kvrouter.v1.worker_pb2 import TransferParams
 _SEVERAL = re.compile(rb'\[\s*["\[]')
 _ONE_TOKEN = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _OF_OUTPUT = ("stream_options", "min_tokens", "min_completion_tokens")
-_USAGE_REQUESTED = b'"stream_options":{"include_usage":true}'
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Shape(msgspec.Struct):
-    stream: bool | None = None
-    stream_options: Any = msgspec.UNSET
     prompt: msgspec.Raw = msgspec.Raw()
     n: int | None = None
     best_of: int | None = None
@@ -41,32 +37,15 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RESPONSE = msgspec.json.Decoder(_Response)
 
 
-class EngineBody:
-    """A body, decoded once."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-        self._shape: _Shape | None = None
-        """None if an engine would refuse it."""
-        try:
-            self._shape = _SHAPE.decode(body)
-        except _MALFORMED:
-            return
-
-    @property
-    def can_share(self) -> bool:
-        """Whether a prefill and a decode engine can share it: one prompt, one sequence, no transfer of its own."""
-        shape = self._shape
-        if shape is None or max(shape.n or 1, shape.best_of or 1) > 1 or _SEVERAL.match(bytes(shape.prompt)):
-            return False
-        return shape.kv_transfer_params is None and shape.bootstrap_room is None
-
-    def with_usage(self) -> bytes | None:
-        """Returns the body with a request for the usage of its stream; None for no stream, or one with own options."""
-        shape = self._shape
-        if shape is None or not shape.stream or shape.stream_options is not msgspec.UNSET:
-            return None
-        return _with_fields(self._body, _USAGE_REQUESTED)
+def can_share(body: bytes) -> bool:
+    """Returns whether a prefill and a decode engine can share it: one prompt, one sequence, no transfer of its own."""
+    try:
+        shape = _SHAPE.decode(body)
+    except _MALFORMED:
+        return False
+    if max(shape.n or 1, shape.best_of or 1) > 1 or _SEVERAL.match(bytes(shape.prompt)):
+        return False
+    return shape.kv_transfer_params is None and shape.bootstrap_room is None
 
 
 def prefill_body(body: bytes, params: TransferParams | None) -> bytes:

@@ -19,7 +19,7 @@ from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
-from kvrouter.frontend.proxy.engine_body import EngineBody, decode_body, prefill_body, transfer_params
+from kvrouter.frontend.proxy.engine_body import can_share, decode_body, prefill_body, transfer_params
 from kvrouter.frontend.proxy.engine_connection import EngineFailed, chunks, failure_body, posted
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.frontend.proxy.event_reader import count_tokens
@@ -114,11 +114,8 @@ class EngineCalls:
         """Tokens of its prompt as the engine counted them; None until it reports them."""
         self._request = request
         self._response = response
-        fields = EngineBody(body)
-        with_usage = fields.with_usage() if runner.settings.request_stream_usage else None
-        self._removes_usage = with_usage is not None
-        self._body = with_usage or body
-        self._fields = fields
+        self._body = body
+        self._can_share = can_share(body)
         self._view = view
         self._session = session
         self._workers = runner.workers
@@ -133,7 +130,7 @@ class EngineCalls:
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
-        return self._fields.can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
+        return self._can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
 
     def engine_error(self, error: KvRouterError) -> web.Response | None:
         """Returns the response of the engine that caused the error of this request; None if none did."""
@@ -225,7 +222,7 @@ class EngineCalls:
                 headers["x-request-id"] = engine_id
         else:
             headers = _without(self._request.headers, _NOT_FORWARDED)
-        if self._is_authenticated or self._removes_usage:
+        if self._is_authenticated:
             headers = _without(headers, _ENCODING)  # A compressed response could not be read.
         return headers | trace_context.headers()
 
@@ -265,11 +262,9 @@ class EngineCalls:
         response = EngineResponse(
             is_stream=is_stream,
             status=answer.status,
-            removes_usage=self._removes_usage,
             hides_internal=self._is_authenticated,
         )
-        is_changed = self._is_authenticated or (self._removes_usage and is_stream)
-        headers = _without(answer.headers, _NOT_RETURNED | (_LENGTH if is_changed else frozenset()))
+        headers = _without(answer.headers, _NOT_RETURNED | (_LENGTH if self._is_authenticated else frozenset()))
         self._response.answers(answer.status, answer.reason or "", headers)
         pass_on = self._pass_stream if is_stream else self._pass_whole
         last = await pass_on(answer, receiver, response)

@@ -1,4 +1,4 @@
-"""The usage an engine reports in its response: read as bytes pass by, and removed if the Frontend requested it.
+"""The usage an engine reports in its response, read as bytes pass by.
 
 The usage has the cached tokens, which are compared with the prediction. In a stream it is an event of its own, without
 choices, before the end.
@@ -6,16 +6,13 @@ choices, before the end.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-from kvrouter.frontend.proxy.event_reader import EventReader, data_of
+from kvrouter.frontend.proxy.event_reader import data_of
 
 _MAX_BODY_BYTES = 16 << 20
 """Maximum size of a whole response read for its usage."""
 _END_BYTES = 64 << 10
 """End of a stream read for its usage."""
-_MAX_EVENT_BYTES = 1 << 20
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -41,13 +38,7 @@ class _Body(msgspec.Struct):
     usage: Usage | None = None
 
 
-class _Event(msgspec.Struct):
-    choices: list[msgspec.Raw] | None = None
-    usage: dict[str, Any] | None = None
-
-
 _BODY = msgspec.json.Decoder(_Body)
-_EVENT = msgspec.json.Decoder(_Event)
 
 
 class UsageReader:
@@ -75,34 +66,8 @@ class UsageReader:
         return None
 
 
-class UsageRemover:
-    """Removes the event with the usage from a stream. All other bytes stay as they are."""
-
-    def __init__(self) -> None:
-        self._events = EventReader()
-
-    def remove(self, piece: bytes) -> bytes:
-        """Returns the bytes to pass on after a further piece has arrived: those of complete events."""
-        kept = b"".join(event for event in self._events.take(piece) if not _is_usage(event))
-        return kept + self.rest() if len(self._events) > _MAX_EVENT_BYTES else kept
-
-    def rest(self) -> bytes:
-        """Returns the event that has not ended."""
-        return self._events.rest()
-
-
 def _usage_of(body: bytes | bytearray) -> Usage | None:
     try:
         return _BODY.decode(body).usage
     except _MALFORMED:
         return None
-
-
-def _is_usage(event: bytes) -> bool:
-    if b'"usage"' not in event:
-        return False
-    try:
-        parsed = _EVENT.decode(data_of(event))
-    except _MALFORMED:
-        return False
-    return parsed.choices == [] and parsed.usage is not None

@@ -32,8 +32,10 @@ _SUCCESSORS: dict[str, str] = {
     "max-held": "max-queued-requests",
     "spread": "sharding",
     "spread-lag-ms": "overload-lag-ms",
+    "request-stream-usage": "the engine's --enable-force-include-usage (vLLM) or "
+    "--stream-response-default-include-usage (SGLang)",
 }
-"""Options of earlier releases renamed or removed, with the option that replaced each; empty for none."""
+"""Options of earlier releases renamed or removed, with what replaced each; empty for nothing."""
 
 
 class _Settings(Protocol):
@@ -72,7 +74,7 @@ class _File:
         """
         successor = _SUCCESSORS.get(_kebab(key))
         if successor is not None:
-            advice = f"use {successor.replace('-', '_')}" if successor else "remove it"
+            advice = _advice(successor if "--" in successor else successor.replace("-", "_"))
             self.warnings[f"{place}: ignored, an option of an earlier release; {advice}"] = None
         elif self.newer:
             self.warnings[f"{place}: ignored, unknown to {VERSION}; the file is for a later release"] = None
@@ -80,6 +82,10 @@ class _File:
             nearest = get_close_matches(_kebab(key), names, n=1)
             advice = f"did you mean {nearest[0].replace('-', '_')}?" if nearest else "--help lists all"
             raise SettingsError(f"{place}: unknown option; {advice}")
+
+
+def _advice(successor: str) -> str:
+    return f"use {successor}" if successor else "remove it"
 
 
 def load(kind: type[S], argv: Sequence[str] | None = None, *, prog: str | None = None) -> S:
@@ -265,6 +271,10 @@ def _types(annotation: Any) -> tuple[Any, ...]:
 
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        for name, successor in _SUCCESSORS.items():
+            if re.search(rf"--(no-)?{name}\b", message):
+                option = successor if "--" in successor else f"--{successor}"
+                message = f"{message}; an option of an earlier release, {_advice(successor and option)}"
         refuse(self.prog, message)
 
 

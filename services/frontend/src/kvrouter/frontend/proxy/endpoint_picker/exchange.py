@@ -51,7 +51,6 @@ Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
 
 
 _REQUEST_BODY_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED)
-_RESPONSE_BODY_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.STREAMED)
 """Modes in which the picker can change a response."""
 _SHORT_SECONDS = 0.25
 """Time for a choice after which the gateway is asked for more, which else soon goes on without a choice."""
@@ -79,7 +78,6 @@ class Exchange:
         self._response = EngineResponse(is_stream=False)
         self._has_begun_response = False
         self._full_duplex_response = False
-        self._changes_response = False
         self._keeps_body = False
         self._reading: asyncio.Task[Any] | None = None
 
@@ -157,7 +155,6 @@ class Exchange:
                 advice="Correct processing_mode of the gateway's ext_proc filter.",
             )
         self._keeps_body = modes.request_body_mode == ProcessingMode.BUFFERED
-        self._changes_response = modes.response_body_mode in _RESPONSE_BODY_MODES
         self._full_duplex_response = modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
         if self._request.is_authenticated and modes.response_body_mode == ProcessingMode.NONE:
             raise BadRequest(
@@ -187,7 +184,7 @@ class Exchange:
 
     async def _route(self, *, end_of_stream: bool) -> None:
         """Picks an endpoint for the complete request and passes the request on, or refuses it."""
-        choosing = asyncio.create_task(self._request.choose(may_remove_usage=self._changes_response))
+        choosing = asyncio.create_task(self._request.choose())
         self._reading = asyncio.ensure_future(self._context.read())
         try:
             both = {choosing, self._reading}
@@ -246,7 +243,6 @@ class Exchange:
         self._response = EngineResponse(
             is_stream=is_stream,
             status=status,
-            removes_usage=self._request.removes_usage,
             hides_internal=hides_internal,
         )
         added: dict[str, str] = {}

@@ -16,7 +16,6 @@ from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, req
 from kvrouter.frontend.proxy.endpoint_picker.metadata import allowed_endpoints, header_list
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
-from kvrouter.frontend.proxy.engine_body import EngineBody
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import engine_request_id, may_reach_engine
 from kvrouter.frontend.proxy.usage import Usage
@@ -44,8 +43,6 @@ class GatewayRequest:
         """Whether the engine's body differs from the client's."""
         self.pick: Pick | None = None
         """The chosen endpoint and its booking; None before the choice and after the end."""
-        self.removes_usage = False
-        """Whether the usage is removed from the response, since the client has not requested it."""
         self._picker = picker
         self._access = picker.access
         self._admission = picker.admission
@@ -116,8 +113,8 @@ class GatewayRequest:
             await self._room.hold(size)
         self.body += piece
 
-    async def choose(self, *, may_remove_usage: bool) -> Pick:
-        """Chooses and books an endpoint for the complete request. ``may_remove_usage``: whether it can be removed.
+    async def choose(self) -> Pick:
+        """Chooses and books an endpoint for the complete request.
 
         Raises:
             KvRouterError: the request is refused.
@@ -126,7 +123,7 @@ class GatewayRequest:
             # The engine continues the trace from here, also if the client has begun none.
             self._traceparent = trace_context.current()
             with self._acting(), self._room or nullcontext():
-                pick = await self._choose(may_remove_usage=may_remove_usage)
+                pick = await self._choose()
             if pick_span.recording:
                 pick_span.set(of_request(self._routed.model, self.id, self._routed.prompt_tokens))
                 describe_attempt(pick_span, pick.booking, pick.endpoints[0])
@@ -135,7 +132,7 @@ class GatewayRequest:
     def _acting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._caller is None else acting_for(self._caller, self._grant)
 
-    async def _choose(self, *, may_remove_usage: bool) -> Pick:
+    async def _choose(self) -> Pick:
         received = self.body
         is_json = await self._inflate() and self._is_json()
         if self._room is not None:
@@ -146,11 +143,6 @@ class GatewayRequest:
         self._admitted = self._admission.admit(
             self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
         )
-        if self._settings.request_stream_usage and may_remove_usage:
-            with_requested_usage = EngineBody(bytes(self.body)).with_usage()
-            if with_requested_usage is not None:
-                self.removes_usage = True
-                self.body = bytearray(with_requested_usage)
         self.body_is_changed = self.body is not received
         # Stored here, so that it ends with the request even if that is cancelled in this moment.
         self.pick = await self._picker.pick(
@@ -210,7 +202,7 @@ class GatewayRequest:
             removed.add(trace_context.STATE_HEADER)  # It belongs to no trace context, least of all to a new one.
         if self._is_inflated:
             removed.add("content-encoding")
-        if self.removes_usage or self.is_authenticated:
+        if self.is_authenticated:
             removed.add(_ENCODING)  # A compressed stream could not be read.
         return removed
 
