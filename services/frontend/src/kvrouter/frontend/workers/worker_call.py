@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 from kvrouter.frontend.workers.failures import WorkerFailure
@@ -11,48 +11,19 @@ from kvrouter.frontend.workers.observed_worker import ObservedWorker, ids_of
 from kvrouter.frontend.workers.stall_detection import MonitoredRequest
 from kvrouter.frontend.workers.worker_fate import WorkerFate
 
+if TYPE_CHECKING:
+    from kvrouter.frontend.workers.health import WorkerHealth
+
 log = structlog.get_logger(component="frontend")
 
 _MAX_FAILURE_TEXT = 256
 """Stored characters of a failure message."""
 
 
-class Observer(Protocol):
-    """Receives the reports of calls; ``WorkerHealth`` is the implementation."""
-
-    def now(self) -> float:
-        """Returns the time in seconds."""
-        ...
-
-    def answered(self, endpoint: str) -> None:
-        """Records that a worker sent something."""
-        ...
-
-    def reclassify(self, worker: ObservedWorker) -> None:
-        """Updates values derived from a worker's state after a change."""
-        ...
-
-    def forget_if_gone(self, worker: ObservedWorker) -> None:
-        """Forgets a worker that has left and has no more calls."""
-        ...
-
-    def fate_of(self, worker: ObservedWorker) -> WorkerFate | None:
-        """Returns the fate of a worker a request leaves or that fails it; None if it is draining."""
-        ...
-
-    def death_of(self, worker: ObservedWorker) -> WorkerFate | None:
-        """Returns the death of a worker whose connection was lost; None if it was draining or had signed off."""
-        ...
-
-    def recovered(self, worker: ObservedWorker) -> None:
-        """Records that a worker serves requests."""
-        ...
-
-
 class WorkerCall:
     """A running Generate call, as far as its worker's health is concerned."""
 
-    def __init__(self, health: Observer, worker: ObservedWorker, now: float, prompt_tokens: int | None) -> None:
+    def __init__(self, health: WorkerHealth, worker: ObservedWorker, now: float, prompt_tokens: int | None) -> None:
         self._health = health
         self._worker = worker
         self._is_trial = worker.circuit.began(now)
