@@ -39,25 +39,25 @@ class OverloadLimits:
     """Work of a model in multiples of the KV cache, and of the slots, of its workers."""
 
 
+@dataclass(slots=True, eq=False)
 class CountedRequest:
     """A request counting until it is ended. End it once."""
 
-    __slots__ = ("_bounds", "_bytes", "_model", "_tenant", "_work")
-
-    def __init__(self, bounds: OverloadBounds, model: _Model, tenant: str, size: int, work: float) -> None:
-        self._bounds = bounds
-        self._model = model
-        self._tenant = tenant
-        self._bytes = size
-        self._work = work
+    bounds: OverloadBounds
+    model: _Model
+    tenant: str
+    size: int
+    """Bytes of its prompt beyond those of its body."""
+    work: float
+    """Tokens of KV cache it takes."""
 
     def end(self, output_tokens: int) -> None:
         """Ends the request; ``output_tokens`` is 0 if it had no output."""
-        self._bounds.end(self._tenant, self._bytes)
-        self._model.work.remove(self._tenant, self._work)
-        self._model.slots.remove(self._tenant, 1)
+        self.bounds.end(self.tenant, self.size)
+        self.model.work.remove(self.tenant, self.work)
+        self.model.slots.remove(self.tenant, 1)
         if output_tokens:
-            self._model.mean_output += _SMOOTHING * (output_tokens - self._model.mean_output)
+            self.model.mean_output += _SMOOTHING * (output_tokens - self.model.mean_output)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ count it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.body_room import BodyRoom
@@ -17,18 +18,16 @@ from kvrouter.frontend.access.quotas import Grant
 from kvrouter.runtime.discovery.directory import ComponentView
 
 
+@dataclass(slots=True, eq=False)
 class AdmittedRequest:
     """A request counting until it is ended. End it once."""
 
-    __slots__ = ("_counted", "_grant", "_max_output_tokens", "_prompt_tokens")
-
-    def __init__(
-        self, grant: Grant | None, counted: CountedRequest | None, prompt_tokens: int, max_output_tokens: int
-    ) -> None:
-        self._grant = grant
-        self._counted = counted
-        self._prompt_tokens = prompt_tokens
-        self._max_output_tokens = max_output_tokens
+    grant: Grant | None
+    """What it takes of its caller's limits."""
+    counted: CountedRequest | None
+    """What it takes of this Frontend's bounds."""
+    prompt_tokens: int
+    max_output_tokens: int
 
     def end(self, output_tokens: int | None, *, sent: bool, prompt_tokens: int | None = None) -> None:
         """Ends the request.
@@ -38,14 +37,14 @@ class AdmittedRequest:
             sent: Whether a worker had its prompt, which is then charged whether there was output or not.
             prompt_tokens: Tokens of its prompt as its engine counted them, instead of an estimate; None to keep that.
         """
-        if self._grant is not None:
+        if self.grant is not None:
             charged = 0
             if sent or output_tokens:
-                charged = self._prompt_tokens if prompt_tokens is None else max(0, prompt_tokens)
-            unused_output = 0 if output_tokens is None else self._max_output_tokens - output_tokens
-            self._grant.end_sequence(self._prompt_tokens - charged + unused_output)
-        if self._counted is not None:
-            self._counted.end(output_tokens or 0)
+                charged = self.prompt_tokens if prompt_tokens is None else max(0, prompt_tokens)
+            unused_output = 0 if output_tokens is None else self.max_output_tokens - output_tokens
+            self.grant.end_sequence(self.prompt_tokens - charged + unused_output)
+        if self.counted is not None:
+            self.counted.end(output_tokens or 0)
 
 
 class RequestAdmission:

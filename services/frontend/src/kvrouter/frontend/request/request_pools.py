@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.prefill_stage import PrefillStage
@@ -17,52 +18,38 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 
 
+@dataclass(slots=True, eq=False)
 class RequestPools:
     """Several pools, which may come and go while the request runs."""
 
-    def __init__(
-        self,
-        request: FrontendServiceGenerateRequest,
-        views: Callable[[], Sequence[ComponentView]],
-        choice: PoolChoice,
-        health: WorkerHealth,
-        prefill_stage: Callable[[ComponentView], PrefillStage | None],
-        *,
-        is_estimated: bool = False,
-    ) -> None:
-        """Asks nobody yet.
-
-        Args:
-            request: The request, without token ids.
-            views: Returns the pools serving its model now, at least one, the largest first.
-            choice: Compares pools.
-            health: Health of the workers.
-            prefill_stage: Returns the request's prefill stage in a pool; None where it has none.
-            is_estimated: Whether the length of its prompt is an estimate.
-        """
-        self.prefill_stage = prefill_stage
-        self._request = request
-        self._views = views
-        self._choice = choice
-        self._health = health
-        self._is_estimated = is_estimated
+    request: FrontendServiceGenerateRequest
+    """The request, without token ids."""
+    views: Callable[[], Sequence[ComponentView]]
+    """Returns the pools serving its model now, at least one, the largest first."""
+    choice: PoolChoice
+    """Compares pools."""
+    health: WorkerHealth
+    prefill_stage: Callable[[ComponentView], PrefillStage | None]
+    """Returns the request's prefill stage in a pool; None where it has none."""
+    is_estimated: bool = False
+    """Whether the length of its prompt is an estimate."""
 
     def largest(self) -> ComponentView:
         """Returns the largest pool that can run the request, or that serves its model if none can. Asks nobody."""
-        return self._views()[0]
+        return self.views()[0]
 
     def others(self, refused: Collection[ComponentName]) -> bool:
         """Returns whether there is a pool besides those that refused the request."""
-        return any(view.name not in refused for view in self._views())
+        return any(view.name not in refused for view in self.views())
 
     def has_healthy_worker(self, besides: ComponentName) -> bool:
         """Returns whether a healthy worker of another pool could take the request."""
-        constraints, lora_name = self._request.constraints, self._request.scope.lora_name
+        constraints, lora_name = self.request.constraints, self.request.scope.lora_name
         return any(
             can_take(worker, constraints, lora_name)
-            for view in self._views()
+            for view in self.views()
             if view.name != besides
-            for worker in self._health.healthy(view.name)
+            for worker in self.health.healthy(view.name)
         )
 
     async def cheapest(
@@ -81,7 +68,7 @@ class RequestPools:
             refused: Pools that have refused it; they are left out unless all have.
             current: The request as the pool of the last attempt would receive it; None before the first attempt.
         """
-        views = self._views()
+        views = self.views()
         left = [view for view in views if view.name not in refused] or views
         hashes: dict[int, bytes] = {}
 
@@ -92,12 +79,12 @@ class RequestPools:
             else:
                 size = view.descriptor.block_size
                 if size not in hashes:
-                    hashes[size] = hash_prompt(prompt, self._request, size)
+                    hashes[size] = hash_prompt(prompt, self.request, size)
                 tokens = len(prompt) // TOKEN_BYTES
-                routed = routing_request(self._request, view, hashes[size], tokens, is_estimated=self._is_estimated)
-                routed.constraints.avoided_worker_ids.extend(self._health.avoided(view.name))
+                routed = routing_request(self.request, view, hashes[size], tokens, is_estimated=self.is_estimated)
+                routed.constraints.avoided_worker_ids.extend(self.health.avoided(view.name))
             stage = self.prefill_stage(view)
             routed.may_prefill_locally = stage is not None and stage.is_possible
             return routed
 
-        return (await self._choice.cheapest_first(left, routing, deadline))[0]
+        return (await self.choice.cheapest_first(left, routing, deadline))[0]
