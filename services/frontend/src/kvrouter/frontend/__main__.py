@@ -1,7 +1,5 @@
 """Entry point of ``kvrouter-frontend``, the gateway as a process of its own, or as several."""
 
-from __future__ import annotations
-
 import asyncio
 
 from kvrouter.frontend import app

@@ -1,7 +1,5 @@
 """Decodes JSON bodies of the HTTP API into typed structures, and reports the first error with the field's path."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import TypeVar

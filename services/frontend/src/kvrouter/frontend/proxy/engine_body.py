@@ -4,8 +4,6 @@
   ``do_remote_decode``, and its response has those of the decode engine. SGLang's engines get the same bootstrap fields.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Counts which prefixes of prompts are the most popular, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

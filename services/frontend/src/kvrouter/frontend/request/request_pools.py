@@ -1,7 +1,5 @@
 """The pools of a model that can serve one request, and the choice among them at each attempt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 

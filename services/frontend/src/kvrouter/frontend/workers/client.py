@@ -1,7 +1,5 @@
 """Starts attempts of requests at workers."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The workers that died while they ran one request."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import structlog

@@ -1,7 +1,5 @@
 """Messages to the gateway."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
