@@ -100,14 +100,14 @@ async def test_many_connections_that_flood_together_are_closed(monkeypatch: pyte
     monkeypatch.setattr(peer_conduct, "time", SimpleNamespace(monotonic=lambda: now))
     conduct = PeerConduct()
     peers = [f"ipv4:192.0.2.1:{port}" for port in range(1, 1001)]
-    told: list[bool] = []
+    closing: list[bool] = []
     for _ in range(6):
         for peer in peers:
             now += 1 / len(peers)
-            told.append(conduct.without_credential(peer))
+            closing.append(conduct.without_credential(peer))
     assert len(conduct._closing) == len(peers), "each made one call a second"
-    assert any(told)
-    assert not any(told[: 2 * len(peers)])
+    assert any(closing)
+    assert not any(closing[: 2 * len(peers)])
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
