@@ -37,11 +37,11 @@ class Admitting:
         )
 
     @contextmanager
-    def call(self, prompt_tokens: int, max_output_tokens: int) -> Iterator[AdmittedRequest]:
+    def call(self, prompt_tokens: int, max_output_tokens: int, *, sequences: int = 1) -> Iterator[AdmittedRequest]:
         grant = self.quotas.admit(CALLER, 0)
         try:
             with acting_for(CALLER, grant):
-                yield self._admission.admit(POOLS, prompt_tokens, max_output_tokens, "call")
+                yield self._admission.admit(POOLS, prompt_tokens, max_output_tokens, "call", sequences=sequences)
         finally:
             grant.end()
 
@@ -83,6 +83,19 @@ def test_a_prompt_whose_length_was_estimated_is_charged_as_its_engine_counts_it(
         admitted.end(0, sent=True, prompt_tokens=30)
     admitting.run(30, 0, 0)
     with pytest.raises(RateLimited):
+        admitting.run(1, 0, 0)
+
+
+def test_each_sequence_of_a_forwarded_request_counts() -> None:
+    admitting = Admitting()
+    with pytest.raises(RateLimited, match="maximum of 2 running requests"), admitting.call(1, 1, sequences=3):
+        pass
+    with admitting.call(20, 20, sequences=2) as running:
+        with pytest.raises(RateLimited, match="running"):
+            admitting.run(0, 0, 0)
+        running.end(10, sent=True)
+    admitting.run(30, 0, 0)
+    with pytest.raises(RateLimited, match="tokens per minute"):
         admitting.run(1, 0, 0)
 
 

@@ -121,3 +121,11 @@ async def test_an_image_does_not_count_as_a_long_text(model: ModelText) -> None:
     parts = [IMAGE, {"type": "text", "text": "What is this?"}]
     routed = await read(model, CHAT | {"messages": [{"role": "user", "content": parts}]})
     assert 256 <= routed.prompt_tokens < 512
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequences"), [({}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5}, 5), ({"n": 0}, 1), ({"n": 1 << 70}, 128)]
+)
+def test_the_sequences_of_a_prompt_are_known(fields: dict[str, Any], sequences: int) -> None:
+    body = json.dumps({"model": "m", "prompt": [1, 2], **fields}).encode()
+    assert RoutedBody.parse(body, max_prompt_tokens=LIMIT).sequences == sequences

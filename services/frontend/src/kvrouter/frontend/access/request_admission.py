@@ -58,24 +58,35 @@ class RequestAdmission:
         return self._bounds.room(*_share_holder(), current_grant())
 
     def admit(
-        self, views: Sequence[ComponentView], prompt_tokens: int, max_output_tokens: int, call: str
+        self,
+        views: Sequence[ComponentView],
+        prompt_tokens: int,
+        max_output_tokens: int,
+        call: str,
+        *,
+        sequences: int = 1,
     ) -> AdmittedRequest:
         """Admits a request of the current caller. It books nothing and asks no other service.
 
         Args:
             views: The components of its model.
             prompt_tokens: Tokens of its prompt.
-            max_output_tokens: Maximum number of output tokens; 0 if unknown.
+            max_output_tokens: Maximum number of output tokens of a sequence; 0 if unknown.
             call: The call, for logs.
+            sequences: Number of sequences, each of which counts as a request of its caller.
 
         Raises:
             Unauthenticated: access is limited and there is no caller.
             RateLimited: a limit of the caller's key or tenant is reached.
             Overloaded: there is no room for it.
         """
+        max_output_tokens *= sequences
         grant = None if self._access is None else self._access.count(prompt_tokens + max_output_tokens, call)
         admitted = AdmittedRequest(grant, None, prompt_tokens, max_output_tokens)
         try:
+            if self._access is not None:
+                for _ in range(1, sequences):
+                    self._access.count(0, call)
             counted = self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
         except BaseException:
             admitted.end(0, sent=False)

@@ -108,6 +108,8 @@ class EngineCalls:
         self.health = runner.workers.health
         self.is_estimated = not routed.is_tokenized
         """Whether the length of its prompt is an estimate."""
+        self.sequences = routed.sequences
+        """Number of sequences the engine computes."""
         self.counted_prompt_tokens: int | None = None
         """Tokens of its prompt as the engine counted them; None until it reports them."""
         self._request = request

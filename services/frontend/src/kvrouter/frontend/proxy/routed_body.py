@@ -18,6 +18,7 @@ from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.json_body import check_structure, decode_json
 from kvrouter.frontend.edge.prompt_list import parse_prompts
+from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.validation import check_vocabulary
@@ -51,6 +52,8 @@ class _Fields(msgspec.Struct, frozen=True):
     stream: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
     prompt: _Raw = _Raw()
@@ -99,6 +102,9 @@ class RoutedBody:
     listed_ids: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Token ids the client lists, by field, packed: those of all of its prompts."""
     max_output_tokens: int = 0
+    """Maximum number of output tokens of a sequence."""
+    sequences: int = 1
+    """Number of sequences the engine computes of a prompt."""
     is_stream: bool = False
     """Whether the response is to be a stream."""
     cache_salt: str = ""
@@ -140,9 +146,11 @@ class RoutedBody:
         if (fields.priority or 0) not in _PRIORITIES:
             raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
         output = fields.max_completion_tokens or fields.max_tokens or 0
+        sequences = max(1, min(max(fields.n or 1, fields.best_of or 1), MAX_SEQUENCES))
         parsed = cls(
             model=fields.model or "",
             max_output_tokens=max(0, min(output, _MAX_TOKENS)),
+            sequences=sequences,
             is_stream=bool(fields.stream),
             cache_salt=fields.cache_salt or "",
             priority=fields.priority or 0,

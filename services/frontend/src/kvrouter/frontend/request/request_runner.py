@@ -38,6 +38,8 @@ class Forwarding(Workers, Protocol):
 
     is_estimated: bool
     """Whether the length of its prompt is an estimate."""
+    sequences: int
+    """Number of sequences the engine computes."""
     counted_prompt_tokens: int | None
     """Tokens of its prompt as the engine counted them; None until it reports them."""
 
@@ -132,7 +134,10 @@ class RequestRunner:
                 check_vocabulary(prompt, vocabulary, "token_ids")
                 check_vocabulary(request.stop_conditions.stop_token_ids, vocabulary, "stop_conditions.stop_token_ids")
             deaths.check()
-            admitted = self.admission.admit(views, tokens, request.stop_conditions.max_tokens, "Generate")
+            sequences = 1 if through is None else through.sequences
+            admitted = self.admission.admit(
+                views, tokens, request.stop_conditions.max_tokens, "Generate", sequences=sequences
+            )
             if pools is not None:
                 # Only now, since this asks Schedulers.
                 view = await pools.cheapest(prompt, deadline)

@@ -139,7 +139,11 @@ class GatewayRequest:
         self._routed = routed = replace(routed, dp_rank=self._dp_rank)
         self._deaths = deaths = self._picker.deaths(routed, "" if self._caller is None else self._caller.tenant)
         self._admitted = self._admission.admit(
-            self._picker.views(routed.model), routed.prompt_tokens, routed.max_output_tokens, "engine request"
+            self._picker.views(routed.model),
+            routed.prompt_tokens,
+            routed.max_output_tokens,
+            "engine request",
+            sequences=routed.sequences,
         )
         self.body_is_changed = self.body is not received
         # Stored here, so that it ends with the request even if that is cancelled in this moment.
