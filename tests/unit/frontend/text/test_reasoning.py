@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -77,7 +78,8 @@ def test_the_prompt_says_whether_reasoning_has_begun(
 ) -> None:
     model = ModelText(model_files, cache_bytes=1 << 20, reasoning_format_name="qwen3")
     tokens = completed(model.tokenizer.encode(prompt, special_tokens=False, limit=1000))
-    parser = model.reasoning_parser(tokens, continues_message=continues)
+    assert model.text_of_prompt(tokens) == model.text_of(array("I", tokens)) == prompt
+    parser = model.reasoning_parser(tokens, prompt if continues else None)
     assert parser is not None
     assert parser.feed("so")[0] == ("so" if is_open else "")
 

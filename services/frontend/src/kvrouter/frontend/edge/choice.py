@@ -50,7 +50,7 @@ class Choice:
         request, text, prompt = frame.request, frame.text, frame.prompt_of(index)
         fields, tools = request.fields, request.tools
         self._parser = None if tools is None or text is None else tools.parser(text.tool_format)
-        self._reasoning = _reasoning_parser(frame, prompt)
+        self._reasoning = _reasoning_parser(frame, index)
         self.index = index
         self._count = frame.counts[index]
         self._sink = sink
@@ -112,9 +112,9 @@ class Choice:
         return marks
 
 
-def _reasoning_parser(frame: ResponseFrame, prompt: bytes) -> ReasoningParser | None:
+def _reasoning_parser(frame: ResponseFrame, index: int) -> ReasoningParser | None:
     """Returns the parser of an output's reasoning; None if it has none, as if it is constrained from its begin."""
     request = frame.request
     if not request.is_chat or frame.text is None or request.fields.structured_output() is not None:
         return None
-    return frame.text.reasoning_parser(prompt, continues_message=request.continues_message)
+    return frame.text.reasoning_parser(frame.prompt_of(index), frame.prompt_text_of(index))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -69,11 +68,21 @@ class TokenCount:
 class ResponseFrame:
     """Everything of a response but the output of its sequences."""
 
-    def __init__(self, request: TextRequest, text: ModelText | None, prompts: Sequence[bytes]) -> None:
-        """``text`` is None for a model without a tokenizer. ``prompts`` are packed buffers."""
+    def __init__(
+        self, request: TextRequest, text: ModelText | None, prompts: Sequence[bytes], texts: Sequence[str] = ()
+    ) -> None:
+        """Creates it without output.
+
+        Args:
+            request: The request.
+            text: The model's tokenizer; None for a model without one.
+            prompts: The prompts as packed buffers.
+            texts: Their texts if the response depends on them.
+        """
         self.request = request
         self.text = text
         self.prompts = prompts
+        self._texts = texts
         self.counts = [TokenCount(len(each) // TOKEN_BYTES) for each in prompts for _ in range(request.sequences)]
         """The tokens of each sequence."""
         self._created = int(time.time())
@@ -109,6 +118,10 @@ class ResponseFrame:
         """Returns the prompt of a sequence as a packed buffer."""
         return self.prompts[index // self.request.sequences]
 
+    def prompt_text_of(self, index: int) -> str | None:
+        """Returns the text of a sequence's prompt; None if the response does not depend on it."""
+        return self._texts[index // self.request.sequences] if self._texts else None
+
     def prompt_json(self, index: int) -> msgspec.Raw:
         """Returns the token ids of a sequence's prompt as JSON."""
         source = self.request.prompts[index // self.request.sequences]
@@ -119,7 +132,7 @@ class ResponseFrame:
         if not self.request.echo or self.text is None:
             return ""
         source = self.request.prompts[index // self.request.sequences]
-        return source.text if isinstance(source, TextPrompt) else self.text.text_of(array("I", self.prompt_of(index)))
+        return source.text if isinstance(source, TextPrompt) else self.prompt_text_of(index) or ""
 
     def envelope(self) -> dict[str, Any]:
         """Returns the fields before the choices of a response or chunk."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrouter.frontend.edge.choice import Choice, ChoiceSink
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
@@ -18,6 +18,7 @@ from kvrouter.frontend.request.validation import (
     structured_workers,
 )
 from kvrouter.frontend.text.client_work import completed
+from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError
@@ -60,7 +61,17 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     for prompt, source in zip(prompts, request.prompts, strict=True):
         if not prompt:
             raise BadRequest("the prompt is empty", field=source.field, advice="Send at least one token.")
-    return PreparedText(ResponseFrame(request, text, prompts), pools)
+    texts: list[str] = []
+    if text is not None and _needs_texts(request, text):
+        texts = [await models.texts.text_of_prompt(text, prompt) for prompt in prompts]
+    return PreparedText(ResponseFrame(request, text, prompts, texts), pools)
+
+
+def _needs_texts(request: TextRequest, text: ModelText) -> bool:
+    """Returns whether the response depends on the text of prompts that the request does not have."""
+    if request.is_chat:
+        return request.continues_message and text.reasoning_format is not None
+    return request.echo and any(isinstance(prompt, TokenPrompt) for prompt in request.prompts)
 
 
 async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:

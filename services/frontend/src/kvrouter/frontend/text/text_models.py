@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter as Votes
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -138,6 +139,15 @@ class TextModels:
                 advice="Send token ids to /v1/completions, or publish the model's tokenizer.",
             )
         return found
+
+    async def text_of_prompt(self, text: ModelText, prompt: bytes) -> str:
+        """Returns the text of a prompt, a packed buffer, from a thread.
+
+        Raises:
+            RateLimited, Overloaded: too much text waits for a thread.
+        """
+        lane = Lane.SHORT_TEXTS if len(prompt) <= SHORT_CHARACTERS else Lane.LONG_TEXTS
+        return await self.work.run(partial(text.text_of_prompt, prompt), lane, size=len(prompt))
 
     async def tokens(
         self, text: ModelText, prompts: Sequence[PromptSource], limit: int, *, salt: str = ""
