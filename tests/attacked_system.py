@@ -49,18 +49,30 @@ class AttackedSystem:
         """Returns the CPU time of each process."""
         return {name: _cpu_seconds(process.pid) for name, process in self.processes.items()}
 
-    def died(self) -> list[str]:
-        """Returns the names of processes that have ended."""
-        return [name for name, process in self.processes.items() if not Path(f"/proc/{process.pid}/exe").exists()]
+    async def check_running(self) -> None:
+        """Checks that no process has ended.
+
+        Raises:
+            ProcessDied: one has; the error has its exit status or signal and its last log lines.
+        """
+        for process in self.processes.values():
+            if not _memory(process.pid):
+                await process.watch()
 
 
 def _memory(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) << 10
+    """Returns 0 for a process that has ended."""
+    path = Path(f"/proc/{pid}/status")
+    status = path.read_text().splitlines() if path.exists() else []
+    return int(next((line.split()[1] for line in status if line.startswith("VmRSS")), 0)) << 10
 
 
 def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """Returns 0 for a process that has ended."""
+    path = Path(f"/proc/{pid}/stat")
+    if not path.exists():
+        return 0.0
+    fields = path.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
