@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.api_keys import ApiKeys
+from kvrouter.frontend.access.caller import Caller
 from kvrouter.frontend.access.key_file import KeyEntry, KeyFile, new_key
 from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.quotas import Quotas
-from kvrouter.frontend.access.refusals import Refusals
+from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals
 from kvrouter.v1.errors import RateLimited
 from prometheus_client import CollectorRegistry
 
@@ -16,6 +17,7 @@ KEY, HASH = new_key("client")
 KEYS = ApiKeys(KeyFile([KeyEntry(id="client", hash=HASH)]))
 ACCESS = Access(lambda: KEYS, None, Refusals(CollectorRegistry()), Quotas(LimitTable()))
 LIMITED_KEY, LIMITED_HASH = new_key("limited")
+TOKEN = "a.b.c"  # noqa: S105 - of no issuer
 GENERATE, LIST_MODELS = (f"/kvrouter.v1.FrontendService/{name}" for name in ("Generate", "ListModels"))
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
@@ -41,6 +43,31 @@ def test_everything_else_is_not(rest: str) -> None:
     encoded = rest.replace("KEY", KEY).encode("latin-1")
     assert not ACCESS.recognizes(HEAD.encode() + encoded)
     assert not ACCESS.recognizes(encoded)
+
+
+class Verifier:
+    """Accepts one token."""
+
+    def __init__(self) -> None:
+        self.known: list[str] = []
+
+    def authenticate(self, token: str, _tenants: object) -> Caller:
+        if token != TOKEN:
+            raise CredentialRefused(RefusalReason.INVALID_TOKEN)
+        self.known.append(token)
+        return Caller("sub:a")
+
+    def remembered(self, token: str, _tenants: object) -> Caller | None:
+        return Caller("sub:a") if token in self.known else None
+
+
+def test_a_token_is_recognized_once_it_was_verified() -> None:
+    access = Access(lambda: KEYS, Verifier(), Refusals(CollectorRegistry()), Quotas(LimitTable()))
+    head = f"{HEAD}Authorization: Bearer {TOKEN}\r\n\r\n".encode()
+    assert not access.recognizes(head)
+    with access.admit_http("POST", "/v1/completions", {"Authorization": f"Bearer {TOKEN}"}):
+        assert access.recognizes(head)
+    assert not access.recognizes(head.replace(TOKEN.encode(), b"a.b.d"))
 
 
 def test_a_key_is_recognized_while_its_limits_leave_room() -> None:

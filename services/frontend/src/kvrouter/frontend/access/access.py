@@ -33,6 +33,10 @@ class TokenVerifier(Protocol):
         """
         ...
 
+    def remembered(self, token: str, tenants: Mapping[str, TenantEntry]) -> Caller | None:
+        """Returns the caller of a token verified before and still valid; None for any other one."""
+        ...
+
 
 def is_token(credential: str) -> bool:
     """Returns whether a credential has the form of a JSON Web Token: three parts with points between them."""
@@ -171,16 +175,22 @@ class Access:
             raise
 
     def recognizes(self, head: bytes) -> bool:
-        """Returns whether the beginning of an HTTP request has a valid API key, whose limits leave room for it.
+        """Returns whether the beginning of an HTTP request has a valid credential, whose limits leave room for it.
 
-        Tokens are not verified for that.
+        No token is verified for that: one is recognized from its second request on.
         """
         headers = [(name.decode(), value.strip()) for name, value in _CREDENTIALS.findall(head)]
         try:
-            self._quotas.check(self._keys().authenticate(credential_of(headers)))
+            credential = credential_of(headers)
+            if self._tokens is not None and is_token(credential):
+                caller = self._tokens.remembered(credential, self._keys().tenants)
+            else:
+                caller = self._keys().authenticate(credential)
+            if caller is not None:
+                self._quotas.check(caller)
         except (CredentialRefused, LimitReached):
             return False
-        return True
+        return caller is not None
 
     def require_role(self, caller: Caller, call: str, *, is_client_call: bool) -> None:
         """Checks the permission of a caller for a call.

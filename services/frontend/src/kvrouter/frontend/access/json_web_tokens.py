@@ -113,17 +113,23 @@ class JsonWebTokens:
         keys = self.keys
         if keys is None:
             raise CredentialRefused(RefusalReason.NO_TOKEN_KEYS)
-        digest = sha256(token.encode()).digest()
-        known = self._remembered.get(digest)
-        if known is not None and known.keys is keys and known.tenants is tenants and time.time() < known.until:
-            return known.caller
+        known = self.remembered(token, tenants)
+        if known is not None:
+            return known
         claims = self._verified(token, keys)
         caller = self._caller(claims, tenants)
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.pop(next(iter(self._remembered)))
         until = float(claims["exp"]) + self._settings.jwt_leeway_seconds
-        self._remembered[digest] = _Remembered(caller, until, keys, tenants)
+        self._remembered[_digest(token)] = _Remembered(caller, until, keys, tenants)
         return caller
+
+    def remembered(self, token: str, tenants: Mapping[str, TenantEntry]) -> Caller | None:
+        """Returns the caller of a token verified before and still valid; None for any other one."""
+        known = self._remembered.get(_digest(token))
+        if known is None or known.keys is not self.keys or known.tenants is not tenants or time.time() >= known.until:
+            return None
+        return known.caller
 
     def _verified(self, token: str, keys: SigningKeys) -> dict[str, Any]:
         settings = self._settings
@@ -186,6 +192,10 @@ class JsonWebTokens:
         if len(names) > _MAX_MODELS or not all(isinstance(name, str) for name in names):
             raise _refused(f"its claim {self._settings.jwt_models_claim} is not a list of models")
         return tuple(str(name) for name in names)
+
+
+def _digest(token: str) -> bytes:
+    return sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 def _refused(detail: str) -> CredentialRefused:
