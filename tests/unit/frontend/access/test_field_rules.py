@@ -11,7 +11,7 @@ from kvrouter.engines.fields import HARMLESS, HARMLESS_OPTIONS, INTERNAL, INTERN
 from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.refusals import RuleBroken
 
-SCHEMAS = json.loads((Path(__file__).parents[2] / "net" / "engine_schemas.json").read_text())
+SCHEMAS = json.loads((Path(__file__).parents[2] / "engines" / "engine_schemas.json").read_text())
 CHATS = "/v1/chat/completions"
 FIELDS = sorted({name for paths in SCHEMAS.values() for names in paths.values() for name in names} | INTERNAL)
 

@@ -22,7 +22,7 @@ TABLE = {
     for row in rows((REFERENCE / "openai-fields.md").read_text(encoding="utf-8"))
     if row[0].startswith("`")
 }
-SCHEMAS = Path(__file__).parents[2] / "net" / "engine_schemas.json"
+SCHEMAS = Path(__file__).parents[2] / "engines" / "engine_schemas.json"
 STRUCTS: dict[str, type[msgspec.Struct]] = {"chat": ChatFields, "completion": CompletionFields}
 MINIMAL: dict[str, dict[str, Any]] = {
     "chat": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
