@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import grpc
 import msgspec
@@ -18,6 +19,19 @@ _NOT_THE_CLIENTS = frozenset({401, 403, 405, 408})
 """Statuses below 500 for which the sidecar or the engine is at fault, not the request."""
 _TOO_LONG = re.compile(r"(maximum|model's) context length")
 """Words with which vLLM and SGLang refuse a prompt that exceeds the model's context, alone or with its output."""
+
+
+_ABSENT = msgspec.Raw()
+
+
+class Answer(msgspec.Struct):
+    """What any answer may have instead of output."""
+
+    error: msgspec.Raw = _ABSENT
+    object: str = ""
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
 class _Error(msgspec.Struct):
@@ -89,6 +103,26 @@ def refusal_of_code(code: int, message: str) -> RequestRefused:
         return RequestRefused(f"the engine refuses the request: {message}"[:_MOST_CHARACTERS], reason=reason)
     # An engine that answers 503 has not begun with the request.
     return EngineFailed(f"the engine reports a failure (status {code})", message, was_sent=code != _UNAVAILABLE)
+
+
+def is_given(field: msgspec.Raw) -> bool:
+    """Returns whether a field of an answer is neither absent nor null."""
+    return bytes(field) not in (b"", b"null")
+
+
+def read_answer(decode: Callable[[bytes], AnswerT], data: bytes) -> AnswerT:
+    """Returns a whole answer with status 200, or an event of its stream.
+
+    Raises:
+        RequestRefused: it reports an error, or is malformed.
+    """
+    try:
+        answer = decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise EngineFailed(f"the engine sent a malformed output: {error}") from None
+    if is_given(answer.error) or answer.object == "error":
+        raise error_in(data) or refusal_of_code(500, "no message")
+    return answer
 
 
 def error_in(body: bytes) -> RequestRefused | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from kvrouter.engines.fields import ENGINES, EngineName
 from kvrouter.publisher.errors import RequestRefused
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.worker_pb2 import SamplingOptions, StructuredOutput, WorkerServiceGenerateRequest
 
 _STRUCTURED = "sampling_options.structured_output"
@@ -69,11 +71,33 @@ def transfer_parameters(request: WorkerServiceGenerateRequest, transfer_format: 
         raise RequestRefused(f"expected a JSON object: {error}", field="transfer_params.payload") from None
 
 
-def refuse_several_sequences(options: SamplingOptions) -> None:
-    """Refuses a request for several sequences: a worker ends its output at the end of the first one.
+def sampling(
+    request: WorkerServiceGenerateRequest, names: Iterable[str], *, max_tokens: str, min_tokens: str
+) -> dict[str, Any]:
+    """Returns the sampling parameters and stop conditions that vLLM and SGLang have in common.
+
+    Args:
+        request: The request. A prefill has one token of output.
+        names: Options that the engine calls as the contract does.
+        max_tokens: The engine's name of the most tokens of output.
+        min_tokens: The engine's name of the fewest.
 
     Raises:
-        RequestRefused: more than one is requested.
+        RequestRefused: it wants several sequences. A worker ends its output at the end of the first one.
     """
+    options, stop = request.sampling_options, request.stop_conditions
     if options.n > 1:
         raise RequestRefused(f"expected one sequence, received n={options.n}", field="sampling_options.n")
+    parameters: dict[str, Any] = {name: getattr(options, name) for name in names if options.HasField(name)}
+    if options.HasField("top_k"):
+        parameters["top_k"] = options.top_k or -1
+    parameters[max_tokens] = 1 if request.stage == Stage.STAGE_PREFILL else stop.max_tokens
+    if stop.min_tokens:
+        parameters[min_tokens] = min(stop.min_tokens, parameters[max_tokens])
+    if stop.stop_token_ids:
+        parameters["stop_token_ids"] = list(stop.stop_token_ids)
+    if stop.ignore_eos:
+        parameters["ignore_eos"] = True
+    if stop.stop:
+        parameters["stop"] = list(stop.stop)
+    return parameters

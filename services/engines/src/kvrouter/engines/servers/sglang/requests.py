@@ -12,13 +12,13 @@ from kvrouter.engines.salts import engine_salt
 from kvrouter.engines.servers.api import EngineCall
 from kvrouter.engines.servers.description import EngineDescription
 from kvrouter.engines.servers.event_stream import END
-from kvrouter.engines.servers.failures import EngineFailed, error_in, refusal_of_code
+from kvrouter.engines.servers.failures import Answer, EngineFailed, read_answer, refusal_of_code
 from kvrouter.engines.servers.http import as_json
 from kvrouter.engines.servers.json_options import (
     engine_options,
     json_schema,
     no_constraint,
-    refuse_several_sequences,
+    sampling,
     transfer_parameters,
 )
 from kvrouter.engines.transfers import SGLANG_TRANSFER
@@ -43,10 +43,6 @@ _ID_BYTES = 16
 _META = re.compile(r"[\\.^$|?*+()\[\]{}]")
 """Characters with a meaning in regular expressions."""
 
-_ABSENT = msgspec.Raw()
-_NOTHING = (b"", b"null")
-"""Encodings of a field that is absent or null."""
-
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
@@ -64,12 +60,10 @@ class _Meta(msgspec.Struct):
     output_top_logprobs: list[list[list[Any]] | None] | None = None
 
 
-class _Answer(msgspec.Struct):
+class _Answer(Answer):
     output_ids: list[TokenId] | None = None
     text: str | None = None
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    error: msgspec.Raw = _ABSENT
-    object: str = ""
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -109,22 +103,10 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
 
 
 def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
-    options, stop = request.sampling_options, request.stop_conditions
-    refuse_several_sequences(options)
-    parameters: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING if options.HasField(name)}
-    if options.HasField("top_k"):
-        parameters["top_k"] = options.top_k or -1
+    options = request.sampling_options
+    parameters = sampling(request, _SAMPLING, max_tokens="max_new_tokens", min_tokens="min_new_tokens")
     if options.HasField("seed"):
         parameters["sampling_seed"] = options.seed
-    parameters["max_new_tokens"] = 1 if request.stage == Stage.STAGE_PREFILL else stop.max_tokens
-    if stop.min_tokens:
-        parameters["min_new_tokens"] = min(stop.min_tokens, parameters["max_new_tokens"])
-    if stop.stop_token_ids:
-        parameters["stop_token_ids"] = list(stop.stop_token_ids)
-    if stop.ignore_eos:
-        parameters["ignore_eos"] = True
-    if stop.stop:
-        parameters["stop"] = list(stop.stop)
     if options.HasField("structured_output"):
         parameters |= _structured_output(options.structured_output)
     return parameters
@@ -165,12 +147,7 @@ class GenerateReader:
         if data == END:
             yield from self.end()
             return
-        try:
-            answer = _decode(data)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise EngineFailed(f"the engine sent a malformed output: {error}") from None
-        if bytes(answer.error) not in _NOTHING or answer.object == "error":
-            raise error_in(data) or refusal_of_code(500, "no message")
+        answer = read_answer(_decode, data)
         if self._ended:
             raise EngineFailed("the engine sent output after the end of the request")
         if answer.output_ids is None and answer.text:

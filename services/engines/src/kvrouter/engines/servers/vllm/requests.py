@@ -10,13 +10,13 @@ from kvrouter.engines.salts import engine_salt
 from kvrouter.engines.servers.api import EngineCall
 from kvrouter.engines.servers.description import EngineDescription
 from kvrouter.engines.servers.event_stream import END
-from kvrouter.engines.servers.failures import EngineFailed, error_in, refusal_of_code
+from kvrouter.engines.servers.failures import Answer, EngineFailed, is_given, read_answer
 from kvrouter.engines.servers.http import as_json
 from kvrouter.engines.servers.json_options import (
     engine_options,
     json_schema,
     no_constraint,
-    refuse_several_sequences,
+    sampling,
     transfer_parameters,
 )
 from kvrouter.engines.transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
@@ -41,10 +41,7 @@ _FINISH = {
 }
 _SAMPLING = (*("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),)
 
-_ABSENT = msgspec.Raw()
 _ID_PREFIX = "token_id:"
-_NOTHING = (b"", b"null")
-"""Encodings of a field that is absent or null."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -70,12 +67,10 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
+class _Answer(Answer):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
-    kv_transfer_params: msgspec.Raw = _ABSENT
-    error: msgspec.Raw = _ABSENT
-    object: str = ""
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -112,26 +107,14 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
 
 
 def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
-    options, stop = request.sampling_options, request.stop_conditions
-    refuse_several_sequences(options)
-    body: dict[str, Any] = {name: getattr(options, name) for name in _SAMPLING if options.HasField(name)}
-    if options.HasField("top_k"):
-        body["top_k"] = options.top_k or -1
+    options = request.sampling_options
+    body = sampling(request, _SAMPLING, max_tokens="max_tokens", min_tokens="min_tokens")
     if options.logprobs:
         body["logprobs"] = options.logprobs - 1
         # Otherwise the alternatives have texts, of which several tokens may have the same.
         body["return_tokens_as_token_ids"] = True
     if options.HasField("structured_output"):
         body["structured_outputs"] = _structured_output(options.structured_output)
-    body["max_tokens"] = 1 if request.stage == Stage.STAGE_PREFILL else stop.max_tokens
-    if stop.min_tokens:
-        body["min_tokens"] = min(stop.min_tokens, body["max_tokens"])
-    if stop.stop_token_ids:
-        body["stop_token_ids"] = list(stop.stop_token_ids)
-    if stop.ignore_eos:
-        body["ignore_eos"] = True
-    if stop.stop:
-        body["stop"] = list(stop.stop)
     return body
 
 
@@ -177,12 +160,7 @@ class CompletionReader:
         if data == END:
             yield from self.end()
             return
-        try:
-            answer = _decode(data)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise EngineFailed(f"the engine sent a malformed output: {error}") from None
-        if bytes(answer.error) not in _NOTHING or answer.object == "error":
-            raise error_in(data) or refusal_of_code(500, "no message")
+        answer = read_answer(_decode, data)
         if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
             self._cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
         for choice in answer.choices:
@@ -195,9 +173,9 @@ class CompletionReader:
                 self._last = output
             else:
                 yield output
-        parameters = bytes(answer.kv_transfer_params)
-        if self._last is not None and parameters not in _NOTHING:
-            self._last.transfer_params.CopyFrom(TransferParams(format=VLLM_TRANSFER, payload=parameters))
+        if self._last is not None and is_given(answer.kv_transfer_params):
+            parameters = TransferParams(format=VLLM_TRANSFER, payload=bytes(answer.kv_transfer_params))
+            self._last.transfer_params.CopyFrom(parameters)
 
     def end(self) -> Iterator[GenerateOutput]:
         """Yields the last output.
