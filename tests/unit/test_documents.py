@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from kvrouter.cli.main import app
-from kvrouter.devtools.conformance.__main__ import parser as check_parser
+from kvrouter.devtools.conformance.options import parser as check_parser
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.mocker.settings import MockerSettings

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+from kvrouter.devtools.conformance.options import CheckOptions
 from kvrouter.devtools.conformance.suite import run_checks
-from kvrouter.devtools.conformance.worker_under_test import CheckOptions
 from kvrouter.publisher.worker_server import SERVICE
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse

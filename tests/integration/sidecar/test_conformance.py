@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from kvrouter.devtools.conformance.options import CheckOptions
 from kvrouter.devtools.conformance.suite import run_checks
-from kvrouter.devtools.conformance.worker_under_test import CheckOptions
 from kvrouter.v1.names import ComponentName
 
 from .rig import Beside, EngineServer, sglang, vllm

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from kvrouter.devtools.conformance.options import CheckOptions
 from kvrouter.devtools.conformance.results import CheckResult
 from kvrouter.devtools.conformance.suite import run_checks
-from kvrouter.devtools.conformance.worker_under_test import CheckOptions
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.publisher.worker import running
 from kvrouter.v1.common_pb2 import Transport

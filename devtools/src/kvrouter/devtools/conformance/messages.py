@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 import nats
 from google.protobuf.message import DecodeError
 from kvrouter.devtools.conformance.cache import CacheProbe
+from kvrouter.devtools.conformance.options import CheckOptions
 from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
-from kvrouter.devtools.conformance.worker_under_test import CheckOptions, WorkerUnderTest
+from kvrouter.devtools.conformance.worker_under_test import WorkerUnderTest
 from kvrouter.net.nats.client import TolerantClient
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from nats.aio.msg import Msg

@@ -16,10 +16,11 @@ from kvrouter.devtools.conformance.messages import (
     check_published_loads,
     collecting,
 )
+from kvrouter.devtools.conformance.options import CheckOptions
 from kvrouter.devtools.conformance.registration import check_reachable, check_registration
 from kvrouter.devtools.conformance.restart import check_restart
 from kvrouter.devtools.conformance.results import CheckFailed, CheckResult, CheckSkipped
-from kvrouter.devtools.conformance.worker_under_test import CheckOptions, WorkerUnderTest
+from kvrouter.devtools.conformance.worker_under_test import WorkerUnderTest
 
 _Check = Callable[[], Awaitable[str]]
 """Returns the observed behaviour; raises CheckFailed or CheckSkipped."""

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import grpc.aio
 from kvrouter.core import Scope
+from kvrouter.devtools.conformance.options import CheckOptions
 from kvrouter.net.http2.options import CHANNEL_OPTIONS
 from kvrouter.v1.common_pb2 import BlockRecord, BlockScope, CopyCounting, Cursor
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
-from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import (
     AbortRequest,
@@ -35,33 +35,6 @@ CLIENT_ERRORS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, gr
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.05
 _CALL_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class CheckOptions:
-    """Options of a check, by the author of the engine."""
-
-    worker: str
-    """Address of its WorkerService, host:port."""
-    dp_rank: int = 0
-    """Rank whose cache is checked."""
-    component: ComponentName | None = None
-    etcd: str = ""
-    """``host:port`` of etcd; empty to omit the checks with it."""
-    nats: str = ""
-    """URL of NATS; empty to omit the checks with it."""
-    max_model_len: int = 0
-    """Maximum number of prompt and output tokens together; 0 for the registered one."""
-    any_adapter: bool = False
-    """Whether the engine serves LoRA adapters of any name."""
-    restart_command: str = ""
-    """Shell command to restart the worker; empty to omit the check."""
-    prompt_blocks: int = 4
-    """Full blocks of a prompt."""
-    largest_token: int = 999
-    """Prompts have random tokens from 1 to this one."""
-    seconds: float = 30.0
-    """Longest wait for an expected effect, seconds."""
 
 
 @dataclass(slots=True)
