@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import typer
 from annotated_types import Ge, Gt, Le, Lt
-from kvrouter.cli.main import HELP_PAGES, app
+from kvrouter.cli.main import app
 from kvrouter.cli.serve import ABOUT, PROGRAM, ROLES
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
@@ -19,6 +19,7 @@ from kvrouter.relay.__main__ import PROGRAM as RELAY
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.settings import RoutingSettings, ServiceSettings
 from kvrouter.runtime.config.sources import help_of
+from kvrouter.runtime.config.stored_help import PAGES
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.sidecar.__main__ import PROGRAM as SIDECAR
 from kvrouter.sidecar.settings import SidecarSettings
@@ -72,12 +73,16 @@ def page() -> str:
 
 
 def help_pages() -> dict[Path, str]:
-    """Returns the help, in 80 columns, of the commands whose options are settings, by the file that stores it."""
+    """Returns the help, in 80 columns, of the programs whose options are settings, by the file that stores it."""
     os.environ["COLUMNS"] = "80"
     return {
-        HELP_PAGES / "serve.txt": help_of(list(ROLES.values()), PROGRAM, ABOUT),
-        HELP_PAGES / "relay.txt": help_of([RelaySettings], RELAY),
-        HELP_PAGES / "sidecar.txt": help_of([SidecarSettings], SIDECAR),
+        PAGES / "serve.txt": help_of(list(ROLES.values()), PROGRAM, ABOUT),
+        PAGES / "relay.txt": help_of([RelaySettings], RELAY),
+        PAGES / "sidecar.txt": help_of([SidecarSettings], SIDECAR),
+        PAGES / "frontend.txt": help_of([FrontendSettings], "kvrouter-frontend"),
+        PAGES / "scheduler.txt": help_of([SchedulerSettings], "kvrouter-scheduler"),
+        PAGES / "indexer.txt": help_of([IndexerSettings], "kvrouter-indexer"),
+        PAGES / "mocker.txt": help_of([MockerSettings], "kvrouter-mocker"),
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from kvrouter.frontend.service import FrontendService
 from kvrouter.indexer.api.service import IndexerService
+from kvrouter.runtime.config.stored_help import PAGES
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.error_encoding import HTTP_STATUS, http_status
@@ -55,7 +56,7 @@ def test_generated_pages_are_up_to_date(page: str) -> None:
 def test_stored_help_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     pages = generator("options").help_pages()
-    assert {path.name for path in pages} == {"serve.txt", "relay.txt", "sidecar.txt"}
+    assert set(pages) == set(PAGES.iterdir())
     for path, text in pages.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run make reference"
 

@@ -21,7 +21,7 @@ importlib.import_module(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("module", ["kvrouter.cli.explain", "kvrouter.scheduler.__main__"])
+@pytest.mark.parametrize("module", ["kvrouter.cli.explain", "kvrouter.scheduler.app"])
 def test_the_environment_of_grpc_is_set_before_it_is_loaded(module: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     command = [sys.executable, "-c", PROGRAM, module]

@@ -6,9 +6,9 @@ when it runs.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +20,7 @@ from kvrouter.cli.index.commands import index_app
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.keys import keys_app
 from kvrouter.cli.running import Run, chosen_system
+from kvrouter.runtime.config.stored_help import stored_help
 from kvrouter.v1.names import InvalidName, check_name
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ Schedulers = Annotated[
     typer.Option("--scheduler", help="gRPC address of a Scheduler, host:port, instead of discovery through etcd."),
 ]
 DEFAULT_ETCD = "127.0.0.1:2379"
-HELP_PAGES = Path(__file__).parent / "help"
-"""Help of the commands whose options are settings, which take a second to import; `make reference` writes it."""
+STORED_HELP = ("serve", "relay", "sidecar")
+"""Commands whose options are settings."""
 
 
 @app.callback()
@@ -262,12 +263,16 @@ def main() -> None:
             status = app(standalone_mode=False) or 0
         else:
             print(help_page)  # noqa: T201
+        sys.stdout.flush()
     except typer.TyperException as error:
         status = _fail(f"{error.format_message().rstrip('.')}{_help_hint(error)}", error.exit_code)
     except Interrupted as error:
         status = error.exit_status
     except KeyboardInterrupt:  # the second Ctrl-C; child processes die with this one
         status = 130
+    except BrokenPipeError:  # the reader of the output left: kvrouter … | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     except OSError as error:
         status = _fail(reason_of(error), CommandFailed.exit_code)
     sys.exit(status)
@@ -278,12 +283,8 @@ def _help_page(arguments: list[str]) -> str | None:
 
     Typer would first convert the options before the subcommand, for which it imports pydantic.
     """
-    if (
-        len(arguments) == 2
-        and arguments[1] in ("--help", "-h")
-        and (page := HELP_PAGES / f"{arguments[0]}.txt").exists()
-    ):
-        return page.read_text(encoding="utf-8").rstrip()
+    if arguments and arguments[0] in STORED_HELP and (page := stored_help(arguments[0], arguments[1:])) is not None:
+        return page.rstrip()
     *names, last = arguments or [""]
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="kvrouter")

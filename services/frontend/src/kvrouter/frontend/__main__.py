@@ -1,17 +1,23 @@
-"""Entry point of ``kvrouter-frontend``, the gateway as a process of its own, or as several."""
+"""Entry point of ``kvrouter-frontend``, the gateway as a process of its own, or as several.
+
+Imports wait until more than its help is asked for.
+"""
 
 import asyncio
 
-from kvrouter.frontend import app
-from kvrouter.frontend.processes.parent import FrontendProcesses
-from kvrouter.frontend.settings import FrontendSettings
-from kvrouter.runtime.config.settings import load
-from kvrouter.runtime.config.sources import refuse
-from kvrouter.runtime.process.lifecycle import run
+from kvrouter.runtime.config.stored_help import exit_with_help
 
 
 def main() -> None:
     """Runs the Frontend until SIGTERM."""
+    exit_with_help("frontend")
+    from kvrouter.frontend import app
+    from kvrouter.frontend.processes.parent import FrontendProcesses
+    from kvrouter.frontend.settings import FrontendSettings
+    from kvrouter.runtime.config.settings import load
+    from kvrouter.runtime.config.sources import refuse
+    from kvrouter.runtime.process.lifecycle import run
+
     settings = load(FrontendSettings, prog="kvrouter-frontend")
     if settings.lacks_scheduler():
         refuse("kvrouter-frontend", "--static-workers: name the Schedulers with --static-schedulers")
