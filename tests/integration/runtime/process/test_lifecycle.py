@@ -216,6 +216,7 @@ async def test_a_taken_address_is_one_line(tmp_path: Path, settings: ServiceSett
         status, lines = await process.ended()
     assert status == 1
     assert lines[-1]["cause"].startswith(f"cannot listen on 127.0.0.1:{port}")
+    assert flag in lines[-1]["cause"]
     assert "exception" not in lines[-1]
 
 

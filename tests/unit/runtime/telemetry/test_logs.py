@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 
@@ -43,6 +45,25 @@ def test_each_event_is_one_line_of_json_without_local_variables() -> None:
     assert lines[2]["logger"] == "library"
     assert "ValueError: failed" in lines[3]["exception"]
     assert all("time" in line for line in lines)
+
+
+TERMINAL_SCRIPT = """
+import structlog
+from kvrouter.runtime.telemetry import logs
+logs.configure()
+structlog.get_logger().info("started", port=1)
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lines_at_a_terminal_are_for_people(is_terminal: bool) -> None:
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    subprocess.run([sys.executable, "-c", TERMINAL_SCRIPT], stderr=writer, check=True)
+    os.close(writer)
+    line = os.read(reader, 10_000).decode()
+    os.close(reader)
+    assert "started" in line
+    assert line.startswith("{") is not is_terminal
 
 
 HOSTILE_SCRIPT = """

@@ -137,7 +137,9 @@ class ServiceSettings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged."
     )
-    log_format: Literal["json", "console"] = Field(default="json", description="Format of log lines.")
+    log_format: Literal["json", "console"] | None = Field(
+        default=None, description="Format of log lines; by default console at a terminal, else json."
+    )
 
     otlp_endpoint: str = Field(
         default="",

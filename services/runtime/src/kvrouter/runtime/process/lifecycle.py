@@ -43,6 +43,7 @@ _EXPLAINED = (
     UnreadableSecret,
 )
 """Failures with a sufficient message, which are logged without a traceback."""
+_OTHER_ADDRESS = "choose another with --port (HTTP API), --bind (gRPC) or --http-bind (metrics)"
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]], settings: ServiceSettings, component: str) -> NoReturn:
@@ -109,7 +110,8 @@ async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> in
     except Exception as failure:
         known = _leaves(failure)
         if all(isinstance(error, _EXPLAINED) for error in known):
-            log.error("service.failed", cause="; ".join(map(str, known)))
+            advice = [_OTHER_ADDRESS] if any(isinstance(error, BindFailed) for error in known) else []
+            log.error("service.failed", cause="; ".join([*map(str, known), *advice]))
         else:
             log.exception("service.failed")
         return 1

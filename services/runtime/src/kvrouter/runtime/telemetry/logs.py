@@ -14,12 +14,12 @@ from kvrouter.net.decoding import escaped
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def configure(level: str = "info", format: Literal["json", "console"] = "json", component: str = "") -> None:  # noqa: A002
+def configure(level: str = "info", format: Literal["json", "console"] | None = None, component: str = "") -> None:  # noqa: A002
     """Configures logging for the process.
 
     Args:
         level: Minimum level: debug, info, warning or error.
-        format: ``json``, or ``console`` for terminals.
+        format: ``json``, or ``console`` for people; None for ``console`` at a terminal, else ``json``.
         component: Component of lines that do not name one.
     """
 
@@ -36,7 +36,7 @@ def configure(level: str = "info", format: Literal["json", "console"] = "json", 
     ]
     # Tracebacks are plain text, because richer formats print local variables and with them prompts.
     last: list[Any]
-    if format == "json":
+    if (format or ("console" if sys.stderr.isatty() else "json")) == "json":
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     else:
         last = [
