@@ -166,14 +166,16 @@ async def test_the_page_of_a_process_with_listed_workers_shows_its_own_scheduler
     mocker = MockerSettings(worker_id=3, bind="127.0.0.1:0", clock_factor=50.0)
     async with serving_alone(mocker, new_registry()) as worker, aiohttp.ClientSession() as session:
         listed = ("--static-workers", worker, "--static-model", "mock-model", "--no-kv-events", "--router-mode", "kv")
-        roles = ("serve", "--roles", "scheduler,frontend", "--bind", bind, "--http-bind", http, "--port", port)
-        async with processes(tmp_path, module("serve", "cli.main", *roles, *listed)):
+        roles = ("serve", "--roles", "scheduler,frontend", "--bind", bind, "--http-bind", http)
+        listens = ("--host", "0.0.0.0", "--port", port)  # noqa: S104
+        async with processes(tmp_path, module("serve", "cli.main", *roles, *listens, *listed)):
             async with asyncio.timeout(60):
                 await until_serving(bind, "kvrouter.v1.FrontendService")
                 while not (shown := await overview(session, port))["components"][0]["ranks"]:
                     await asyncio.sleep(0.05)
             assert [each["rank"] for each in shown["components"][0]["ranks"]] == ["3:0"]
             said = (tmp_path / "serve.log").read_text(encoding="utf-8")
+            # Browsers open no wildcard address.
             assert f"HTTP API  http://127.0.0.1:{port}\nWeb page  http://127.0.0.1:{port}/ui/\n" in said
             assert {each["kind"]: each["state"] for each in shown["services"]} == {
                 "Scheduler": "ready",

@@ -140,6 +140,7 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
         assert "kvrouter/workers  model mock-model, mode forecast" in frame
         assert re.search(r"^1:0 .* 0 / 16,384 +0 +0 +[\d,]+ .* ok *$", frame, re.MULTILINE)
         assert "round-robin: next in turn" in frame
+        assert re.search(r" ready-check +\d:0 ", frame), "its own request has a name"
         command = (sys.executable, "-m", "kvrouter.cli.main")
         assert "by mode forecast: lowest cost" in await run([*command, "explain", second["id"]])
         assert "kvrouter/workers: ready" in await run([*command, "index", "status"])

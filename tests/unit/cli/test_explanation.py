@@ -6,7 +6,7 @@ import io
 
 import pytest
 from kvrouter.cli.explain import lookups, matching_ids
-from kvrouter.cli.explanation import candidates_table, comparison_table, remainder
+from kvrouter.cli.explanation import candidates_table, comparison_table, remainder, summary
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.decisions_table import request_name
 from kvrouter.v1.common_pb2 import Rank
@@ -75,6 +75,7 @@ def test_the_chosen_and_the_next_three_are_compared_in_80_columns() -> None:
     assert "5,000 fewer blocks cached" in text
     assert "4:0" not in text
     assert remainder(decision) == ["1 more rank", "2 ranks left out: draining"]
+    assert summary(decision)[-2] == "prompt of 6,000 full blocks"
 
 
 def shown(table: Table) -> str:

@@ -40,6 +40,8 @@ def summary(decision: Decision) -> list[str]:
     whom = f"request {decision.request_id}" if decision.request_id else "not booked"
     again = f", attempt {decision.attempt + 1}" if decision.attempt else ""
     lines = [f"{whom}{again}", f"decision {decision.decision_id} at {at}"]
+    if decision.prompt_blocks:
+        lines.append(f"prompt of {decision.prompt_blocks:,} full block{'' if decision.prompt_blocks == 1 else 's'}")
     chosen = f"rank {rank_name(decision.chosen)}" if decision.HasField("chosen") else "no rank"
     because = f": {decision.reason}" if decision.reason else ""
     lines.append(f"{chosen} by mode {decision.mode}{because}")

@@ -91,7 +91,9 @@ def _addresses(services: Sequence[Hosted], common: ServiceSettings, front: Front
     http = next((each.http_endpoint for each in services if each.kind == "frontend"), "")
     if front is None or not http:
         return []
-    url = f"{'https' if common.tls_cert_file else 'http'}://{http}"
+    host, _, port = http.rpartition(":")
+    here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)  # noqa: S104 - browsers open no wildcard
+    url = f"{'https' if common.tls_cert_file else 'http'}://{here}:{port}"
     return [f"HTTP API  {url}", *([f"Web page  {url}/ui/"] if front.web_page else [])]
 
 

@@ -307,7 +307,9 @@ class Stack:
         """Returns why a chat might not be served; empty if the system takes no text, or served a word."""
         if not self.options.has_text:
             return ""
-        request = FrontendServiceGenerateRequest(model=self.options.model, prompt_text="ready")
+        request = FrontendServiceGenerateRequest(
+            model=self.options.model, prompt_text="ready", request_id="ready-check"
+        )
         request.stop_conditions.max_tokens = 1
         try:
             async with aclosing(frontend.generate(request, deadline=Deadline.after(5))) as pieces:
