@@ -192,6 +192,13 @@ async def test_it_fits_a_telephone(tmp_path: Path) -> None:
         await page.open(url, width=390, height=1800)
         await page.until(SHOWN)
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        await page.evaluate("document.querySelector('#components .scroll').scrollLeft = 200")
+        rank = "document.querySelector('#components tbody td').getBoundingClientRect().left"
+        edge = "document.querySelector('#components .scroll').getBoundingClientRect().left"
+        assert await page.evaluate("document.querySelector('#components .scroll').scrollLeft") == 200
+        assert 0 <= await page.evaluate(f"{rank} - {edge}") < 2, "the rank stays beside its figures"
+        cut = "[...document.querySelectorAll('#errors .scroll')].some((each) => each.scrollWidth > each.clientWidth)"
+        assert not await page.evaluate(cut), "errors are shown with their counts"
         await shot(page, "telephone")
 
 

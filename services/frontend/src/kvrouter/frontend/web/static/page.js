@@ -35,8 +35,8 @@ function duration(seconds) {
   return seconds < 3600 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
-/** Formats a rate: three digits, per second. */
-const rate = (value) => (value === null ? "–" : `${value < 100 ? Number(value.toPrecision(3)) : short(value)}/s`);
+/** Formats a rate: three digits, two below one, per second. */
+const rate = (value) => (value === null ? "–" : `${value < 100 ? Number(value.toPrecision(value < 1 ? 2 : 3)) : short(value)}/s`);
 
 /** Formats a latency in milliseconds, or in seconds from one second on. */
 const latency = (seconds) => (seconds === null ? "–" : seconds < 0.01 ? `${(1000 * seconds).toFixed(1)} ms` : seconds < 1 ? `${(1000 * seconds).toFixed(0)} ms` : `${seconds.toFixed(2)} s`);
