@@ -44,6 +44,16 @@ def test_each_form_of_a_constraint(fields: dict[str, Any], expected: StructuredO
     assert constraint(**fields) == expected
 
 
+def test_a_strict_tool_constrains_an_output_that_must_call_it() -> None:
+    """As docs/guides/openai.md, "Tool calls", says. SDKs send ``strict`` unasked, so it is not refused."""
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}]
+    assert constraint(tools=tools) is None
+    assert constraint(tools=tools, tool_choice="auto") is None
+    forced = constraint(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}})
+    assert forced is not None
+    assert json.loads(forced.json_schema) == SCHEMA
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
