@@ -22,16 +22,12 @@ const {kvrouter} = grpc.loadPackageDefinition(
   protoLoader.loadSync('kvrouter/v1/frontend.proto', {includeDirs: [PROTOS], keepCase: true, longs: String}),
 );
 
-const details = protoLoader.loadSync(
-  ['google/rpc/status.proto', 'google/rpc/error_details.proto', 'kvrouter/v1/errors.proto'],
-  {
-    includeDirs: [PROTOS, path.dirname(getProtoPath())],
-    keepCase: true,
-    longs: Number,
-    enums: String,
-    defaults: true,
-  },
-);
+const details = protoLoader.loadSync(['google/rpc/status.proto', 'google/rpc/error_details.proto'], {
+  includeDirs: [path.dirname(getProtoPath())],
+  keepCase: true,
+  longs: Number,
+  defaults: true,
+});
 
 /** Returns the detail of a type from `grpc-status-details-bin`; undefined if the error has none. */
 function detail(error, typeName) {
@@ -181,11 +177,10 @@ class Client {
 }
 
 function sayFailure(step, error) {
-  const info = detail(error, 'kvrouter.v1.ErrorInfo');
+  const info = detail(error, 'google.rpc.ErrorInfo');
   const pause = detail(error, 'google.rpc.RetryInfo') ? `retry in ${retryMs(error)} ms` : 'no retry';
-  const reason = info?.reason.replace('ERROR_REASON_', '');
-  const values = info?.known_values?.join(', ') || 'none';
-  console.log(`${step}: ${grpc.status[error.code]}, ${reason}, ${pause}, known values: ${values}`);
+  const values = info?.metadata.known_values ?? 'none';
+  console.log(`${step}: ${grpc.status[error.code]}, ${info?.reason}, ${pause}, known values: ${values}`);
 }
 
 async function main(target, model) {

@@ -3,6 +3,7 @@ package io.kvrouter.example;
 import com.google.protobuf.Any;
 import com.google.protobuf.InvalidProtocolBufferException;
 import com.google.protobuf.Message;
+import com.google.rpc.ErrorInfo;
 import com.google.rpc.RetryInfo;
 import io.grpc.Context;
 import io.grpc.Grpc;
@@ -12,7 +13,6 @@ import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.protobuf.StatusProto;
 import io.kvrouter.v1.BookingKey;
-import io.kvrouter.v1.ErrorInfo;
 import io.kvrouter.v1.FrontendServiceFreeRequest;
 import io.kvrouter.v1.FrontendServiceGenerateRequest;
 import io.kvrouter.v1.FrontendServiceGenerateResponse;
@@ -256,11 +256,9 @@ public final class Client {
         detail(error, RetryInfo.class)
             .map(found -> "retry in %d ms".formatted(delayOf(found).toMillis()))
             .orElse("no retry");
-    String values =
-        info.getKnownValuesCount() == 0 ? "none" : String.join(", ", info.getKnownValuesList());
-    String reason = info.getReason().name().replace("ERROR_REASON_", "");
+    String values = info.getMetadataOrDefault("known_values", "none");
     System.out.printf(
         "%s: %s, %s, %s, known values: %s%n",
-        step, error.getStatus().getCode(), reason, retry, values);
+        step, error.getStatus().getCode(), info.getReason(), retry, values);
   }
 }
