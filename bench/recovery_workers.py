@@ -19,7 +19,7 @@ from kvrouter.mocker.adapter import MockEngine
 from kvrouter.net.etcd import LeasedKeys, connect
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
-from kvrouter.publisher.publishing.transport import NatsLink, open_transport
+from kvrouter.publisher.publishing.transport import NatsLink
 from kvrouter.publisher.registration import join_component
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Transport
@@ -94,7 +94,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     incarnation = time.time_ns()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(link.run())
-        transport = open_transport(Transport.TRANSPORT_DURABLE, link, COMPONENT)
+        transport = link.transport(Transport.TRANSPORT_DURABLE, COMPONENT)
         workers = []
         for worker_id in range(arguments.first, arguments.first + arguments.workers):
             rank, server = await start(arguments, worker_id, incarnation, keys)

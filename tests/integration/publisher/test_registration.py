@@ -10,10 +10,10 @@ from collections.abc import Coroutine
 import pytest
 from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import KeyTaken, connect
-from kvrouter.publisher import worker as worker_module
 from kvrouter.publisher.errors import DescriptorMismatch, UnknownRank
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.registration import begin_incarnation
+from kvrouter.publisher.system import EtcdAndNats
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName
@@ -235,29 +235,27 @@ async def test_the_former_self_of_a_worker_ends(namespace: str, etcd_endpoint: s
 
 
 async def test_of_two_that_start_at_one_moment_the_later_stays(
-    namespace: str, etcd_endpoint: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    namespace: str, etcd_endpoint: str, nats_url: str
 ) -> None:
     """The earlier one begins its life first, and registers last."""
     settings = config(namespace, etcd_endpoint, nats_url)
-    settle = worker_module._settle
     begun, go_on = asyncio.Event(), asyncio.Event()
 
-    async def slow(config: WorkerConfig, former: int | None) -> tuple[int, Transport]:
-        settled = await settle(config, former)
-        begun.set()
-        await go_on.wait()
-        return settled
+    class Slow(EtcdAndNats):
+        async def settle(self, config: WorkerConfig, former: int | None) -> tuple[int, Transport]:
+            settled = await super().settle(config, former)
+            begun.set()
+            await go_on.wait()
+            return settled
 
     async def earlier() -> None:
-        async with running(settings, EchoEngine()) as worker:
+        async with running(settings, EchoEngine(), Slow()) as worker:
             await worker.registered()
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(worker_module, "_settle", slow)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(_key_taken(earlier()))
         await begun.wait()
-        monkeypatch.undo()
         async with running(settings, EchoEngine()) as later:
             await later.registered()
             key = settings.component.worker_key(settings.worker_id).encode()

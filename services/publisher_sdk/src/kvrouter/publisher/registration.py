@@ -47,6 +47,16 @@ async def join_component(
             failure=[],
         )
         return await join_component(client, component, desired)
+    check_descriptor(component, settled, desired)
+    return settled
+
+
+def check_descriptor(component: ComponentName, settled: ComponentDescriptor, desired: ComponentDescriptor) -> None:
+    """Compares a worker's descriptor with that of the component it joins.
+
+    Raises:
+        DescriptorMismatch: a shared property of all workers differs.
+    """
     differences = {
         field: (getattr(settled, field), getattr(desired, field))
         for field in ("model", "block_size", "hash_scheme", "max_model_len")
@@ -56,7 +66,6 @@ async def join_component(
         differences["role"] = (Role.Name(settled.role), Role.Name(desired.role))
     if differences:
         raise DescriptorMismatch(str(component), differences)
-    return settled
 
 
 async def _create_descriptor(

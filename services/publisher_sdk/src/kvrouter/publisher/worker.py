@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvrouter.net.auth import ServiceToken
-from kvrouter.net.etcd import AWAY, LeasedKeys, connect
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.config import WorkerConfig
@@ -22,28 +21,14 @@ from kvrouter.publisher.journal.resume import claimed, places, recover_worker
 from kvrouter.publisher.model_files import ModelFiles
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.rank_stats import RankStats
-from kvrouter.publisher.publishing.transport import (
-    NatsLink,
-    TransportAway,
-    open_transport,
-    room_for_events,
-)
-from kvrouter.publisher.registration import (
-    begin_incarnation,
-    companions,
-    join_component,
-    keep_incarnation,
-    registered_incarnation,
-    resume_incarnation,
-)
+from kvrouter.publisher.publishing.transport import TransportAway
 from kvrouter.publisher.serving.engine import Engine, PublishOnly, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
+from kvrouter.publisher.system import EtcdAndNats, System
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import GetLoadResponse
-from nats.errors import Error as NatsError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 if TYPE_CHECKING:
     from kvrouter.publisher.serving.request_spans import RequestSpans
@@ -95,10 +80,11 @@ class Worker:
         transport: Transport,
         recovered: Mapping[int, Recovered],
         files: ModelFiles,
+        system: System,
     ) -> None:
-        """``incarnation`` and ``transport`` were negotiated in etcd; ``recovered`` has the journals to resume from.
+        """``incarnation`` and ``transport`` were settled with ``system``.
 
-        ``files`` are those of the model's tokenizer.
+        ``recovered`` has the journals to resume from; ``files`` are those of the model's tokenizer.
         """
         component = config.component
         self.config = config
@@ -141,14 +127,8 @@ class Worker:
             structured_output=config.structured_output,
             spans=_spans(config),
         )
-        self._link = NatsLink(config.nats, f"kvrouter-worker-{config.worker_id:016x}")
-        self._keys = LeasedKeys(
-            config.etcd,
-            ttl_seconds=config.lease_ttl_seconds,
-            on_registered=self._restore_component,
-            incarnation_of=registered_incarnation,
-            companions=companions(component, config.worker_id, incarnation),
-        )
+        self._link = system.link(config)
+        self._keys = system.keys(config, incarnation)
         self._registered_unix_ns = time.time_ns()
         self._model_files = files.described
         self._load_reports_sent = 0
@@ -214,8 +194,8 @@ class Worker:
         """Publishes the load of every rank once; the reports are lost while NATS is away."""
         for report in self.load_reports():
             subject = self.config.component.load_subject(self.config.worker_id, report.rank.dp_rank)
-            with contextlib.suppress(TransportAway, NatsError, OSError):
-                await self._link.client.publish(subject, report.SerializeToString())
+            with contextlib.suppress(TransportAway):
+                await self._link.publish(subject, report.SerializeToString())
                 self._load_reports_sent += 1
 
     def stats(self) -> PublisherStats:
@@ -249,12 +229,12 @@ class Worker:
         for rank in self._ranks.values():
             self._background.append(tasks.create_task(rank.keep()))
         if self.config.publishes_events:
-            transport = open_transport(self.transport, self._link, self.config.component)
+            transport = self._link.transport(self.transport, self.config.component)
             for rank in self._ranks.values():
                 sending = rank.run(
                     transport,
                     heartbeat_seconds=self.config.heartbeat_seconds,
-                    max_batch_bytes=lambda: room_for_events(self._link),
+                    max_batch_bytes=lambda: self._link.room,
                 )
                 self._background.append(tasks.create_task(sending))
         log.info(
@@ -305,12 +285,6 @@ class Worker:
         registration.serves_call_stream = True
         registration.model_files.extend(self._model_files)
         self._keys.put(self.config.component.worker_key(self.config.worker_id), registration.SerializeToString())
-
-    async def _restore_component(self) -> None:
-        """Restores the descriptor and the incarnation record, which etcd may have lost with the registration."""
-        async with connect(self.config.etcd) as client:
-            await join_component(client, self.config.component, self.config.descriptor())
-            await keep_incarnation(client, self.config.component, self.config.worker_id, self.incarnation)
 
     async def _report_load(self) -> None:
         while True:
@@ -373,10 +347,13 @@ def load_response(config: WorkerConfig, reports: Sequence[LoadReport]) -> GetLoa
 
 
 @asynccontextmanager
-async def running(config: WorkerConfig, engine: StepEngine | Engine | None = None) -> AsyncIterator[Worker]:
+async def running(
+    config: WorkerConfig, engine: StepEngine | Engine | None = None, system: System | None = None
+) -> AsyncIterator[Worker]:
     """Runs a worker while the body lasts. Waits for etcd at the start, but not for NATS.
 
-    Without ``engine`` the worker publishes only, for an engine whose requests travel elsewhere.
+    Without ``engine`` the worker publishes only, for an engine whose requests travel elsewhere. ``system`` is where it
+    registers and publishes; by default the etcd and the NATS of the configuration.
 
     Raises:
         DescriptorMismatch: the worker does not fit its component; also later, out of the body.
@@ -386,9 +363,11 @@ async def running(config: WorkerConfig, engine: StepEngine | Engine | None = Non
     with claimed(config):
         recovered = await asyncio.to_thread(recover_worker, config)
         former = next((found.head.incarnation for found in recovered.values()), None)
-        incarnation, transport = await _settle(config, former)
+        system = system or EtcdAndNats()
+        incarnation, transport = await system.settle(config, former)
         resumed = recovered if incarnation == former else {}
-        worker = Worker(config, engine or PublishOnly(), incarnation, transport, resumed, await ModelFiles.of(config))
+        files = await ModelFiles.of(config)
+        worker = Worker(config, engine or PublishOnly(), incarnation, transport, resumed, files, system)
         try:
             async with asyncio.TaskGroup() as tasks:
                 await worker._start(tasks)  # noqa: SLF001 - its class is above
@@ -401,23 +380,3 @@ async def running(config: WorkerConfig, engine: StepEngine | Engine | None = Non
             if len(group.exceptions) == 1:
                 raise group.exceptions[0] from None
             raise
-
-
-async def _settle(config: WorkerConfig, former: int | None) -> tuple[int, Transport]:
-    """Returns the incarnation, ``former`` if it can be resumed, and the transport."""
-
-    def tell(state: RetryCallState) -> None:
-        if state.attempt_number == 1 and state.outcome is not None:
-            log.warning("etcd.waiting", endpoints=str(config.etcd), error=str(state.outcome.exception()))
-
-    async for attempt in AsyncRetrying(
-        retry=retry_if_exception_type(AWAY), wait=wait_random_exponential(multiplier=0.2, max=3), before_sleep=tell
-    ):
-        with attempt:
-            async with connect(config.etcd) as client:
-                descriptor = await join_component(client, config.component, config.descriptor())
-                transport = config.transport or descriptor.default_transport or Transport.TRANSPORT_DURABLE
-                if former and await resume_incarnation(client, config.component, config.worker_id, former):
-                    return former, transport
-                return await begin_incarnation(client, config.component, config.worker_id, time.time_ns()), transport
-    raise AssertionError("unreachable: the retry ends by return or by an exception")

@@ -31,6 +31,46 @@ class MessageRefused(Exception):
     """The server will never accept the message. Do not send it again."""
 
 
+class Transport(Protocol):
+    """Sends one encoded batch at a time."""
+
+    async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:
+        """Returns once the transport has accepted the batch.
+
+        Raises:
+            TransportAway: send it again with the same ``message_id``.
+            MessageRefused: do not send it again.
+        """
+
+
+class Link(Protocol):
+    """A worker's way to the readers of its events and of its load."""
+
+    async def run(self) -> None:
+        """Keeps it open until cancelled."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is open, as far as is known."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many bytes of events fit into one message."""
+        ...
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        """Passes a message to whoever listens.
+
+        Raises:
+            TransportAway: it reached nobody.
+        """
+
+    def transport(self, kind: TransportKind, component: ComponentName) -> Transport:
+        """Returns what sends the events of a component's worker: a registration names the kind."""
+        ...
+
+
 class NatsLink(NatsObserver):
     """A NATS connection that is made when NATS can be reached, and made again when it is lost."""
 
@@ -77,6 +117,28 @@ class NatsLink(NatsObserver):
             raise TransportAway("NATS is away")
         return self._client
 
+    async def publish(self, subject: str, payload: bytes) -> None:
+        """Implements Link.
+
+        Raises:
+            TransportAway: NATS is away.
+        """
+        try:
+            await self.client.publish(subject, payload)
+        except _NATS_ERRORS as error:
+            raise TransportAway(repr(error)) from error
+
+    def transport(self, kind: TransportKind, component: ComponentName) -> Transport:
+        """Implements Link."""
+        if kind == TransportKind.TRANSPORT_CORE_NATS:
+            return CoreNatsTransport(self)
+        return DurableTransport(self, component)
+
+    @property
+    def room(self) -> int:
+        """Implements Link."""
+        return max(self.max_payload - _HEADERS_BYTES, 1)
+
     def on_connected(self) -> None:
         """Implements NatsObserver."""
         self.may_create_streams = True
@@ -87,18 +149,6 @@ class NatsLink(NatsObserver):
             return False
         self.may_create_streams = False
         return True
-
-
-class Transport(Protocol):
-    """Sends one encoded batch at a time."""
-
-    async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:
-        """Returns once the transport has accepted the batch.
-
-        Raises:
-            TransportAway: send it again with the same ``message_id``.
-            MessageRefused: do not send it again.
-        """
 
 
 class DurableTransport:
@@ -172,13 +222,3 @@ class CoreNatsTransport:
             raise MessageRefused(repr(error)) from error
         except _NATS_ERRORS as error:
             raise TransportAway(repr(error)) from error
-
-
-def open_transport(kind: TransportKind, link: NatsLink, component: ComponentName) -> Transport:
-    """Returns the transport of a registration: Core NATS if it says so, otherwise durable."""
-    return CoreNatsTransport(link) if kind == TransportKind.TRANSPORT_CORE_NATS else DurableTransport(link, component)
-
-
-def room_for_events(link: NatsLink) -> int:
-    """Returns how many bytes of events fit into one message by the server's limit."""
-    return max(link.max_payload - _HEADERS_BYTES, 1)
