@@ -191,6 +191,7 @@ class Parts:
         indexer_timeout: float = 30.0,
         decisions: int = 100,
         predicts: PredictionLimits | None = None,
+        predicts_everywhere: bool = True,
         conversations: int = 100,
         max_queued_requests: int = 100,
         scheduler: SchedulerIncarnation | None = None,
@@ -215,7 +216,7 @@ class Parts:
         self.decisions = Decisions(decisions, log_formulas=log_formulas)
         self.options = options or RoutingOptions("kv")
         self.board = ThresholdBoard(self.options.thresholds)
-        predictions = None if predicts is None else Predictions(predicts, clock)
+        predictions = None if predicts is None else Predictions(predicts, clock, predicts_everywhere)
         affinity = Affinity(conversations)
         self.router = Router(
             self.pools,

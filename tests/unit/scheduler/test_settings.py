@@ -19,13 +19,12 @@ def test_defaults_are_those_of_the_documents() -> None:
     assert settings.ignored_options() == []
 
 
-def test_options_of_the_approximate_mode_are_named_where_they_have_no_effect() -> None:
+def test_limits_of_predictions_have_an_effect_with_events_too() -> None:
     flags = ["--router-ttl", "30", "--router-max-tree-size", "100", "--router-prune-target-ratio", "0.5"]
-    assert load(SchedulerSettings, flags).ignored_options() == flags[::2]
-    assert load(SchedulerSettings, ["--router-ttl", "30"]).ignored_options() == ["--router-ttl"]
-    approximate = load(SchedulerSettings, ["--no-kv-events", *flags])
-    assert approximate.ignored_options() == []
-    assert approximate.prediction_limits() == PredictionLimits(30.0, 100, 0.5)
+    for mode in ([], ["--no-kv-events"]):
+        settings = load(SchedulerSettings, [*mode, *flags])
+        assert settings.ignored_options() == []
+        assert settings.prediction_limits() == PredictionLimits(30.0, 100, 0.5)
 
 
 def test_options_that_the_mode_does_not_use_are_named() -> None:

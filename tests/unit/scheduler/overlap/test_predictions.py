@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from kvrouter.scheduler.overlap.predictions import PredictionLimits
 from kvrouter.scheduler.request.options import RoutingOptions
+from kvrouter.v1.errors import Internal
 
-from ..harness import Parts, ResidentBlocks, overrides, routing, selecting, view, worker
+from ..harness import Parts, ResidentBlocks, constraints, overrides, routing, selecting, view, worker
 
 
 def predicting(*, workers: int = 3, indexer: ResidentBlocks | None = None, **limits: float) -> Parts:
@@ -84,3 +85,47 @@ async def test_weight_0_predicts_but_does_not_use_it() -> None:
     unused = await parts.select(selecting("b", routing(6, overrides=overrides(overlap_score_weight=0.0))))
     assert unused.overlap_blocks == 0
     assert (await parts.select(selecting("c", routing(6, tail=1)))).overlap_blocks == 6
+
+
+def mixed(indexer: ResidentBlocks, *silent: int, talking: tuple[int, ...] = ()) -> Parts:
+    """A pool of workers without events, and of others with them."""
+    workers = [worker(each) for each in silent]
+    for each in talking:
+        workers.append(worker(each))
+        workers[-1].publishes_events = True
+    return Parts(view(*workers), predicts=PredictionLimits(), predicts_everywhere=False, indexer=indexer)
+
+
+async def test_without_events_anywhere_no_indexer_is_queried() -> None:
+    indexer = ResidentBlocks(failure=Internal("it is not asked"))
+    parts = mixed(indexer, 1, 2)
+    first = await parts.select(selecting("a", routing(6)))
+    second = await parts.select(selecting("b", routing(8)))
+    assert (second.rank, second.overlap_blocks, second.load_only) == (first.rank, 6, False)
+    assert indexer.queries == []
+
+
+async def test_workers_without_events_are_predicted_beside_those_with_events() -> None:
+    indexer = ResidentBlocks({(2, 0): 3})
+    parts = mixed(indexer, 1, talking=(2,))
+    first = await parts.select(selecting("a", routing(6, constraints=constraints(worker_id=1))))
+    assert first.rank.worker_id == 1
+    parts.booking_table.free(("a", 0, 1))
+    predicted = await parts.select(selecting("b", routing(8)))
+    assert (predicted.rank.worker_id, predicted.overlap_blocks) == (1, 6), "more than the 3 of the other"
+    assert not predicted.HasField("cursor"), "there are no events of this rank"
+    reported = await parts.select(selecting("c", routing(8, constraints=constraints(worker_id=2))))
+    assert (reported.overlap_blocks, reported.cursor.next_event_id) == (3, 7)
+
+
+async def test_nothing_is_predicted_of_workers_with_events() -> None:
+    parts = mixed(ResidentBlocks(), 1, talking=(2,))
+    await parts.select(selecting("a", routing(6, constraints=constraints(worker_id=2))))
+    assert (await parts.select(selecting("b", routing(6, constraints=constraints(worker_id=2))))).overlap_blocks == 0
+
+
+async def test_without_an_answer_of_the_indexer_a_mixed_pool_is_routed_by_load() -> None:
+    parts = mixed(ResidentBlocks(failure=Internal("away")), 1, talking=(2,))
+    await parts.select(selecting("a", routing(6, constraints=constraints(worker_id=1))))
+    answer = await parts.select(selecting("b", routing(6)))
+    assert (answer.overlap_blocks, answer.load_only) == (0, True)

@@ -12,8 +12,6 @@ from kvrouter.scheduler.request.options import DEFAULT_MODE, MAX_WEIGHT, OF_POLI
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-_PREDICTION_OPTIONS = ("router_ttl", "router_max_tree_size", "router_prune_target_ratio")
-
 
 class SchedulerSettings(RoutingSettings):
     """Options of ``kvrouter-scheduler``; each is a flag, an environment variable and a key of the file."""
@@ -80,7 +78,8 @@ class SchedulerSettings(RoutingSettings):
     )
     kv_events: bool = Field(
         default=True,
-        description="Whether overlaps come from the workers' events; if not, they are predicted from routed requests.",
+        description="Whether overlaps come from the workers' events, and are predicted from routed requests only for "
+        "workers without events; if not, for all.",
     )
     router_ttl: float = Field(
         default=120.0,
@@ -176,11 +175,9 @@ class SchedulerSettings(RoutingSettings):
     def ignored_options(self) -> list[str]:
         """Returns the given flags without effect.
 
-        These are limits of predictions although overlaps come from events, and options of other modes.
+        These are options of other modes.
         """
         ignored = [name for name in OF_POLICIES if name not in POLICIES[self.router_mode].options]
-        if self.kv_events:
-            ignored.extend(_PREDICTION_OPTIONS)
         return [f"--{name.replace('_', '-')}" for name in ignored if name in self.model_fields_set]
 
     def accounting(self) -> Accounting:

@@ -60,7 +60,7 @@ class Overlaps(NamedTuple):
     blocks: Column = np.zeros(0, np.int64)
     """Leading blocks in device memory, at most those of the prompt."""
     next_event_ids: Sequence[int] = ()
-    """Id of the rank's next event at the Indexer; empty if the blocks are predicted."""
+    """Id of each rank's next event at the Indexer; ranks after the last one have predicted blocks."""
     prefill: Mapping[ComponentName, Overlaps] = MappingProxyType({})
     """The same in the components whose workers may compute the prompt for these ranks."""
     failure: str = ""
@@ -71,6 +71,17 @@ class Overlaps(NamedTuple):
         """Returns the overlaps of ranks, from (blocks, incarnation) by rank."""
         incarnations = tuple(incarnation for _, incarnation in held.values())
         return cls(_listed(tuple(held), incarnations), np.array([blocks for blocks, _ in held.values()], np.int64))
+
+    def with_predicted(self, predicted: Overlaps) -> Overlaps:
+        """Returns these overlaps and those of further ranks. Without an answer of an Indexer there are none."""
+        if self.failure or not len(predicted.blocks):
+            return self
+        known = self.listed.place_of
+        added = {rank: place for rank, place in predicted.listed.place_of.items() if rank not in known}
+        places = list(added.values())
+        incarnations = np.concatenate((self.listed.incarnations, predicted.listed.incarnations[places]))
+        listed = ListedRanks((*known, *added), incarnations)
+        return self._replace(listed=listed, blocks=np.concatenate((self.blocks, predicted.blocks[places])))
 
     def on(self, worker_set: WorkerSet) -> Column:
         """Returns the leading blocks of each candidate, of its registered incarnation where known.
@@ -86,7 +97,7 @@ class Overlaps(NamedTuple):
     def write_cursor(self, rank: Rank, response: SelectWorkerResponse) -> None:
         """Sets how far a rank's events were applied; leaves it unset if the rank is not in the answer."""
         source = self.listed.place_of.get(rank)
-        if source is not None and self.next_event_ids:
+        if source is not None and source < len(self.next_event_ids):
             cursor = response.cursor
             cursor.incarnation = int(self.listed.incarnations[source])
             cursor.next_event_id = self.next_event_ids[source]

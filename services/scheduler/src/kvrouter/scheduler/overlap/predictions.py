@@ -1,4 +1,4 @@
-"""Predicted blocks, used instead of an Indexer where workers send no events (approximate mode).
+"""Predicted blocks of the ranks that send no events, or of all of them (approximate mode).
 
 A rank is assumed to hold the blocks of each request booked on it, for ``ttl_seconds``. A new incarnation of a rank
 starts without blocks.
@@ -40,10 +40,14 @@ class _Prediction:
 
 @dataclass(eq=False)
 class Predictions:
-    """Predicts overlaps for every component. ``clock`` returns seconds."""
+    """Predicts overlaps for every component. ``clock`` returns seconds.
+
+    ``everywhere`` predicts those of all ranks; otherwise of those that publish no events.
+    """
 
     limits: PredictionLimits
     clock: Callable[[], float]
+    everywhere: bool = True
     _predicted: dict[ComponentName, _Prediction] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
@@ -54,6 +58,14 @@ class Predictions:
     def most_blocks(self) -> int:
         """Largest number of predicted blocks of one component."""
         return max((len(each.index) for each in self._predicted.values()), default=0)
+
+    def some_of(self, pool: Pool) -> bool:
+        """Returns whether the blocks of any rank are predicted."""
+        return self.everywhere or bool(pool.worker_set.without_events)
+
+    def all_of(self, pool: Pool) -> bool:
+        """Returns whether those of every rank are predicted, so that no Indexer knows more."""
+        return self.everywhere or len(pool.worker_set.without_events) == len(pool.worker_set)
 
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the predicted leading blocks of a prompt on each rank."""
@@ -69,7 +81,8 @@ class Predictions:
     def _placed(self, change: Booked | Moved) -> None:
         booking = change.booking
         candidate = booking.pool.worker_set.candidate(booking.rank)
-        if candidate is not None and booking.prompt.local_hashes:
+        is_predicted = candidate is not None and (self.everywhere or not candidate.publishes_events)
+        if candidate is not None and is_predicted and booking.prompt.local_hashes:
             self.record(booking.pool, booking.rank, candidate.incarnation, booking.prompt)
 
     def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:

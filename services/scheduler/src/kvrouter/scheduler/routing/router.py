@@ -41,7 +41,7 @@ _TEMPLATES = 4096
 class Router:
     """Decides where requests go, and books them there.
 
-    ``predictions`` replace Indexers in approximate mode.
+    ``predictions`` replace Indexers in approximate mode, and for ranks without events.
 
     ``is_behind`` returns whether this Scheduler is overloaded, which advises callers to shard their requests.
     """
@@ -89,9 +89,10 @@ class Router:
         return own._replace(prefill={pool.name: each for pool, each in zip(elsewhere, others, strict=True)})
 
     async def _overlaps_in(self, pool: Pool, prompt: Prompt, deadline: Deadline) -> Overlaps:
-        if self.predictions is not None:
-            return self.predictions.overlaps(pool, prompt)
-        return await ask(
+        predictions = self.predictions
+        if predictions is not None and predictions.all_of(pool):
+            return predictions.overlaps(pool, prompt)
+        found = await ask(
             self.indexers,
             pool.name,
             prompt,
@@ -99,6 +100,9 @@ class Router:
             timeout_seconds=self.indexer_timeout_seconds,
             deadline=deadline,
         )
+        if predictions is not None and predictions.some_of(pool):
+            return found.with_predicted(predictions.overlaps(pool, prompt))
+        return found
 
     def conversation_rank(self, context: RequestContext) -> Rank | None:
         """Returns the rank of the conversation's previous request; None without one."""
@@ -165,11 +169,12 @@ class Router:
         response: SelectWorkerResponse,
     ) -> bool:
         """Books a request on the decided rank. Returns False if its key is already booked."""
+        is_predicted = self.predictions is not None and self.predictions.some_of(context.pool)
         queried_indexer = context.options.queries_indexer and not decision.load_only
         booking = Booking(
             key,
             context.pool,
-            context.prompt if self.predictions is not None else context.prompt.without_local_hashes(),
+            context.prompt if is_predicted else context.prompt.without_local_hashes(),
             placement,
             response,
             audited=queried_indexer and not decision.is_prefilled_remotely,

@@ -44,6 +44,7 @@ class Candidate:
     max_sequences: int
     """Requests run at once by the engine of the rank; 0 if unknown."""
     draining: bool
+    publishes_events: bool
     labels: Mapping[str, str]
     lora_names: frozenset[str]
 
@@ -60,6 +61,7 @@ def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...
             max_batched_tokens=worker.max_batched_tokens,
             max_sequences=worker.max_sequences,
             draining=worker.draining,
+            publishes_events=worker.publishes_events,
             labels=dict(worker.labels),
             lora_names=frozenset(worker.lora_names),
         )

@@ -54,6 +54,8 @@ class WorkerSet:
         self.slots: Amounts = np.array([candidate.max_sequences or np.inf for candidate in candidates], np.float64)
         """Requests run at once by each; infinite where unknown."""
         self.incarnations = np.array([candidate.incarnation for candidate in candidates], np.uint64)
+        self.without_events = frozenset(each.rank for each in candidates if not each.publishes_events)
+        """Ranks whose cache no Indexer knows."""
         self._worker_ids = np.array([worker_id for worker_id, _ in self.ranks], np.uint64)
         self._dp_ranks = np.array([dp_rank for _, dp_rank in self.ranks], np.uint32)
         self._place_of = {rank: place for place, rank in enumerate(self.ranks)}
