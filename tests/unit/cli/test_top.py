@@ -94,7 +94,24 @@ def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
     row = line(found, "1:0").split()
     assert row[1] == "███░░░░░░░"
     assert row[2:] == ["250", "/", "1,000", "1,234", "3", "900", "64", "%", "60", "%", "3", "ms", "ok"]
-    assert line(found, "2:0").split()[2:] == ["0", "/", "1,000", "0", "0", "-", "-", "-", "-", "ok"]
+    assert line(found, "2:0").split()[2:] == [
+        "0",
+        "/",
+        "1,000",
+        "0",
+        "0",
+        "-",
+        "-",
+        "-",
+        "-",
+        "no",
+        "KV",
+        "events:",
+        "its",
+        "cache",
+        "is",
+        "predicted",
+    ]
     assert line(found, "2 ranks").split()[3:] == ["250", "/", "2,000", "1,234", "3", "900", "64", "%", "60", "%"]
 
 

@@ -61,6 +61,7 @@ def frame(system: System, hit_rates: HitWindow, *, width: int, height: int | Non
                 hit_rates.rate(component),
                 width,
                 ranks,
+                is_indexed=system.has_index(component),
             )
         )
         lines.append(Text())

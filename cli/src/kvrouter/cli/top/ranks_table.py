@@ -31,6 +31,8 @@ def ranks_table(
     total: HitRate,
     width: int,
     rows: int | None,
+    *,
+    is_indexed: bool,
 ) -> Table:
     """Returns a table of ranks, with totals below.
 
@@ -41,6 +43,7 @@ def ranks_table(
         rates: Hit rates of the ranks.
         total: Hit rate of all ranks together.
         width: Columns of the terminal.
+        is_indexed: Whether an Indexer knows the ranks that publish events.
         rows: Maximum number of ranks; if there are more, the busiest are shown. None for all.
     """
     wide = width >= WIDE
@@ -79,7 +82,7 @@ def ranks_table(
             share(rate.predicted),
             share(rate.found),
             _lag(stats),
-            _state(each, stats, health.get(each.rank.worker_id, ())),
+            _state(each, stats, health.get(each.rank.worker_id, ()), is_indexed=is_indexed),
         )
     return table
 
@@ -145,8 +148,8 @@ def _bar(active: int, total: int) -> Text:
     return Text.assemble(("█" * filled, style), ("░" * (_BAR - filled), "dim"))
 
 
-def _state(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth]) -> Text:
-    notes = rank_notes(rank, stats, health)
+def _state(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth], *, is_indexed: bool) -> Text:
+    notes = rank_notes(rank, stats, health, is_indexed=is_indexed)
     if not notes:
         return Text("ok", "green")
     state = Text(", ").join(Text(each.what, _STYLES[each.severity]) for each in notes)

@@ -10,10 +10,9 @@ from kvrouter.frontend.web.history import Point
 from kvrouter.frontend.web.problems import Problem
 from kvrouter.frontend.web.traffic import TrafficRates
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
-from kvrouter.runtime.overview.rank_notes import rank_notes
+from kvrouter.runtime.overview.rank_notes import Note, rank_notes
 from kvrouter.runtime.overview.system import FrontendView, System, rank_of
 from kvrouter.v1.common_pb2 import Rank
-from kvrouter.v1.frontend_pb2 import WorkerHealth
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, ComponentStatus, Decision, RankStatus
@@ -190,7 +189,12 @@ def _component(name: ComponentName, status: ComponentStatus, system: System, hit
             _rank(
                 each,
                 indexed.get(rank_of(each.rank)),
-                health.get(each.rank.worker_id, ()),
+                rank_notes(
+                    each,
+                    indexed.get(rank_of(each.rank)),
+                    health.get(each.rank.worker_id, ()),
+                    is_indexed=system.has_index(name),
+                ),
                 rates.get(rank_of(each.rank), HitRate()),
                 is_indexed=bool(indexed),
             )
@@ -199,9 +203,7 @@ def _component(name: ComponentName, status: ComponentStatus, system: System, hit
     }
 
 
-def _rank(
-    rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth], rate: HitRate, *, is_indexed: bool
-) -> Json:
+def _rank(rank: RankStatus, stats: RankStats | None, notes: Sequence[Note], rate: HitRate, *, is_indexed: bool) -> Json:
     cached: int | None = None if stats is None else stats.blocks
     if cached is None and rank.HasField("reported") and not is_indexed:
         cached = rank.reported.cached_blocks
@@ -217,7 +219,7 @@ def _rank(
         "hits_predicted": rate.predicted,
         "hits_found": rate.found,
         "lag_seconds": None if stats is None or stats.silent else stats.lag_seconds,
-        "notes": [{"severity": each.severity, "what": each.what} for each in rank_notes(rank, stats, health)],
+        "notes": [{"severity": each.severity, "what": each.what} for each in notes],
     }
 
 

@@ -30,15 +30,23 @@ class Note:
     what: str
 
 
-def rank_notes(rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth]) -> list[Note]:
+def rank_notes(
+    rank: RankStatus, stats: RankStats | None, health: Sequence[WorkerHealth], *, is_indexed: bool
+) -> list[Note]:
     """Returns the unusual states of a rank; none if all is well.
 
     Args:
         rank: The rank as its Scheduler sees it.
         stats: The rank as an Indexer sees it; None if no Indexer does.
         health: Its worker as each Frontend sees it.
+        is_indexed: Whether an Indexer knows the ranks of its component that publish events.
     """
-    return [*_of_health(health), *_of_load(rank), *(() if stats is None else _of_index(stats))]
+    notes = [*_of_health(health), *_of_load(rank)]
+    if stats is not None:
+        notes.extend(_of_index(stats))
+    elif is_indexed and rank.registered:
+        notes.append(Note("warning", "no KV events: its cache is predicted"))
+    return notes
 
 
 def _of_health(health: Sequence[WorkerHealth]) -> Iterator[Note]:

@@ -120,6 +120,15 @@ class System:
                     _take_worst(known, rank)
         return found
 
+    def has_index(self, component: ComponentName) -> bool:
+        """Returns whether an Indexer has read what it can of a component."""
+        return any(
+            each.ready and name_of(each.component) == component
+            for view in self.indexers
+            if view.stats is not None
+            for each in view.stats.components
+        )
+
     def _indexed(self, component: ComponentName) -> list[Iterable[RankStats]]:
         components = [
             each
