@@ -54,7 +54,7 @@ async def indexing(
     """A component's index that follows the stream while the context lasts."""
     descriptor = ComponentDescriptor(block_size=block_size)
     consumer = DurableConsumer(connection, component, replica_id)
-    index = ComponentIndex(component, descriptor, consumer, limits or Limits(), home=home)
+    index = ComponentIndex(component, descriptor, consumer.connection, consumer, limits or Limits(), home=home)
     running = asyncio.create_task(index.run())
     try:
         yield index

@@ -108,7 +108,7 @@ async def test_lost_live_events_are_fetched_without_dropping_the_rank(
     config = worker_config(component, etcd_endpoint, nats_url, 1, transport=Transport.TRANSPORT_CORE_NATS)
     rng = random.Random(11)
     async with caching(config) as (worker, cache), indexing(connection, component) as index:
-        take = index.core_nats._take
+        take = index.live._take
 
         async def lossy(message: Msg) -> None:
             dice = rng.random()
@@ -118,7 +118,7 @@ async def test_lost_live_events_are_fetched_without_dropping_the_rank(
                 await take(message)
 
         # Before the index's tasks have run for the first time, so that it subscribes with this.
-        index.core_nats._take = lossy  # type: ignore[method-assign]
+        index.live._take = lossy  # type: ignore[method-assign]
         index.update_workers({1: registration_of(worker)})
         await until(lambda: index.ready)
         for _ in range(60):

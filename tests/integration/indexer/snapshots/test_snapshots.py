@@ -303,7 +303,12 @@ async def test_a_stream_that_is_first_needed_later_is_not_reset(
     options = SnapshotOptions(check_seconds=0.05, reset=True)
     consumer = DurableConsumer(connection, component, "replica")
     index = ComponentIndex(
-        component, descriptor, consumer, Limits(), home=SnapshotHome(etcd_endpoint, "replica", options)
+        component,
+        descriptor,
+        consumer.connection,
+        consumer,
+        Limits(),
+        home=SnapshotHome(etcd_endpoint, "replica", options),
     )
     running = asyncio.create_task(index.run())
     await until(lambda: index.ready)

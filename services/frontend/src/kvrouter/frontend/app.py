@@ -131,7 +131,7 @@ async def running(
     poison_prompts = PoisonPrompts(settings.poison_prompt_seconds, metrics=metrics)
     bounds.add("poison_prompts", lambda: len(poison_prompts), MAX_ENTRIES, when_full="evicts")
     shared_deaths: SharedDeaths | None = None
-    if not settings.static_workers:
+    if runtime.etcd is not None:
         subject = worker_deaths_subject(settings.namespace)
         shared_deaths = SharedDeaths(poison_prompts, runtime.nats, subject, runtime.quarantine)
         bounds.add("death_notices", lambda: shared_deaths.unsent, MAX_UNSENT, when_full="drops")

@@ -39,11 +39,13 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
         settings.reset_states,
         settings.reset_states_even_if_others_live,
     )
-    home = SnapshotHome(runtime.etcd, runtime.instance_id, options, runtime.quarantine)
+    home = (
+        None if runtime.etcd is None else SnapshotHome(runtime.etcd, runtime.instance_id, options, runtime.quarantine)
+    )
     replica = Replica(
         runtime.instance_id,
         runtime.directory,
-        runtime.nats,
+        runtime.messages,
         runtime.keys,
         limits,
         fetches=settings.resync_fetches,

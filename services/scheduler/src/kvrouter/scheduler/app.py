@@ -73,11 +73,12 @@ async def running(
     BookingStatistics(metrics).follow(booking_table)
     booking_leases = BookingLeases(booking_table, session_grace_seconds=settings.session_grace_seconds)
     decisions = Decisions(settings.decisions_kept, log_formulas=settings.log_formulas)
-    listed = runtime.listed
-    etcd = runtime.etcd if listed is None else None
+    listed, etcd = runtime.listed, runtime.etcd
     thresholds = ThresholdBoard(options.thresholds, etcd, settings.namespace, runtime.quarantine)
     remote_indexers = RemoteIndexers(runtime.directory, runtime.instance_id, runtime.call_streams.client("indexer"))
-    predictions = None if settings.kv_events else Predictions(settings.prediction_limits(), clock)
+    # Listed workers publish no events; their blocks are predicted only where that is asked for.
+    predicts = listed is None or not settings.kv_events
+    predictions = Predictions(settings.prediction_limits(), clock, not settings.kv_events) if predicts else None
     affinity = Affinity(settings.conversations_kept)
     affinity.follow(booking_table)
     if predictions is not None:
@@ -127,7 +128,7 @@ async def running(
         grace_seconds=settings.session_grace_seconds,
         clock=clock,
     )
-    listener = LoadListener(runtime.nats, runtime.directory, pools.reports_of, metrics, clock, runtime.quarantine)
+    listener = LoadListener(runtime.messages, runtime.directory, pools.reports_of, metrics, clock, runtime.quarantine)
     if listed is not None:
         listed.on_load = lambda name, report: listener.take(name, report.SerializeToString())
     # Read when the metrics are scraped.
@@ -184,6 +185,7 @@ async def running(
     if etcd is not None:
         tasks.append(runtime.spawn(thresholds.run(), "thresholds"))
         tasks.append(runtime.spawn(write_descriptors(runtime.directory, etcd), "descriptors"))
+    if listed is None:
         tasks.append(runtime.spawn(listener.run(), "load reports"))
     if link is not None:
         tasks.append(runtime.spawn(link.run(), "replica sync"))

@@ -1,1 +1,1 @@
-"""Ingest of events: from a stream with JetStream (durable transport), or directly with Core NATS."""
+"""Ingest of events: from a stream with JetStream (durable transport), or live ones, from Core NATS or this process."""

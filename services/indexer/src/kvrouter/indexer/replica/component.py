@@ -16,16 +16,17 @@ from kvrouter.core import MemoryBudget, PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.index.evidence import SilenceWatch, age, exceeds, silence_limit
 from kvrouter.indexer.index.membership import Departures, ahead_of, new_incarnations
 from kvrouter.indexer.index.state import IndexState
-from kvrouter.indexer.ingest.core_nats import CoreNatsEvents
 from kvrouter.indexer.ingest.jetstream import DurableConsumer
+from kvrouter.indexer.ingest.live_events import LiveEvents
 from kvrouter.indexer.ingest.read_position import Position
-from kvrouter.indexer.ingest.stream_reader import Ingest
+from kvrouter.indexer.ingest.stream_reader import Ingest, Progress
 from kvrouter.indexer.replica.stream_repair import StreamRepair
 from kvrouter.indexer.resync.comparison import compare, unanswered
 from kvrouter.indexer.resync.fetcher import Resync
 from kvrouter.indexer.resync.requests import ResyncRequests
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome, Snapshots
 from kvrouter.net.decoding import Quarantine
+from kvrouter.net.local.messages import LiveMessages
 from kvrouter.net.tls import Tls
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
 from kvrouter.v1.common_pb2 import Rank as RankMessage
@@ -63,7 +64,8 @@ class ComponentIndex:
         self,
         name: ComponentName,
         descriptor: ComponentDescriptor,
-        consumer: DurableConsumer,
+        messages: LiveMessages,
+        consumer: DurableConsumer | None,
         limits: Limits,
         slots: asyncio.Semaphore | None = None,
         home: SnapshotHome | None = None,
@@ -75,7 +77,8 @@ class ComponentIndex:
         Args:
             name: Name of the component.
             descriptor: Shared properties of all its workers.
-            consumer: Consumer on its stream.
+            messages: Where its events arrive that no stream retains.
+            consumer: Consumer on its stream; None without JetStream.
             limits: Bounds of the index.
             slots: Bounds concurrent fetches from workers, over all components of the replica.
             home: Settings for snapshots; None for no snapshots.
@@ -88,11 +91,14 @@ class ComponentIndex:
         self.requests = ResyncRequests()
         index = PrefixIndex(limits.max_blocks, limits.budget)
         self.state = IndexState(str(name), descriptor.block_size, index, self.requests, quarantine)
-        self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state) if home else None
-        self.stream_repair = StreamRepair(consumer.connection.jetstream(), name, home) if home else None
+        self.snapshots: Snapshots | None = None
+        self.stream_repair: StreamRepair | None = None
+        if home and consumer:
+            self.snapshots = Snapshots(consumer.connection, home, name, descriptor, self.state)
+            self.stream_repair = StreamRepair(consumer.connection.jetstream(), name, home)
         later = self.snapshots.load_later if self.snapshots else None
-        self.ingest = Ingest(str(name), self.state.events, consumer, later)
-        self.core_nats = CoreNatsEvents(consumer.connection, name, self.state.events)
+        self.ingest = Ingest(str(name), self.state.events, consumer, later) if consumer else None
+        self.live = LiveEvents(messages, name, self.state.events)
         self.resync = Resync(str(name), self.state, self.requests, slots or asyncio.Semaphore(_FETCHES), tls)
         self.ranks: list[RankInfo] = []
         """Ranks of the index, at most about one second old."""
@@ -109,12 +115,12 @@ class ComponentIndex:
         # If all workers use Core NATS, JetStream is not needed.
         self._stream_requested = asyncio.Event()
         if descriptor.default_transport != Transport.TRANSPORT_CORE_NATS:
-            self._stream_requested.set()
+            self._request_stream()
 
     @property
     def applied_record(self) -> AppliedRecord | None:
         """Returns how far the stream is applied, as a message; None before the stream was first viewed."""
-        position = self.ingest.progress.position
+        position = self.position()
         if position is None:
             return None
         return AppliedRecord(
@@ -125,7 +131,12 @@ class ComponentIndex:
 
     def position(self) -> Position | None:
         """Returns how far the stream is applied; None before the stream was first viewed."""
-        return self.ingest.progress.position
+        return self.progress.position
+
+    @property
+    def progress(self) -> Progress:
+        """Returns how far the stream is read; nowhere without JetStream."""
+        return self.ingest.progress if self.ingest else Progress()
 
     async def verify(self, rank: Rank) -> VerifyResponse:
         """Compares a rank with its worker's own state.
@@ -165,13 +176,13 @@ class ComponentIndex:
         self.state.events.register(self._registered(), unfit)
         self.requests.update_workers(workers)
         if any(worker.publishes_events and self._is_durable(worker) for worker in workers.values()):
-            self._stream_requested.set()
+            self._request_stream()
         self._changed.set()
 
     async def stats(self) -> ComponentStats:
         """Returns the present statistics of the component."""
         size = await self.state.shared.size()
-        progress = self.ingest.progress
+        progress = self.progress
         snapshot = self.snapshots.current if self.snapshots else SnapshotRef()
         return ComponentStats(
             component=Component(namespace=self.name.namespace, name=self.name.name),
@@ -193,22 +204,27 @@ class ComponentIndex:
     async def run(self) -> None:
         """Keeps the index up to date until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._read_stream(), name=f"ingest {self.name}")
-            group.create_task(self.core_nats.run(), name=f"live events {self.name}")
+            if self.ingest is not None:
+                group.create_task(self._read_stream(self.ingest), name=f"ingest {self.name}")
+            group.create_task(self.live.run(), name=f"live events {self.name}")
             group.create_task(self.resync.run(self._transport_read), name=f"resync {self.name}")
             group.create_task(self._follow_workers(), name=f"workers of {self.name}")
             group.create_task(self._take_snapshots(), name=f"snapshots of {self.name}")
             group.create_task(self._become_ready(), name=f"readiness {self.name}")
             group.create_task(self._keep_stream_working(), name=f"stream of {self.name}")
 
-    async def _read_stream(self) -> None:
+    def _request_stream(self) -> None:
+        if self.ingest is not None:
+            self._stream_requested.set()
+
+    async def _read_stream(self, ingest: Ingest) -> None:
         # A reset at start applies to a stream in use at start, not to one that is first needed later.
         at_start = self._stream_requested.is_set()
         await self._stream_requested.wait()
         position = await self.snapshots.restore(may_reset=at_start) if self.snapshots else None
         if position is not None:
-            self.ingest.start_from(position)
-        await self.ingest.run()
+            ingest.start_from(position)
+        await ingest.run()
 
     async def _take_snapshots(self) -> None:
         if self.snapshots is not None:
@@ -227,8 +243,8 @@ class ComponentIndex:
         return any(worker is not None and self._is_durable(worker) for worker in workers)
 
     async def _become_ready(self) -> None:
-        await self.core_nats.subscribed.wait()
-        if self._stream_requested.is_set():
+        await self.live.subscribed.wait()
+        if self.ingest is not None and self._stream_requested.is_set():
             await self.ingest.wait_caught_up()
             if self.snapshots and any(
                 info.partial or not info.next_event_id for info in await self.state.shared.ranks()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from kvrouter.core.interface import MemoryBudget
 from kvrouter.indexer.index.evidence import age
 from kvrouter.indexer.index.pending_buffer import MAX_ALL_BYTES
-from kvrouter.indexer.ingest.core_nats import MAX_PENDING_MESSAGES
+from kvrouter.indexer.ingest.live_events import MAX_PENDING_MESSAGES
 from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.runtime.bounds import Bounds
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
@@ -97,7 +97,7 @@ class IndexerMetrics(Collector):
         levels = {n: GaugeMetricFamily(f"kvrouter_indexer_{n}", text, labels=labels) for n, text in gauges.items()}
         for name, component in list(self._components.items()):
             of = [name.namespace, name.name]
-            tally, progress, ranks = component.state.events.tally, component.ingest.progress, component.ranks
+            tally, progress, ranks = component.state.events.tally, component.progress, component.ranks
             for outcome in _OUTCOMES:
                 events.add_metric([*of, outcome], getattr(tally, outcome))
             counts["batches"].add_metric(of, tally.batches)
@@ -105,11 +105,11 @@ class IndexerMetrics(Collector):
             counts["evictions"].add_metric(of, tally.evictions)
             counts["stored_blocks"].add_metric(of, tally.stored_blocks)
             counts["removed_blocks"].add_metric(of, tally.removed_blocks)
-            counts["consumers_made"].add_metric(of, component.ingest.recreations)
+            counts["consumers_made"].add_metric(of, component.ingest.recreations if component.ingest else 0)
             counts["resyncs"].add_metric(of, component.resync.resyncs)
             counts["refetches"].add_metric(of, component.resync.refetches)
             counts["false_alarms"].add_metric(of, component.resync.false_alarms)
-            counts["live_events_dropped"].add_metric(of, component.core_nats.dropped)
+            counts["live_events_dropped"].add_metric(of, component.live.dropped)
             snapshots = component.snapshots
             counts["snapshots_taken"].add_metric(of, snapshots.taken if snapshots else 0)
             counts["snapshots_unusable"].add_metric(of, snapshots.unusable if snapshots else 0)
@@ -129,7 +129,7 @@ class IndexerMetrics(Collector):
             levels["resyncs_pending"].add_metric(of, component.resync.pending)
             levels["resyncs_backing_off"].add_metric(of, component.resync.backing_off)
             levels["pending_bytes"].add_metric(of, component.state.events.pending.bytes)
-            levels["live_queue_messages"].add_metric(of, component.core_nats.queued)
+            levels["live_queue_messages"].add_metric(of, component.live.queued)
             levels["ready"].add_metric(of, component.ready)
             levels["blocks"].add_metric(of, sum(info.blocks for info in ranks))
             levels["ranks"].add_metric(of, len(ranks))
@@ -167,6 +167,4 @@ def expose_bounds(
     bounds.add("index_bytes", lambda: budget.used_bytes, lambda: budget.max_bytes, when_full="evicts")
     bounds.add("index_blocks", fullest(blocks), max_blocks, when_full="evicts")
     bounds.add("pending_bytes", fullest(lambda each: each.state.events.pending.bytes), MAX_ALL_BYTES, when_full="drops")
-    bounds.add(
-        "live_queue_messages", fullest(lambda each: each.core_nats.queued), MAX_PENDING_MESSAGES, when_full="drops"
-    )
+    bounds.add("live_queue_messages", fullest(lambda each: each.live.queued), MAX_PENDING_MESSAGES, when_full="drops")

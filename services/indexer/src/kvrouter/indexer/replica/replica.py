@@ -12,6 +12,7 @@ from kvrouter.indexer.replica.component import ComponentIndex, Limits
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import LeasedKeys
+from kvrouter.net.local import LocalKeys, LocalMessages
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from nats.aio.client import Client
@@ -29,8 +30,8 @@ class Replica:
         self,
         replica_id: str,
         directory: Directory,
-        connect: Callable[[], Awaitable[Client]],
-        keys: LeasedKeys,
+        connect: Callable[[], Awaitable[Client | LocalMessages]],
+        keys: LeasedKeys | LocalKeys,
         limits: Limits,
         *,
         fetches: int = 8,
@@ -42,8 +43,8 @@ class Replica:
         Args:
             replica_id: Id of this replica.
             directory: Components and workers of the namespace.
-            connect: Returns the connection to NATS; waits until NATS is reachable.
-            keys: Keys in etcd under this process's lease.
+            connect: Returns where events arrive: the connection to NATS, once it is reachable, or this process itself.
+            keys: Registrations with the lifetime of this process.
             limits: Bounds of each component's index.
             fetches: Maximum number of concurrent fetches from workers.
             home: Settings for snapshots; None for no snapshots.
@@ -70,24 +71,28 @@ class Replica:
 
     async def run(self) -> None:
         """Follows the components of the namespace until cancelled."""
-        connection = await self._connect()
+        messages = await self._connect()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._record_applied(), name="applied records")
             async for directory in self._directory.changes():
-                await self._follow(group, connection, directory.components)
+                await self._follow(group, messages, directory.components)
 
     async def _follow(
-        self, group: asyncio.TaskGroup, connection: Client, views: Mapping[ComponentName, ComponentView]
+        self,
+        group: asyncio.TaskGroup,
+        messages: Client | LocalMessages,
+        views: Mapping[ComponentName, ComponentView],
     ) -> None:
         for name in [name for name in self.components if not self._is_same(name, views.get(name))]:
             await self._end(name)
         for name, view in views.items():
             if name not in self.components and view.descriptor.block_size:
                 log.info("component.found", component_name=str(name), block_size=view.descriptor.block_size)
-                consumer = DurableConsumer(connection, name, self.id)
+                consumer = DurableConsumer(messages, name, self.id) if isinstance(messages, Client) else None
                 self.components[name] = ComponentIndex(
                     name,
                     view.descriptor,
+                    messages,
                     consumer,
                     self._limits,
                     self._slots,

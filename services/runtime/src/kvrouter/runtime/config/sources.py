@@ -25,7 +25,7 @@ from pydantic_core import PydanticUndefined
 _PREFIX = "KVROUTER_"
 _CREDENTIALS = re.compile(r"//[^/@]*@")
 """User and password in a URL, which an error must not repeat."""
-_TABLES = frozenset({"indexer", "scheduler", "frontend", "relay", "sidecar", "mocker", "replay", "fleet"})
+_TABLES = frozenset({"indexer", "scheduler", "frontend", "relay", "sidecar", "engines", "mocker", "replay", "fleet"})
 """Tables of other services and commands, which a file may contain."""
 _RELEASE = re.compile(r"\d+(\.\d+)*")
 _SUCCESSORS: dict[str, str] = {
@@ -135,14 +135,17 @@ def read_all(
     flags = vars(parser.parse_args(list(argv)))
     path = flags.pop("config", None) or environ.get(f"{_PREFIX}CONFIG")
     file = _read_file(Path(path)) if path else _File("", {}, newer=False, warnings={})
-    settings = [_build(kind, flags, environ, file) for kind in kinds]
+    known = frozenset(each for kind in kinds for each in _names_of(kind))
+    settings = [_build(kind, flags, environ, file, known) for kind in kinds]
     for warning in file.warnings:
         sys.stderr.write(f"{parser.prog}: {warning}\n")
     return settings
 
 
-def _build(kind: type[BaseModel], flags: Mapping[str, Any], environ: Mapping[str, str], file: _File) -> BaseModel:
-    from_file = dict(_from_file(kind, file))
+def _build(
+    kind: type[BaseModel], flags: Mapping[str, Any], environ: Mapping[str, str], file: _File, known: frozenset[str]
+) -> BaseModel:
+    from_file = dict(_from_file(kind, file, known))
     values: dict[str, _Value] = {}
     for name, field in kind.model_fields.items():
         chosen = _from_flags(name, field, flags) or _from_environment(name, field, environ) or from_file.get(name)
@@ -204,8 +207,14 @@ def _from_environment(name: str, field: FieldInfo, environ: Mapping[str, str]) -
     return None
 
 
-def _from_file(kind: type[BaseModel], file: _File) -> Iterator[tuple[str, _Value]]:
-    names = {each: name for name, field in kind.model_fields.items() for each in _names(name, field)}
+def _names_of(kind: type[BaseModel]) -> dict[str, str]:
+    """Returns the fields of a kind by each of their names."""
+    return {each: name for name, field in kind.model_fields.items() for each in _names(name, field)}
+
+
+def _from_file(kind: type[BaseModel], file: _File, known: frozenset[str]) -> Iterator[tuple[str, _Value]]:
+    """``known`` has the names of the options of all services in the process: one at the top may be another's."""
+    names = _names_of(kind)
     own = _table(kind)
     general = {key: value for key, value in file.document.items() if key not in _TABLES | {own}}
     for table, entries in (("", general), (own, file.document.get(own, {}))):
@@ -214,6 +223,8 @@ def _from_file(kind: type[BaseModel], file: _File) -> Iterator[tuple[str, _Value
         for key, value in entries.items():
             name = names.get(_kebab(key))
             place = f"{key} in [{table}] of {file.path}" if table else f"{key} in {file.path}"
+            if name is None and not table and _kebab(key) in known:
+                continue
             if name is None:
                 file.ignore_unknown(key, place, names)
             else:

@@ -13,6 +13,7 @@ from contextlib import aclosing
 import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable
 from kvrouter.net.etcd import Change, Delete, EtcdAccess, LeasedKeys, Put, Snapshot, watch_prefix
+from kvrouter.net.local import LocalKeys
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.discovery.registry_views import (
     KINDS,
@@ -247,9 +248,9 @@ class Directory:
 
 
 class ServiceRegistrar:
-    """Keeps the registrations of this process's services in etcd."""
+    """Keeps the registrations of this process's services."""
 
-    def __init__(self, keys: LeasedKeys, namespace: str, instance_id: str) -> None:
+    def __init__(self, keys: LeasedKeys | LocalKeys, namespace: str, instance_id: str) -> None:
         self._keys = keys
         self._namespace = namespace
         self._instance_id = instance_id

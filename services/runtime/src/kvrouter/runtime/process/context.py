@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
 from aetcd import rpc
 from kvrouter.net.auth import CallerCheck, ServiceToken, showing
-from kvrouter.net.etcd import AWAY, EtcdAccess, LeasedKeys, connect
+from kvrouter.net.etcd import AWAY, Change, EtcdAccess, LeasedKeys, connect
+from kvrouter.net.local import LocalKeys, LocalMessages, LocalSystem
 from kvrouter.net.nats.connection import connect_nats
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
@@ -41,15 +42,23 @@ class Runtime:
         registry: CollectorRegistry,
         tasks: asyncio.TaskGroup,
         token: ServiceToken | None = None,
+        local: LocalSystem | None = None,
     ) -> None:
+        """``local`` takes the place of etcd and NATS; None for those of the settings."""
         self.settings = settings
         self.registry = registry
         """Registry of the process's metrics."""
         self.instance_id = settings.instance_id
-        self.etcd = settings.etcd_access()
-        """Where etcd is."""
-        self.keys = LeasedKeys(self.etcd, ttl_seconds=settings.lease_seconds)
-        """Keys in etcd with the lifetime of this process."""
+        self.local = local
+        """The registry and the messages of a system in one process; None for other systems."""
+        listed = settings.static_endpoints()
+        access = settings.etcd_access()
+        self.etcd = access if listed is None and local is None else None
+        """Where etcd is; None for a system without etcd."""
+        self.keys: LeasedKeys | LocalKeys = (
+            LeasedKeys(access, ttl_seconds=settings.lease_seconds) if local is None else LocalKeys(local.registry)
+        )
+        """Registrations with the lifetime of this process."""
         self.call_streams = CallStreamMetrics(registry)
         """Counts of the process's call streams."""
         self.quarantine = metered_quarantine(registry)
@@ -59,14 +68,13 @@ class Runtime:
         self.callers = CallerCheck(self.tls, token)
         """Decides which processes may call this one."""
         CallerMetrics(registry, lambda: [self.callers])
-        listed = settings.static_endpoints()
         self.listed = None if listed is None else StaticDiscovery(listed, settings.namespace, registry, self.tls)
         """Discovery of listed workers; None if workers are discovered in etcd."""
         self.directory = Directory(
-            self.etcd,
+            access,
             settings.namespace,
             registry,
-            source=None if self.listed is None else self.listed.changes,
+            source=self._source_of_entries(),
             quarantine=self.quarantine,
             tls=self.tls,
         )
@@ -83,6 +91,16 @@ class Runtime:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+    def _source_of_entries(self) -> Callable[[], AsyncGenerator[Change]] | None:
+        """Returns what yields the registrations; None for etcd."""
+        if self.local is not None:
+            return self.local.registry.changes
+        return None if self.listed is None else self.listed.changes
+
+    async def messages(self) -> Client | LocalMessages:
+        """Returns where to receive messages of other processes, or of others in this one. Waits while NATS is away."""
+        return await self.nats() if self.local is None else self.local.messages
 
     async def nats(self) -> Client:
         """Returns the process's NATS connection, which the first call opens. Waits while NATS is away."""
@@ -111,27 +129,31 @@ class Runtime:
 
 
 @asynccontextmanager
-async def open_runtime(settings: ServiceSettings, registry: CollectorRegistry | None = None) -> AsyncIterator[Runtime]:
-    """Opens a runtime, following etcd, or the listed workers, while the context lasts.
+async def open_runtime(
+    settings: ServiceSettings, registry: CollectorRegistry | None = None, *, local: LocalSystem | None = None
+) -> AsyncIterator[Runtime]:
+    """Opens a runtime, following etcd, the listed workers, or a local registry, while the context lasts.
 
-    Neither etcd nor NATS has to be reachable yet. With listed workers, neither is used at all.
+    Neither etcd nor NATS has to be reachable yet. With listed workers, and with ``local`` in their place, neither is
+    used at all.
     """
     registry = registry if registry is not None else new_registry()
     token = ServiceToken.of(settings.service_token_file)
     with showing(token):
-        async with _running(settings, registry, token) as runtime:
+        async with _running(settings, registry, token, local) as runtime:
             yield runtime
 
 
 @asynccontextmanager
 async def _running(
-    settings: ServiceSettings, registry: CollectorRegistry, token: ServiceToken | None
+    settings: ServiceSettings, registry: CollectorRegistry, token: ServiceToken | None, local: LocalSystem | None
 ) -> AsyncIterator[Runtime]:
     async with tracing(settings, registry), asyncio.TaskGroup() as tasks:
-        runtime = Runtime(settings, registry, tasks, token)
+        runtime = Runtime(settings, registry, tasks, token, local)
         runtime.spawn(runtime.directory.run(), "directory")
         if runtime.listed is None:
             runtime.spawn(runtime.keys.run(), "keys")
+        if runtime.etcd is not None:
             runtime.spawn(warn_if_outdated(runtime.etcd), "etcd version")
         try:
             yield runtime

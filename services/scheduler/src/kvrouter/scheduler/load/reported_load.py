@@ -1,4 +1,4 @@
-"""Load reported by ranks over NATS. While NATS is away, booked load alone counts."""
+"""Load reported by ranks. While NATS is away, booked load alone counts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import numpy as np
 import structlog
 from kvrouter.core import Rank
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
+from kvrouter.net.local.messages import LiveMessages, Message, Receiver, Subscribed
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.scheduler.identifiers import rank_of
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from numpy.typing import NDArray
 
 log = structlog.get_logger(component="scheduler")
@@ -155,13 +153,13 @@ class LoadListener:
     ``connect`` returns the connection once NATS is reachable; ``reports_of`` the reports of a component.
     """
 
-    connect: Callable[[], Awaitable[Client]]
+    connect: Callable[[], Awaitable[LiveMessages]]
     directory: Directory
     reports_of: Callable[[ComponentName], LoadReports | None]
     metrics: SchedulerMetrics
     clock: Callable[[], float]
     quarantine: Quarantine = field(default_factory=Quarantine)
-    _subscriptions: dict[ComponentName, Subscription] = field(default_factory=dict, init=False)
+    _subscriptions: dict[ComponentName, Subscribed] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
         """Follows the components until cancelled."""
@@ -183,8 +181,8 @@ class LoadListener:
             if refused == "unparsable":
                 self.quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
 
-    def _taker(self, name: ComponentName) -> Callable[[Msg], Awaitable[None]]:
-        async def take(message: Msg) -> None:
+    def _taker(self, name: ComponentName) -> Receiver:
+        async def take(message: Message) -> None:
             self.take(name, message.data, message.subject)
 
         return take

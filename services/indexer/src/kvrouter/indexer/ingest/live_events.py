@@ -1,4 +1,7 @@
-"""Ingest over the Core NATS transport, which does not retain messages. Missed events are fetched from the workers."""
+"""Ingest over a transport that retains no messages: Core NATS, or the process itself if the workers are in it.
+
+Missed events are fetched from the workers.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ import asyncio
 import structlog
 from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.messages import StreamMessage
+from kvrouter.net.local.messages import LiveMessages, Message
 from kvrouter.v1.names import ComponentName
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 log = structlog.get_logger(component="indexer")
 
@@ -18,17 +20,17 @@ _PENDING_BYTES = 128 << 20
 _TOGETHER = 256
 
 
-class CoreNatsEvents:
-    """Applies the events that a component's workers publish over Core NATS.
+class LiveEvents:
+    """Applies the events that a component's workers publish without a stream.
 
     At most 8,192 messages or 128 MiB wait to be applied. Further messages are dropped and counted.
     """
 
-    def __init__(self, connection: Client, component: ComponentName, events: EventApplier) -> None:
-        self._connection = connection
+    def __init__(self, messages: LiveMessages, component: ComponentName, events: EventApplier) -> None:
+        self._received_from = messages
         self._component = component
         self._events = events
-        self._queue: asyncio.Queue[Msg] = asyncio.Queue(MAX_PENDING_MESSAGES)
+        self._queue: asyncio.Queue[Message] = asyncio.Queue(MAX_PENDING_MESSAGES)
         self._bytes = 0
         self.subscribed = asyncio.Event()
         self.dropped = 0
@@ -41,7 +43,7 @@ class CoreNatsEvents:
 
     async def run(self) -> None:
         """Subscribes and applies messages until cancelled. The client renews the subscription after a reconnect."""
-        subscription = await self._connection.subscribe(
+        subscription = await self._received_from.subscribe(
             self._component.live_wildcard,
             cb=self._take,
             pending_msgs_limit=MAX_PENDING_MESSAGES,
@@ -58,10 +60,10 @@ class CoreNatsEvents:
                 if rest := batch[self._events.apply_at_once(batch) :]:
                     await asyncio.to_thread(self._events.apply, rest)
         finally:
-            if not self._connection.is_closed:
+            if not self._received_from.is_closed:
                 await subscription.unsubscribe()
 
-    async def _take(self, message: Msg) -> None:
+    async def _take(self, message: Message) -> None:
         if self._queue.full() or self._bytes + len(message.data) > _PENDING_BYTES:
             self.dropped += 1
             if self.dropped & (self.dropped - 1) == 0:
