@@ -22,7 +22,7 @@ from kvrouter.runtime.config.sources import help_of
 from kvrouter.runtime.config.stored_help import PAGES
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.sidecar.__main__ import PROGRAM as SIDECAR
-from kvrouter.sidecar.settings import SidecarSettings
+from kvrouter.sidecar.settings import LocalEnginesSettings, SidecarSettings
 from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -54,6 +54,7 @@ _SERVICES: dict[str, tuple[type[BaseModel], ...]] = {
     "kvrouter-indexer": (IndexerSettings, ServiceSettings),
     "kvrouter relay": (RelaySettings, ServiceSettings),
     "kvrouter sidecar": (SidecarSettings, ServiceSettings),
+    "kvrouter serve --engine": (LocalEnginesSettings, ServiceSettings),
     "kvrouter-mocker": (MockerSettings, ServiceSettings),
 }
 """Heading → the settings that it shows, and their base, whose options it leaves out."""
@@ -76,7 +77,7 @@ def help_pages() -> dict[Path, str]:
     """Returns the help, in 80 columns, of the programs whose options are settings, by the file that stores it."""
     os.environ["COLUMNS"] = "80"
     return {
-        PAGES / "serve.txt": help_of(list(ROLES.values()), PROGRAM, ABOUT),
+        PAGES / "serve.txt": help_of([*ROLES.values(), LocalEnginesSettings], PROGRAM, ABOUT),
         PAGES / "relay.txt": help_of([RelaySettings], RELAY),
         PAGES / "sidecar.txt": help_of([SidecarSettings], SIDECAR),
         PAGES / "frontend.txt": help_of([FrontendSettings], "kvrouter-frontend"),

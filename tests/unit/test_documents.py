@@ -16,7 +16,7 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.sources import _SUCCESSORS, _parser
 from kvrouter.scheduler.settings import SchedulerSettings
-from kvrouter.sidecar.settings import SidecarSettings
+from kvrouter.sidecar.settings import LocalEnginesSettings, SidecarSettings
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
@@ -102,7 +102,10 @@ def options_of(command: object) -> Iterator[frozenset[str]]:
         yield from options_of(each)
 
 
-SERVICES = (IndexerSettings, SchedulerSettings, FrontendSettings, RelaySettings, SidecarSettings, MockerSettings)
+SERVICES = (
+    *(IndexerSettings, SchedulerSettings, FrontendSettings),
+    *(RelaySettings, SidecarSettings, LocalEnginesSettings, MockerSettings),
+)
 COMMANDS = [names for names in options_of(typer.main.get_command(app)) if names]
 
 

@@ -16,6 +16,7 @@ from kvrouter.frontend.schedulers.rendezvous import LocalScheduler, RemoteSchedu
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
 from kvrouter.indexer.settings import IndexerSettings
+from kvrouter.net.local import LocalSystem
 from kvrouter.runtime.config.settings import RoutingSettings, ServiceSettings, load_all
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.process import lifecycle
@@ -25,6 +26,8 @@ from kvrouter.runtime.rpc import RpcServer
 from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.overlap.indexer_query import IndexerSource, OverlapIndex
 from kvrouter.scheduler.settings import SchedulerSettings
+from kvrouter.sidecar.local_engines import serving_engines
+from kvrouter.sidecar.settings import LocalEnginesSettings
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.message_limits import MessageLimits
 from kvrouter.v1.names import ComponentName
@@ -59,27 +62,27 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
         options: Flags of the services; each is valid if at least one of them has it.
     """
     ordered = [role for role in ROLES if role in roles]
-    settings = dict(
-        zip(
-            ordered,
-            load_all([ROLES[role] for role in ordered], options, prog=PROGRAM, about=ABOUT),
-            strict=True,
-        )
+    *loaded, engines = load_all(
+        [*(ROLES[role] for role in ordered), LocalEnginesSettings], options, prog=PROGRAM, about=ABOUT
     )
+    settings = dict(zip(ordered, loaded, strict=True))
     if "frontend" in settings and settings["frontend"].processes > 1:
         raise WrongUsage("--processes: the services share one process here; start kvrouter-frontend on its own")
     _check_static(settings)
+    local = _local_system(engines, settings)
     common = settings[ordered[0]]
 
     async def main(stopping: asyncio.Event) -> None:
-        async with open_runtime(common) as runtime, AsyncExitStack() as running:
+        async with open_runtime(common, local=local) as runtime, AsyncExitStack() as running:
             services = await _compose(settings, runtime, running)
+            if local is not None:
+                await running.enter_async_context(serving_engines(engines, local, runtime.registry))
             with ExitStack() as announcing:
 
                 def announce(server: RpcServer) -> None:
                     for words in _addresses(services, common, settings.get("frontend")):
                         print(words, flush=True)  # noqa: T201
-                    announcing.enter_context(announced(_running(settings, common, server.endpoint(""))))
+                    announcing.enter_context(announced(_running(settings, runtime, server.endpoint(""))))
 
                 await host(runtime, services, stopping, started=announce)
 
@@ -97,10 +100,22 @@ def _addresses(services: Sequence[Hosted], common: ServiceSettings, front: Front
     return [f"HTTP API  {url}", *([f"Web page  {url}/ui/"] if front.web_page else [])]
 
 
-def _running(settings: Mapping[str, Any], common: ServiceSettings, address: str) -> RunningSystem:
+def _running(settings: Mapping[str, Any], runtime: Runtime, address: str) -> RunningSystem:
     listening = dict.fromkeys(settings, address)
-    etcd = common.etcd if common.static_endpoints() is None else ""
+    common = runtime.settings
+    etcd = "" if runtime.etcd is None else common.etcd
     return RunningSystem("serve", **listening, etcd=etcd, namespace=common.namespace)
+
+
+def _local_system(engines: LocalEnginesSettings, settings: Mapping[str, Any]) -> LocalSystem | None:
+    """Returns what takes the place of etcd and NATS; None if there are no engines to serve."""
+    if not engines.engine:
+        return None
+    if missing := [role for role in ROLES if role not in settings]:
+        raise WrongUsage(f"--engine: a system without etcd and NATS is one process; add --roles {','.join(missing)}")
+    if settings["scheduler"].replica_sync:
+        raise WrongUsage("--engine: replica sync needs NATS; leave --replica-sync out, or use kvrouter sidecar")
+    return LocalSystem()
 
 
 def _check_static(settings: Mapping[str, Any]) -> None:

@@ -60,6 +60,21 @@ def test_what_is_missing_is_named_with_its_option(values: dict[str, Any], missin
     assert URL in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"events": {}}, "start it with --kv-events-config"),
+        ({"events": None, "problems": {"events": "status 404"}}, "status 404"),
+    ],
+)
+def test_an_engine_without_events_is_accepted_where_they_are_not_needed(values: dict[str, Any], reason: str) -> None:
+    engine = describe(URL, "e", found(**values), Overrides(needs_events=False))
+    assert engine.events == {}
+    assert reason in engine.why_no_events
+    assert describe(URL, "e", found(), Overrides(needs_events=False)).why_no_events == ""
+    assert describe(URL, "e", found(), Overrides(kv_events="none")).why_no_events == ""
+
+
 def test_an_engine_may_publish_no_events_if_that_is_intended() -> None:
     assert describe(URL, "e", found(events={}), Overrides(kv_events="none")).events == {}
 

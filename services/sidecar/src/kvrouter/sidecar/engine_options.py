@@ -6,6 +6,7 @@ import ipaddress
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvrouter.engines.events.translation import TranslationOptions
@@ -14,9 +15,10 @@ from kvrouter.engines.servers.description import EngineDescription, Overrides
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.tracing import tracer
-from kvrouter.sidecar.settings import SidecarSettings
-from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.sidecar.settings import EngineSettings, LocalEnginesSettings, SidecarSettings
+from kvrouter.v1.common_pb2 import CopyCounting, Transport
 from kvrouter.v1.names import ComponentName
+from xxhash import xxh3_64_intdigest
 
 _COPY_COUNTING = {"counted": CopyCounting.COPY_COUNTING_COUNTED, "set": CopyCounting.COPY_COUNTING_SET}
 
@@ -33,7 +35,11 @@ class EngineOptions:
     bind: str
     advertise: str
     overrides: Overrides
-    settings: SidecarSettings
+    settings: EngineSettings
+    transport: Transport = Transport.TRANSPORT_UNSPECIFIED
+    """Transport of its events; unspecified for the component's."""
+    journal_path: Path | None = None
+    """Directory of its journals; None for no journal."""
 
     @property
     def advertised_host(self) -> str:
@@ -60,7 +66,7 @@ class EngineOptions:
             advertise=self.advertise,
             tls=settings.tls_options(),
             service_token_file=settings.service_token_file,
-            transport=TRANSPORTS[settings.transport],
+            transport=self.transport,
             copy_counting=_COPY_COUNTING[settings.copy_counting],
             role=ROLES[engine.role],
             labels=settings.labels,
@@ -77,9 +83,9 @@ class EngineOptions:
             lease_ttl_seconds=settings.lease_seconds,
             drain_seconds=settings.drain_seconds,
             tracer=tracer(),
-            journal_path=settings.journal_path if engine.events else None,
+            journal_path=self.journal_path if engine.events else None,
             # The engine says nothing of its lifetime. Journal and engine are compared by their last message instead.
-            engine_incarnation=f"{self.url} {engine.model}" if settings.journal_path and engine.events else "",
+            engine_incarnation=f"{self.url} {engine.model}" if self.journal_path and engine.events else "",
         )
 
     def event_source(self, engine: EngineDescription) -> EventSource:
@@ -106,26 +112,52 @@ def options_of_engines(settings: SidecarSettings) -> Iterator[EngineOptions]:
             worker_id=worker_id,
             bind=_next_port(settings.bind, index),
             advertise=_next_port(settings.advertise, index),
-            overrides=Overrides(
-                model=settings.model or None,
-                block_size=settings.block_size,
-                dp_size=settings.dp_size,
-                total_blocks=settings.total_blocks,
-                kv_events=_of(settings.kv_events, index),
-                kv_replay=_of(settings.kv_replay, index),
-                kv_topic=settings.kv_topic,
-                max_model_len=settings.max_model_len,
-                max_sequences=settings.max_sequences,
-                role=settings.role,
-                tokenizer=settings.tokenizer,
-                bootstrap_endpoint=_of(settings.bootstrap_endpoint, index),
-            ),
+            overrides=_overrides(settings, index, settings.kv_events, settings.kv_replay, needs_events=True),
             settings=settings,
+            transport=TRANSPORTS[settings.transport],
+            journal_path=settings.journal_path,
         )
 
 
-def _of(values: tuple[str, ...], index: int) -> str:
-    return values[index] if values else ""
+def options_of_local_engine(settings: LocalEnginesSettings, url: str) -> EngineOptions:
+    """Returns the options of an engine whose worker only this process reaches. Its URL gives the worker's id."""
+    url = url.rstrip("/")
+    named = [each.rstrip("/") for each in settings.engine]
+    index = named.index(url) if url in named else None
+    return EngineOptions(
+        url=url,
+        advertised_url=url,
+        worker_id=xxh3_64_intdigest(url.encode()) >> 11 | 1,
+        bind="127.0.0.1:0",
+        advertise="",
+        overrides=_overrides(settings, index, settings.engine_events, settings.engine_replay, needs_events=False),
+        settings=settings,
+    )
+
+
+def _overrides(
+    settings: EngineSettings, index: int | None, events: tuple[str, ...], replay: tuple[str, ...], *, needs_events: bool
+) -> Overrides:
+    """``index`` is the engine's among those of the options; None if it has joined later."""
+    return Overrides(
+        model=settings.model or None,
+        block_size=settings.block_size,
+        dp_size=settings.dp_size,
+        total_blocks=settings.total_blocks,
+        kv_events=_of(events, index),
+        kv_replay=_of(replay, index),
+        kv_topic=settings.kv_topic,
+        max_model_len=settings.max_model_len,
+        max_sequences=settings.max_sequences,
+        role=settings.role,
+        tokenizer=settings.tokenizer,
+        bootstrap_endpoint=_of(settings.bootstrap_endpoint, index),
+        needs_events=needs_events,
+    )
+
+
+def _of(values: tuple[str, ...], index: int | None) -> str:
+    return values[index] if values and index is not None else ""
 
 
 def _next_port(address: str, offset: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from kvrouter.engines.servers.description import NO_EVENTS
@@ -18,35 +18,29 @@ from kvrouter.runtime.config.fields import (
 from kvrouter.runtime.config.settings import Name, ServiceSettings
 from pydantic import Field, field_validator, model_validator
 
-_PER_ENGINE = ("kv_events", "kv_replay", "engine_advertise", "bootstrap_endpoint")
-"""Options with one value for each engine, in the order of the engines."""
+
+def check_event_sockets(endpoints: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the endpoints of engines' sockets; none stands for an engine without events.
+
+    Raises:
+        ValueError: one is malformed.
+    """
+    return tuple(each if each == NO_EVENTS else check_socket_endpoint(each) for each in endpoints)
 
 
-class SidecarSettings(ServiceSettings):
-    """Options of ``kvrouter sidecar``; each is a flag, an environment variable and a key of the file."""
+class EngineSettings(ServiceSettings):
+    """What is said of engines, whoever serves them."""
 
-    engine: tuple[str, ...] = Field(
-        min_length=1, description="URL of the engine's HTTP API, http://host:port. May be repeated for several engines."
-    )
+    per_engine: ClassVar[tuple[str, ...]] = ("bootstrap_endpoint",)
+    """Options with one value for each engine, in the order of the engines."""
+
+    engine: tuple[str, ...]
     engine_kind: EngineKindOption = Field(default="auto", description="Which engine it is; auto asks it.")
     engine_keys_file: EngineKeysFile = Field(default="", description=ENGINE_KEYS_FILE)
     forward: Literal["yes", "no"] = Field(
         default="yes",
         description="Whether Frontends forward requests of the OpenAI API to the engine's own; otherwise the Frontend "
         "tokenizes them and the engine gets tokens, so that streams continue on another engine if one dies.",
-    )
-    engine_advertise: tuple[str, ...] = Field(
-        default=(),
-        description="URL at which others reach each engine; none for that of --engine, with the host of --advertise if "
-        "it is a loopback address.",
-    )
-    kv_events: tuple[str, ...] = Field(
-        default=(),
-        description="Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if it "
-        "publishes no events. By default the engine is asked.",
-    )
-    kv_replay: tuple[str, ...] = Field(
-        default=(), description="Endpoint of rank 0's replay socket for each engine; only with --kv-events."
     )
     kv_topic: str = Field(default="", description="Topic of the events; others are ignored. Empty for any topic.")
     component: Name = Field(default="workers", description="Name of the component that the engines join.")
@@ -83,13 +77,6 @@ class SidecarSettings(ServiceSettings):
         description="Address at which decode workers meet each prefill engine, host:port; by default the engine is "
         "asked.",
     )
-    worker_id: int | None = Field(
-        default=None,
-        ge=0,
-        lt=1 << 63,
-        description="Id of the first engine's worker in its component; further engines have the next ids. None draws "
-        "them at random.",
-    )
     copy_counting: Literal["counted", "set"] = Field(
         default="counted", description="Whether the engine reports each physical copy of a block, or a set of blocks."
     )
@@ -106,14 +93,7 @@ class SidecarSettings(ServiceSettings):
     lora_ids: dict[str, str] = Field(
         default_factory=dict, description="Names of LoRA adapters by number, for engines that report numbers only."
     )
-    transport: TransportOption = Field(
-        default="default", description="Transport of the events; default is the component's."
-    )
     labels: dict[str, str] = Field(default_factory=dict, description="Labels for routing constraints.")
-    journal_path: Path | None = Field(
-        default=None,
-        description="Directory from which a restarted sidecar resumes, with a worker id; none for no journal.",
-    )
     load_seconds: float = Field(
         default=1.0,
         gt=0,
@@ -133,7 +113,7 @@ class SidecarSettings(ServiceSettings):
         default=5.0, ge=0, description="Time without an answer of the engine before routers avoid it, in seconds."
     )
 
-    @field_validator("engine", "engine_advertise")
+    @field_validator("engine", "engine_advertise", check_fields=False)
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
@@ -144,11 +124,6 @@ class SidecarSettings(ServiceSettings):
                 # Logs and the registration contain the URL.
                 raise ValueError("expected no user and password in the URL: use --engine-keys-file")
         return urls
-
-    @field_validator("kv_events", "kv_replay")
-    @classmethod
-    def _are_endpoints(cls, endpoints: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(each if each == NO_EVENTS else check_socket_endpoint(each) for each in endpoints)
 
     @field_validator("bootstrap_endpoint")
     @classmethod
@@ -168,16 +143,87 @@ class SidecarSettings(ServiceSettings):
         return names
 
     @model_validator(mode="after")
-    def _has_one_value_for_each_engine(self) -> SidecarSettings:
-        for name in _PER_ENGINE:
+    def _has_one_value_for_each_engine(self) -> EngineSettings:
+        for name in self.per_engine:
             count = len(getattr(self, name))
             if count not in {0, len(self.engine)}:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option}: expected one for each of {len(self.engine)} engines, received {count}")
         if len(set(self.engine)) < len(self.engine):
             raise ValueError("--engine: the same engine is named twice")
+        return self
+
+
+class SidecarSettings(EngineSettings):
+    """Options of ``kvrouter sidecar``; each is a flag, an environment variable and a key of the file."""
+
+    per_engine = ("kv_events", "kv_replay", "engine_advertise", "bootstrap_endpoint")
+
+    engine: tuple[str, ...] = Field(
+        min_length=1, description="URL of the engine's HTTP API, http://host:port. May be repeated for several engines."
+    )
+    kv_events: tuple[str, ...] = Field(
+        default=(),
+        description="Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if it "
+        "publishes no events. By default the engine is asked.",
+    )
+    kv_replay: tuple[str, ...] = Field(
+        default=(), description="Endpoint of rank 0's replay socket for each engine; only with --kv-events."
+    )
+    engine_advertise: tuple[str, ...] = Field(
+        default=(),
+        description="URL at which others reach each engine; none for that of --engine, with the host of --advertise if "
+        "it is a loopback address.",
+    )
+    worker_id: int | None = Field(
+        default=None,
+        ge=0,
+        lt=1 << 63,
+        description="Id of the first engine's worker in its component; further engines have the next ids. None draws "
+        "them at random.",
+    )
+    transport: TransportOption = Field(
+        default="default", description="Transport of the events; default is the component's."
+    )
+    journal_path: Path | None = Field(
+        default=None,
+        description="Directory from which a restarted sidecar resumes, with a worker id; none for no journal.",
+    )
+
+    _are_endpoints = field_validator("kv_events", "kv_replay")(check_event_sockets)
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> SidecarSettings:
         if self.kv_replay and not self.kv_events:
             raise ValueError("--kv-replay: name the events' sockets with --kv-events, too")
         if self.journal_path is not None and self.worker_id is None:
             raise ValueError("--journal-path: name the worker with --worker-id, so that its journal is found again")
+        return self
+
+
+class LocalEnginesSettings(EngineSettings):
+    """Options of ``kvrouter serve`` for engines that it serves itself, without etcd and NATS."""
+
+    section = "engines"
+    per_engine = ("engine_events", "engine_replay", "bootstrap_endpoint")
+
+    engine: tuple[str, ...] = Field(
+        default=(),
+        description="URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated.",
+    )
+    engine_events: tuple[str, ...] = Field(
+        default=(),
+        description="Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if its "
+        "events are not to be used. By default the engine is asked.",
+    )
+    engine_replay: tuple[str, ...] = Field(
+        default=(), description="Endpoint of rank 0's replay socket for each engine; only with --engine-events."
+    )
+
+    _are_endpoints = field_validator("engine_events", "engine_replay")(check_event_sockets)
+
+    @model_validator(mode="after")
+    def _names_events(self) -> LocalEnginesSettings:
+        if self.engine_replay and not self.engine_events:
+            raise ValueError("--engine-replay: name the events' sockets with --engine-events, too")
         return self

@@ -17,6 +17,7 @@ from kvrouter.engines.servers.http import EngineAway, EngineHttp, UnexpectedAnsw
 from kvrouter.engines.servers.pushed_load import following
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.errors import DescriptorMismatch, InvalidConfig
+from kvrouter.publisher.system import System
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.sidecar.engine_options import EngineOptions
 from kvrouter.sidecar.served_engine import ServedEngine
@@ -36,8 +37,17 @@ _LEAST_REPORT_SECONDS = 0.05
 class EngineSupervisor:
     """Serves one engine: waits for it, registers it, and registers it anew when it has changed."""
 
-    def __init__(self, options: EngineOptions, http: EngineHttp, on_ready: Callable[[bool], None]) -> None:
-        """``on_ready`` is called when the engine's worker begins or ceases to take requests."""
+    def __init__(
+        self,
+        options: EngineOptions,
+        http: EngineHttp,
+        on_ready: Callable[[bool], None],
+        system: System | None = None,
+    ) -> None:
+        """``on_ready`` is called when the engine's worker begins or ceases to take requests.
+
+        ``system`` is where the worker registers and publishes; by default the etcd and the NATS of the options.
+        """
         self.options = options
         self.relayed: RelayedRanks = {}
         """The ranks whose events are relayed; empty while there is no worker."""
@@ -50,6 +60,7 @@ class EngineSupervisor:
         self.results: Counter[str] = Counter()
         """Requests that ended, by how."""
         self._http = http
+        self._system = system
         self._on_ready = on_ready
         self._is_away = self._is_asleep = False
         self._doubted = asyncio.Event()
@@ -102,10 +113,11 @@ class EngineSupervisor:
                         self.relayed,
                         self._doubted.set,
                         engine=engine,
+                        system=self._system,
                         wait_for_engine=False,
                     )
                 else:
-                    running = sdk.running(config, engine)
+                    running = sdk.running(config, engine, self._system)
                 self._worker = await stack.enter_async_context(running)
                 self.engine = engine
                 return api, known
@@ -131,6 +143,18 @@ class EngineSupervisor:
             ranks=len(known.ranks),
             publishes_events=bool(known.events),
         )
+        if known.why_no_events:
+            self._log.warning(
+                "sidecar.engine_without_events",
+                reason=known.why_no_events,
+                consequence="its cache is predicted from the requests that are routed to it",
+            )
+        elif known.events and not all(each.replay for each in known.events.values()):
+            self._log.warning(
+                "sidecar.engine_without_replay",
+                consequence="its cache is unknown after lost events, until it is emptied",
+                advice="add replay_endpoint to the engine's --kv-events-config",
+            )
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._announce(worker))
             reporting = tasks.create_task(self._report_load(worker, engine, api, known))

@@ -16,6 +16,7 @@ from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.journal.resume import discard, positions
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.publisher.system import System
 
 _NO_POSITION = -1
 
@@ -48,6 +49,7 @@ async def relaying(
     on_connection: Callable[[], None],
     *,
     engine: sdk.StepEngine | sdk.Engine | None = None,
+    system: System | None = None,
     wait_for_engine: bool = True,
 ) -> AsyncIterator[sdk.Worker]:
     """Runs a worker with the engine's events while the context lasts. Asks the engine's replay sockets first.
@@ -59,6 +61,7 @@ async def relaying(
         parts: Filled with the parts of each rank.
         on_connection: Called when a rank's publisher connected or disconnected.
         engine: Serves the worker's requests; none refuses them.
+        system: Where the worker registers and publishes; by default the etcd and the NATS of its configuration.
         wait_for_engine: Whether the first answer of a replay socket may take any time, for a loading engine.
 
     Raises:
@@ -76,7 +79,7 @@ async def relaying(
         starts = await _read_starts(sockets, positions(config), wait_for_engine=wait_for_engine)
         if not all(start.resumes for start in starts.values()):
             discard(config)
-        worker = await stack.enter_async_context(sdk.running(config, engine))
+        worker = await stack.enter_async_context(sdk.running(config, engine, system))
         if not worker.resumed:
             starts = await _read_starts(sockets, {}, starts, wait_for_engine=wait_for_engine)
         for dp_rank in source.endpoints:

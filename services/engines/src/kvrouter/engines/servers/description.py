@@ -21,6 +21,15 @@ _OPTIONS = {
 }
 
 
+_ENABLE_EVENTS = {
+    "vllm": '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:6557"}\'',
+    "sglang": '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:6557"}\'',
+}
+"""Option of each engine that makes it publish its events."""
+
+
 class NotDiscovered(Exception):
     """An engine does not say something that is required. The message names each, and the option that gives it."""
 
@@ -76,6 +85,8 @@ class Overrides:
     role: EngineRole | None = None
     tokenizer: str = ""
     bootstrap_endpoint: str = ""
+    needs_events: bool = True
+    """Whether an engine without events is refused, unless ``kv_events`` says that it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,8 @@ class EngineDescription:
     """Whether it serves requests with a smaller priority earlier, as vLLM does; SGLang does on request."""
     lora_names: tuple[str, ...] = field(default=(), compare=False)
     """Adapters come and go while an engine runs, which must not cost it its registration."""
+    why_no_events: str = field(default="", compare=False)
+    """Why it publishes none, and the option of the engine that mends it; empty if it does, or is not meant to."""
 
     def changes(self, other: EngineDescription) -> dict[str, str]:
         """Returns what differs in ``other``, for a log."""
@@ -138,11 +151,17 @@ def describe(url: str, host: str, found: Discovered, given: Overrides) -> Engine
             rank: Endpoints.of_rank(given.kv_events, given.kv_replay, given.kv_topic, rank) for rank in sorted(ranks)
         }
     elif events is not None and not events:
-        found.problems["events"] = "the engine has its KV events disabled: enable them, or"
+        found.problems["events"] = (
+            f"the engine has its KV events disabled: start it with {_ENABLE_EVENTS[found.kind]}, or"
+        )
         events = None
     elif events is not None and set(events) != set(ranks):
         found.problems["events"] = f"expected sockets of ranks {sorted(ranks)}, received those of {sorted(events)}"
         events = None
+    why_no_events = ""
+    if events is None and not given.needs_events:
+        why_no_events = found.problems.get("events", "the engine does not say").removesuffix(", or")
+        events = {}
     required = {"model": model, "block_size": block_size, "events": events}
     missing = {
         name: found.problems.get(name, "the engine does not say") for name, value in required.items() if value is None
@@ -165,6 +184,7 @@ def describe(url: str, host: str, found: Discovered, given: Overrides) -> Engine
         is_identified=found.is_identified,
         smaller_priority_first=found.smaller_priority_first,
         lora_names=found.lora_names,
+        why_no_events=why_no_events,
     )
 
 

@@ -86,7 +86,8 @@ def read_cache_config(found: Discovered, samples: Sequence[EngineSample]) -> Non
         found.block_size = sizes.pop()
     else:
         found.problems["block_size"] = (
-            f"GET /metrics: expected one block_size in {_CACHE_CONFIG}, received {len(sizes)}"
+            f"GET /metrics: expected one block_size in {_CACHE_CONFIG}, received {len(sizes)}; "
+            "start the engine without --disable-log-stats, or"
         )
     blocks = {}
     for each in samples:

@@ -1,0 +1,86 @@
+"""Workers of engines in the process that routes to them: without etcd and NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kvrouter.net.local import LocalKeys, LocalMessages, LocalSystem
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.publisher.publishing.transport import Link
+from kvrouter.publisher.publishing.transport import Transport as Sender
+from kvrouter.publisher.registration import check_descriptor
+from kvrouter.publisher.system import Keys
+from kvrouter.v1.common_pb2 import Transport
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import ComponentDescriptor
+
+_MAX_BATCH_BYTES = 1 << 20
+
+
+class LocalWorkers:
+    """Implements ``kvrouter.publisher.system.System``."""
+
+    def __init__(self, system: LocalSystem) -> None:
+        self._system = system
+        self._last: dict[tuple[ComponentName, int], int] = {}
+
+    async def settle(self, config: WorkerConfig, former: int | None) -> tuple[int, Transport]:
+        """Implements System. The descriptor of a component without workers is replaced.
+
+        Raises:
+            DescriptorMismatch: the worker does not fit those that its component has.
+        """
+        registry, component = self._system.registry, config.component
+        desired = config.descriptor()
+        desired.default_transport = Transport.TRANSPORT_CORE_NATS
+        settled = registry.get(component.descriptor_key)
+        if settled is not None and registry.has_any(component.workers_prefix):
+            check_descriptor(component, ComponentDescriptor.FromString(settled), desired)
+        else:
+            registry.put(component.descriptor_key, desired.SerializeToString(deterministic=True))
+        worker = (component, config.worker_id)
+        incarnation = former or max(time.time_ns(), self._last.get(worker, 0) + 1)
+        self._last[worker] = incarnation
+        return incarnation, Transport.TRANSPORT_CORE_NATS
+
+    def keys(self, config: WorkerConfig, incarnation: int) -> Keys:  # noqa: ARG002 - nobody else has the worker's id
+        """Implements System."""
+        return LocalKeys(self._system.registry)
+
+    def link(self, config: WorkerConfig) -> Link:  # noqa: ARG002 - all workers have the same one
+        """Implements System."""
+        return _LocalLink(self._system.messages)
+
+
+class _LocalLink:
+    """Implements Link."""
+
+    connected = True
+    room = _MAX_BATCH_BYTES
+
+    def __init__(self, messages: LocalMessages) -> None:
+        self._messages = messages
+
+    async def run(self) -> None:
+        """Implements Link."""
+        await asyncio.Event().wait()
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        """Implements Link."""
+        await self._messages.publish(subject, payload)
+
+    def transport(self, kind: Transport, component: ComponentName) -> Sender:  # noqa: ARG002 - there is one only
+        """Implements Link."""
+        return _LocalSender(self._messages)
+
+
+class _LocalSender:
+    """Implements Sender. A batch is accepted once the Indexer has queued it."""
+
+    def __init__(self, messages: LocalMessages) -> None:
+        self._messages = messages
+
+    async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:  # noqa: ARG002
+        """Implements Sender."""
+        await self._messages.publish(subject, payload)

@@ -1,0 +1,115 @@
+"""``kvrouter serve --engine`` in a process of its own, before simulated engine servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+from kvrouter.devtools.system.ports import free_ports
+from kvrouter.devtools.system.processes import Command, ManagedProcess
+from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.v1 import indexer_pb2
+from kvrouter.v1.errors import KvRouterError
+from kvrouter.v1.indexer_pb2 import GetStatsRequest, RankStats
+
+NOWHERE = {"KVROUTER_ETCD": "127.0.0.1:1", "KVROUTER_NATS": "nats://127.0.0.1:1"}
+"""Servers that do not exist: nothing may need them."""
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Waits until a condition holds."""
+    async with asyncio.timeout(60):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client sees of a request."""
+
+    status: int
+    worker: str
+    overlap_blocks: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class NoBroker:
+    """A running process."""
+
+    process: ManagedProcess
+    http: str
+    grpc: str
+    indexer: Indexer
+    session: aiohttp.ClientSession
+
+    async def ask(self, prompt: Sequence[int] | str, model: str = "m") -> Answer:
+        """Sends a completion."""
+        body = {"model": model, "prompt": prompt, "max_tokens": 2}
+        async with self.session.post(f"http://{self.http}/v1/completions", json=body) as response:
+            answer: Any = await response.json()
+            details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+            return Answer(
+                response.status,
+                response.headers.get("x-kvrouter-worker", ""),
+                int(response.headers.get("x-kvrouter-overlap-blocks", -1)),
+                details.get("cached_tokens", -1),
+            )
+
+    async def models(self) -> list[str]:
+        """Returns the models that clients can name."""
+        async with self.session.get(f"http://{self.http}/v1/models") as response:
+            listed: Any = await response.json()
+            return [each["id"] for each in listed.get("data", [])]
+
+    async def ranks(self) -> dict[int, RankStats]:
+        """Returns what the Indexer knows of the first rank of each worker."""
+        stats = await self.indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(10))
+        return {each.rank.worker_id: each for component in stats.components for each in component.ranks}
+
+    async def serving(self, workers: int) -> None:
+        """Waits until the Indexer has compared as many workers."""
+
+        async def compared() -> bool:
+            try:
+                ranks = await self.ranks()
+            except KvRouterError:
+                return False  # it does not listen yet
+            return sum(each.registered and each.verified for each in ranks.values()) == workers
+
+        await until(compared)
+
+    def logged(self, event: str) -> bool:
+        """Returns whether the process has logged an event."""
+        return f'"event": "{event}"' in self.process.log_file.read_text()
+
+
+@asynccontextmanager
+async def serving(logs: Path, *urls: str, options: Sequence[str] = (), name: str = "serve") -> AsyncIterator[NoBroker]:
+    """Runs the command while the context lasts."""
+    http, grpc = (f"127.0.0.1:{port}" for port in free_ports(2)[:2])
+    arguments = [argument for url in urls for argument in ("--engine", url)]
+    command = Command(
+        name,
+        (
+            *(sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments, "--port", http.rpartition(":")[2]),
+            *("--bind", grpc, "--drain-seconds", "1", "--load-seconds", "0.1", *options),
+        ),
+        dict(os.environ) | NOWHERE,
+    )
+    process = await ManagedProcess.start(command, logs)
+    try:
+        async with aiohttp.ClientSession() as session, open_channel(grpc) as channel:
+            descriptor = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
+            yield NoBroker(process, http, grpc, cast(Indexer, remote(descriptor, channel)), session)
+    finally:
+        await process.stop(20)

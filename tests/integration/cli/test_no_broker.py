@@ -1,0 +1,140 @@
+"""`kvrouter serve --engine`: real KV events in one process, without etcd and NATS."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from ..sidecar.rig import BLOCK, EngineServer, sglang, vllm
+from .no_broker import Answer, serving, until
+
+pytestmark = pytest.mark.timeout(180)
+
+PROMPT = list(range(100, 100 + 8 * BLOCK + 1))
+"""A prompt of eight whole blocks."""
+
+
+def engine(kind: str) -> EngineServer:
+    start = vllm if kind == "vllm" else sglang
+    return start(enable_prompt_tokens_details=True)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_prompt_sent_again_hits_the_cache_that_the_engine_reports(tmp_path: Path, kind: str) -> None:
+    engines = [engine(kind), engine(kind)]
+    async with AsyncExitStack() as stack:
+        for each in engines:
+            await stack.enter_async_context(each.started())
+        system = await stack.enter_async_context(serving(tmp_path, *(each.url for each in engines)))
+        await system.serving(2)
+        assert await system.models() == ["m"]
+        first = await system.ask(PROMPT)
+        assert (first.status, first.overlap_blocks, first.cached_tokens) == (200, 0, 0)
+
+        async def repeated() -> bool:
+            nonlocal second
+            second = await system.ask(PROMPT)
+            return second.overlap_blocks > 0
+
+        second = first
+        await until(repeated)
+        assert second == Answer(200, first.worker, 8, 8 * BLOCK)
+        stats = (await system.ranks())[int(first.worker.partition(":")[0])]
+        assert stats.cursor.next_event_id > 0, "events were applied, not predictions"
+
+
+async def test_what_an_engine_cached_before_is_replayed_at_the_start(tmp_path: Path) -> None:
+    running = engine("vllm")
+    async with running.started(), serving(tmp_path, running.url) as before:
+        await before.serving(1)
+        assert (await before.ask(PROMPT)).overlap_blocks == 0
+        assert await before.process.stop(20) == 0, before.process.last_lines()
+        async with serving(tmp_path, running.url, name="again") as after:
+            await after.serving(1)
+            assert (await after.ask(PROMPT)).overlap_blocks == 8
+
+
+async def test_an_engine_that_restarts_is_taken_to_hold_nothing(tmp_path: Path) -> None:
+    restarting = engine("vllm")
+    async with AsyncExitStack() as stack:
+        async with restarting.started():
+            system = await stack.enter_async_context(serving(tmp_path, restarting.url))
+            await system.serving(1)
+            await system.ask(PROMPT)
+
+            async def indexed() -> bool:
+                return any(each.blocks >= 8 for each in (await system.ranks()).values())
+
+            await until(indexed)
+        async with restarting.started():
+
+            async def emptied() -> bool:
+                return all(each.blocks < 8 for each in (await system.ranks()).values())
+
+            async def answered() -> bool:
+                nonlocal answer
+                answer = await system.ask(PROMPT)
+                return answer.status == 200
+
+            await until(emptied)
+            answer = Answer(0, "", 0, 0)
+            await until(answered)
+            assert (answer.overlap_blocks, answer.cached_tokens) == (0, 0)
+
+
+async def test_an_engine_that_comes_back_with_another_block_size_is_served(tmp_path: Path) -> None:
+    changing = engine("vllm")
+    async with AsyncExitStack() as stack:
+        async with changing.started():
+            system = await stack.enter_async_context(serving(tmp_path, changing.url))
+            await system.serving(1)
+        async with changing.started(block_size=2 * BLOCK):
+
+            async def reused() -> bool:
+                answer = await system.ask(PROMPT)
+                return answer.overlap_blocks == 4
+
+            await until(reused)
+
+
+async def test_an_engine_without_events_is_predicted_and_named(tmp_path: Path) -> None:
+    silent, talking = vllm(kv_events_config="", enable_prompt_tokens_details=True), engine("vllm")
+    async with (
+        silent.started(),
+        talking.started(),
+        serving(tmp_path, silent.url, talking.url) as system,
+    ):
+        await system.serving(1)
+
+        async def registered() -> bool:
+            return system.logged("sidecar.engine_without_events")
+
+        await until(registered)
+        assert "--kv-events-config" in system.process.log_file.read_text(), "the engine's option is named"
+        workers = set()
+        for number in range(6):
+            # Different prompts in a row spread; the same prompt goes where its first request went.
+            prompt = [1000 * number + each for each in range(8 * BLOCK + 1)]
+            first = await system.ask(prompt)
+            workers.add(first.worker)
+
+            async def follows(prompt: list[int] = prompt, first: Answer = first) -> bool:
+                return await system.ask(prompt) == Answer(200, first.worker, 8, 8 * BLOCK)
+
+            await until(follows)
+        assert len(workers) == 2
+
+
+async def test_an_engine_that_starts_later_joins(tmp_path: Path) -> None:
+    late = engine("vllm")
+    async with serving(tmp_path, late.url) as system:
+
+        async def not_ready() -> bool:
+            return system.logged("sidecar.engine_not_ready")
+
+        await until(not_ready)
+        async with late.started():
+            await system.serving(1)
+            assert (await system.ask(PROMPT)).status == 200
