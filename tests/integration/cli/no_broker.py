@@ -48,7 +48,7 @@ class NoBroker:
 
     process: ManagedProcess
     http: str
-    grpc: str
+    ops: str
     indexer: Indexer
     session: aiohttp.ClientSession
 
@@ -70,6 +70,18 @@ class NoBroker:
         async with self.session.get(f"http://{self.http}/v1/models") as response:
             listed: Any = await response.json()
             return [each["id"] for each in listed.get("data", [])]
+
+    async def ready(self) -> None:
+        """Waits until the process says that its services are ready."""
+
+        async def is_ready() -> bool:
+            try:
+                async with self.session.get(f"http://{self.ops}/ready") as response:
+                    return response.status == 200
+            except aiohttp.ClientError:
+                return False
+
+        await until(is_ready)
 
     async def ranks(self) -> dict[int, RankStats]:
         """Returns what the Indexer knows of the first rank of each worker."""
@@ -96,13 +108,13 @@ class NoBroker:
 @asynccontextmanager
 async def serving(logs: Path, *urls: str, options: Sequence[str] = (), name: str = "serve") -> AsyncIterator[NoBroker]:
     """Runs the command while the context lasts."""
-    http, grpc = (f"127.0.0.1:{port}" for port in free_ports(2)[:2])
+    http, grpc, ops = (f"127.0.0.1:{port}" for port in free_ports(3))
     arguments = [argument for url in urls for argument in ("--engine", url)]
     command = Command(
         name,
         (
             *(sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments, "--port", http.rpartition(":")[2]),
-            *("--bind", grpc, "--drain-seconds", "1", "--load-seconds", "0.1", *options),
+            *("--bind", grpc, "--http-bind", ops, "--drain-seconds", "1", "--load-seconds", "0.1", *options),
         ),
         dict(os.environ) | NOWHERE,
     )
@@ -110,6 +122,6 @@ async def serving(logs: Path, *urls: str, options: Sequence[str] = (), name: str
     try:
         async with aiohttp.ClientSession() as session, open_channel(grpc) as channel:
             descriptor = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
-            yield NoBroker(process, http, grpc, cast(Indexer, remote(descriptor, channel)), session)
+            yield NoBroker(process, http, ops, cast(Indexer, remote(descriptor, channel)), session)
     finally:
         await process.stop(20)

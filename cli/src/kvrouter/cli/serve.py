@@ -15,10 +15,12 @@ from kvrouter.frontend.schedulers.connections import SchedulerSource
 from kvrouter.frontend.schedulers.rendezvous import LocalScheduler, RemoteSchedulers
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
+from kvrouter.indexer.api.service import IndexerService
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.net.local import LocalSystem
 from kvrouter.runtime.config.settings import RoutingSettings, ServiceSettings, load_all
 from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.process import lifecycle
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
@@ -26,7 +28,7 @@ from kvrouter.runtime.rpc import RpcServer
 from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.overlap.indexer_query import IndexerSource, OverlapIndex
 from kvrouter.scheduler.settings import SchedulerSettings
-from kvrouter.sidecar.local_engines import serving_engines
+from kvrouter.sidecar.local_engines import LocalEngines, serving_engines
 from kvrouter.sidecar.settings import LocalEnginesSettings
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.message_limits import MessageLimits
@@ -74,9 +76,10 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
 
     async def main(stopping: asyncio.Event) -> None:
         async with open_runtime(common, local=local) as runtime, AsyncExitStack() as running:
-            services = await _compose(settings, runtime, running)
+            served: LocalEngines | None = None
             if local is not None:
-                await running.enter_async_context(serving_engines(engines, local, runtime.registry))
+                served = await running.enter_async_context(serving_engines(engines, local, runtime.registry))
+            services = await _compose(settings, runtime, running, served)
             with ExitStack() as announcing:
 
                 def announce(server: RpcServer) -> None:
@@ -132,15 +135,16 @@ def _check_static(settings: Mapping[str, Any]) -> None:
         raise WrongUsage("--static-workers: name the Schedulers with --static-schedulers")
 
 
-async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: AsyncExitStack) -> list[Hosted]:
+async def _compose(
+    settings: Mapping[str, Any], runtime: Runtime, running: AsyncExitStack, engines: LocalEngines | None
+) -> list[Hosted]:
     hosted: list[Hosted] = []
     indexers: IndexerSource | None = None
     own: tuple[str, Scheduler] | None = None
     if "indexer" in settings:
         indexing = await running.enter_async_context(indexer.running(settings["indexer"], runtime))
-        hosted.append(
-            Hosted("indexer", _INDEXER, indexing, lambda: indexing.ready, limits=_limits(settings["indexer"]))
-        )
+        ready = _Start(indexing, runtime.directory, engines).is_ready if engines else lambda: indexing.ready
+        hosted.append(Hosted("indexer", _INDEXER, indexing, ready, limits=_limits(settings["indexer"])))
         indexers = _OneIndexer(indexing)
     if "scheduler" in settings:
         scheduling = await running.enter_async_context(scheduler.running(settings["scheduler"], runtime, indexers))
@@ -172,6 +176,25 @@ async def _compose(settings: Mapping[str, Any], runtime: Runtime, running: Async
 
 def _limits(settings: IndexerSettings | SchedulerSettings) -> MessageLimits:
     return MessageLimits(elements=settings.max_prompt_tokens)
+
+
+class _Start:
+    """Readiness of an index that is read from the engines of this process."""
+
+    def __init__(self, indexing: IndexerService, directory: Directory, engines: LocalEngines) -> None:
+        self._indexing = indexing
+        self._directory = directory
+        self._engines = engines
+        self._began = False
+
+    def is_ready(self) -> bool:
+        """Returns False until each engine was asked, and the caches of those that answered are indexed."""
+        self._began = self._began or (self._engines.are_settled and self._knows_all() and self._indexing.compared)
+        return self._began and self._indexing.ready
+
+    def _knows_all(self) -> bool:
+        views = self._directory.components.items()
+        return self._engines.worker_keys <= {name.worker_key(each) for name, view in views for each in view.workers}
 
 
 class _OneIndexer:

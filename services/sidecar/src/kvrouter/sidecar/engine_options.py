@@ -132,6 +132,7 @@ def options_of_local_engine(settings: LocalEnginesSettings, url: str) -> EngineO
         advertise="",
         overrides=_overrides(settings, index, settings.engine_events, settings.engine_replay, needs_events=False),
         settings=settings,
+        journal_path=settings.state,
     )
 
 

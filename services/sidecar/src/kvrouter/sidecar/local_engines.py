@@ -52,6 +52,16 @@ class LocalEngines:
         """What follows each engine."""
         return self._supervisors
 
+    @property
+    def are_settled(self) -> bool:
+        """Whether each engine has become a worker and published what it has cached, or could not become one yet."""
+        return all(each.is_settled for each in self._supervisors)
+
+    @property
+    def worker_keys(self) -> set[str]:
+        """Keys of the workers' registrations."""
+        return {each.worker_key for each in self._supervisors} - {""}
+
     def add(self, url: str) -> bool:
         """Follows an engine from now on. Returns False if it is followed already."""
         options = options_of_local_engine(self._settings, url)

@@ -211,6 +211,11 @@ class LocalEnginesSettings(EngineSettings):
         default=(),
         description="URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated.",
     )
+    state: Path | None = Field(
+        default=None,
+        description="Directory in which the process keeps what engines have cached, to resume from it after a restart; "
+        "none keeps nothing.",
+    )
     engine_events: tuple[str, ...] = Field(
         default=(),
         description="Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if its "

@@ -55,6 +55,8 @@ class EngineSupervisor:
         """The engine while it has a worker."""
         self.is_up = False
         """Whether the engine answered when it was last asked."""
+        self.was_asked = False
+        """Whether it is known if the engine is there: it has become a worker, or could not."""
         self.counts: Counter[str] = Counter()
         """Outages and registrations, failed readings of the load, and values that were unusable."""
         self.results: Counter[str] = Counter()
@@ -91,6 +93,19 @@ class EngineSupervisor:
     def servers(self) -> list[WorkerServer]:
         """The worker's gRPC server; empty while there is no worker."""
         return [] if self._worker is None else [self._worker.server]
+
+    @property
+    def worker_key(self) -> str:
+        """Key of the worker's registration; empty while there is no worker."""
+        worker = self._worker
+        return "" if worker is None else worker.config.component.worker_key(worker.config.worker_id)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that the engine said until it became a worker is published, or it could not become one yet."""
+        return self.was_asked and all(
+            relay.caught_up and not publisher.stats().unsent_events for relay, _, publisher in self.relayed.values()
+        )
 
     def stop(self) -> None:
         """Lets running requests finish, deregisters the worker, and ends ``run``. May be called once."""
@@ -134,6 +149,7 @@ class EngineSupervisor:
         worker, engine = self._worker, self.engine
         if worker is None or engine is None:
             raise AssertionError("_join has set both")
+        self.was_asked = True
         self.counts["registrations"] += 1
         self._log.info(
             "sidecar.engine_registered",
@@ -277,9 +293,11 @@ class EngineSupervisor:
         raise AssertionError("unreachable: the retry ends by return or by an exception")
 
     def _log_not_ready(self, reason: str) -> None:
+        self.was_asked = True
         self._log.warning("sidecar.engine_not_ready", error=reason)
 
     def _log_refused(self, reason: str) -> None:
+        self.was_asked = True
         self._log.warning("sidecar.worker_refused", error=reason)
 
 

@@ -91,6 +91,8 @@ class RankRelay:
     ) -> None:
         """``on_connection`` is called when the engine's publisher connected or disconnected."""
         self.counts = RelayCounts()
+        self.caught_up = False
+        """Whether the messages that the engine kept at the start are applied, as far as it could repeat them."""
         self._dp_rank = dp_rank
         self._sockets = sockets
         self._translator = translator
@@ -102,6 +104,8 @@ class RankRelay:
     async def run(self, start: Start) -> None:
         """Relays until cancelled, after the engine's kept messages."""
         await self._catch_up(start)
+        self.caught_up = True
+        self._log.info("relay.caught_up", replayed=self.counts.replayed, resumed=start.resumes)
         connected_before = self._sockets.has_replay
         while True:
             match await self._sockets.next():

@@ -8,15 +8,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import structlog
 from kvrouter.engines.events.translation import EventTranslator, TranslationOptions
 from kvrouter.engines.events.zmq_events import Dialect
 from kvrouter.engines.relay.engine_sockets import Endpoints, EngineSockets
 from kvrouter.engines.relay.rank_relay import RankRelay, Start, read_start
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.publisher.journal.resume import discard, positions
+from kvrouter.publisher.journal.resume import discard, recover_worker
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.system import System
+
+log = structlog.get_logger(component="relay")
 
 _NO_POSITION = -1
 
@@ -76,9 +79,19 @@ async def relaying(
             )
             for dp_rank, endpoints in source.endpoints.items()
         }
-        starts = await _read_starts(sockets, positions(config), wait_for_engine=wait_for_engine)
+        journals = await asyncio.to_thread(recover_worker, config)
+        known = {dp_rank: journal.position for dp_rank, journal in journals.items()}
+        starts = await _read_starts(sockets, known, wait_for_engine=wait_for_engine)
         if not all(start.resumes for start in starts.values()):
+            if journals:
+                log.warning(
+                    "relay.state_dropped",
+                    worker_id=config.worker_id,
+                    blocks=sum(journal.recorder.counts().blocks for journal in journals.values()),
+                    reason="the engine is another one than before, or cannot repeat all of its messages since",
+                )
             discard(config)
+        del journals
         worker = await stack.enter_async_context(sdk.running(config, engine, system))
         if not worker.resumed:
             starts = await _read_starts(sockets, {}, starts, wait_for_engine=wait_for_engine)

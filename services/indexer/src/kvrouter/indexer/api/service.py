@@ -71,6 +71,11 @@ class IndexerService:
         """Returns whether the components are known and all of them are restored."""
         return self._replica.ready
 
+    @property
+    def compared(self) -> bool:
+        """Returns whether every registered rank was compared with its worker, as far as workers answer."""
+        return self._replica.compared
+
     async def find_matches(self, request: FindMatchesRequest, *, deadline: Deadline) -> FindMatchesResponse:
         """Returns the overlap of every rank with a prompt, in blocks.
 

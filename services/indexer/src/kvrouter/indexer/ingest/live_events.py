@@ -32,14 +32,15 @@ class LiveEvents:
         self._events = events
         self._queue: asyncio.Queue[Message] = asyncio.Queue(MAX_PENDING_MESSAGES)
         self._bytes = 0
+        self._applying = 0
         self.subscribed = asyncio.Event()
         self.dropped = 0
         """Messages dropped because the queue was full."""
 
     @property
     def queued(self) -> int:
-        """Returns the number of messages to apply."""
-        return self._queue.qsize()
+        """Returns the number of messages that are not applied yet."""
+        return self._queue.qsize() + self._applying
 
     async def run(self) -> None:
         """Subscribes and applies messages until cancelled. The client renews the subscription after a reconnect."""
@@ -55,10 +56,12 @@ class LiveEvents:
                 messages = [await self._queue.get()]
                 while len(messages) < _TOGETHER and not self._queue.empty():
                     messages.append(self._queue.get_nowait())
+                self._applying = len(messages)
                 self._bytes -= sum(len(message.data) for message in messages)
                 batch = [StreamMessage(message.subject, 0, message.data) for message in messages]
                 if rest := batch[self._events.apply_at_once(batch) :]:
                     await asyncio.to_thread(self._events.apply, rest)
+                self._applying = 0
         finally:
             if not self._received_from.is_closed:
                 await subscription.unsubscribe()

@@ -179,6 +179,11 @@ class ComponentIndex:
             self._request_stream()
         self._changed.set()
 
+    def has_compared(self, workers: Mapping[int, WorkerRegistration]) -> bool:
+        """Returns whether these workers are the registered ones, and all that they published is applied."""
+        is_known = self.ready and self._workers is workers
+        return is_known and not self.live.queued and not self.resync.waits_for_workers
+
     async def stats(self) -> ComponentStats:
         """Returns the present statistics of the component."""
         size = await self.state.shared.size()

@@ -69,6 +69,15 @@ class Replica:
         """Returns whether the components are known and all of them are restored."""
         return self.known and all(component.ready for component in self.components.values())
 
+    @property
+    def compared(self) -> bool:
+        """Returns whether every registered rank was compared with its worker, as far as workers answer."""
+        return self.known and all(
+            (component := self.components.get(name)) is not None and component.has_compared(view.workers)
+            for name, view in self._directory.components.items()
+            if view.descriptor.block_size
+        )
+
     async def run(self) -> None:
         """Follows the components of the namespace until cancelled."""
         messages = await self._connect()

@@ -1,0 +1,118 @@
+"""`kvrouter serve --engine … --state`: a restarted process knows what its engines hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import pytest
+from kvrouter.devtools.system.ports import free_ports
+
+from ..sidecar.rig import BLOCK, EngineServer, vllm
+from .no_broker import NoBroker, serving, until
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def forgetful(messages: int = 4) -> EngineServer:
+    """An engine that can repeat its last messages only."""
+    live, replay = free_ports(2)
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{live}",
+        "replay_endpoint": f"tcp://*:{replay}",
+        "buffer_steps": messages,
+    }
+    return vllm(kv_events_config=json.dumps(events), enable_prompt_tokens_details=True)
+
+
+def prompt(number: int) -> list[int]:
+    """A prompt of two whole blocks."""
+    return [1000 * number + each for each in range(2 * BLOCK + 1)]
+
+
+async def fill(system: NoBroker, numbers: Sequence[int]) -> None:
+    """Sends prompts, and waits until they are in the index."""
+    for number in numbers:
+        await system.ask(prompt(number))
+    for number in numbers:
+
+        async def indexed(number: int = number) -> bool:
+            return (await system.ask(prompt(number))).overlap_blocks == 2
+
+        await until(indexed)
+
+
+async def killed(system: NoBroker) -> None:
+    """Kills the process."""
+    os.kill(system.process.pid, signal.SIGKILL)
+    await system.process.stop(20)
+
+
+async def overlaps(system: NoBroker, numbers: Sequence[int]) -> list[int]:
+    """Returns the overlap of each prompt, as of the first decision about it."""
+    return [(await system.ask(prompt(number))).overlap_blocks for number in numbers]
+
+
+async def test_a_killed_process_resumes_and_replays_what_it_missed(tmp_path: Path) -> None:
+    engine, state = forgetful(), ("--state", str(tmp_path / "state"))
+    before, missed = range(1, 11), 11
+    async with engine.started():
+        async with serving(tmp_path, engine.url, options=state) as first:
+            await first.serving(1)
+            await fill(first, before)
+            await killed(first)
+        async with aiohttp.ClientSession() as session:
+            body = {"model": "m", "prompt": prompt(missed), "max_tokens": 1}
+            async with session.post(f"{engine.url}/v1/completions", json=body) as response:
+                assert response.status == 200
+        async with serving(tmp_path, engine.url, options=state, name="again") as second:
+            await second.ready()
+            assert await overlaps(second, [*before, missed]) == [2] * 11, "all of it, from the first decision on"
+            log = second.process.log_file.read_text()
+            assert '"resumed": true' in log
+        async with serving(tmp_path, engine.url, name="stateless") as third:
+            await third.ready()
+            assert (await overlaps(third, before))[:4] == [0] * 4, "without the state, the engine has forgotten them"
+
+
+async def test_state_of_an_engine_that_restarted_meanwhile_is_dropped(tmp_path: Path) -> None:
+    engine, state = forgetful(1000), ("--state", str(tmp_path / "state"))
+    async with engine.started(), serving(tmp_path, engine.url, options=state) as first:
+        await first.serving(1)
+        await fill(first, range(1, 6))
+    async with engine.started(), serving(tmp_path, engine.url, options=state, name="again") as second:
+        await second.ready()
+        assert second.logged("relay.state_dropped")
+        assert await overlaps(second, range(1, 6)) == [0] * 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "other"])
+async def test_a_damaged_file_is_dropped_and_learned_anew(tmp_path: Path, damage: str) -> None:
+    engine, directory = forgetful(1000), tmp_path / "state"
+    async with engine.started():
+        async with serving(tmp_path, engine.url, options=("--state", str(directory))) as first:
+            await first.serving(1)
+            await fill(first, range(1, 6))
+        (journal,) = directory.glob("*.journal")
+        content = bytearray(journal.read_bytes())
+        match damage:
+            case "cut":
+                content = content[: len(content) // 2]
+            case "flipped":
+                content[len(content) // 2] ^= 0xFF
+            case "emptied":
+                content = bytearray()
+            case "other":
+                content = content.replace(engine.url.encode(), engine.url.replace("127", "128").encode())
+        journal.write_bytes(content)
+        async with serving(tmp_path, engine.url, options=("--state", str(directory)), name="again") as second:
+            await second.ready()
+            assert await overlaps(second, range(1, 6)) == [2] * 5, "the engine repeats all of its messages"
+            if damage != "cut":  # what is before the cut may be whole
+                assert second.logged("journal.not_recovered")
