@@ -6,6 +6,8 @@ A file is known by the hash of its content, so whoever fetches it knows it is th
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,8 +31,34 @@ PIECE_BYTES = 1 << 20
 """Bytes of a file in one message."""
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""An organization's or a model's name at Hugging Face."""
+
+
 class InvalidModelFiles(ValueError):
     """The files of a model are missing, damaged or too large."""
+
+
+def model_directory(model: str) -> Path | None:
+    """Returns the directory of a model's files: ``model`` itself, or that of the model of this name in a cache.
+
+    The cache is that of Hugging Face's libraries: ``HF_HUB_CACHE``, or ``hub`` in ``HF_HOME``. Returns None if there is
+    neither. Blocks.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
+    organization, slash, name = model.partition("/")
+    if not _HUB_NAME.fullmatch(organization) or (slash and not _HUB_NAME.fullmatch(name)):
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    cached = cache / f"models--{model.replace('/', '--')}"
+    try:
+        directory = cached / "snapshots" / (cached / "refs" / "main").read_text(encoding="utf-8").strip()
+        return directory if directory.is_dir() else None
+    except (OSError, ValueError):
+        return None
 
 
 def read_model_files(directory: Path) -> dict[str, bytes]:

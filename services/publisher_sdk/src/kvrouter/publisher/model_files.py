@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvrouter.net.logs import get_logger
-from kvrouter.net.model_files import PIECE_BYTES, InvalidModelFiles, describe_files, read_model_files
+from kvrouter.net.model_files import PIECE_BYTES, InvalidModelFiles, describe_files, model_directory, read_model_files
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.v1.registry_pb2 import ModelFile
 
@@ -25,9 +25,17 @@ class ModelFiles:
 
     @classmethod
     async def of(cls, config: WorkerConfig) -> ModelFiles:
-        """Returns the files of ``config.tokenizer``; none without a directory of usable files."""
-        directory = Path(config.tokenizer)
-        if not config.tokenizer or not await asyncio.to_thread(directory.is_dir):
+        """Returns the files of ``config.tokenizer``; none if this machine has no usable ones."""
+        if not config.tokenizer:
+            return cls()
+        directory = await asyncio.to_thread(model_directory, config.tokenizer)
+        if directory is None:
+            log.warning(
+                "model_files.missing",
+                tokenizer=config.tokenizer,
+                consequence="prompts of text are routed on their length only, and their caches are not found",
+                advice=f"give a Frontend --tokenizers {config.model}=DIRECTORY, or download the model's files here",
+            )
             return cls()
         try:
             described = await asyncio.to_thread(lambda: describe_files(read_model_files(directory)))

@@ -172,7 +172,7 @@ async def running(
         decisions,
         thresholds,
         status,
-        Drains(runtime.directory, etcd),
+        Drains(runtime.directory, etcd if runtime.local is None else runtime.local.registry),
         is_ready=lambda: runtime.directory.is_synced and thresholds.synced and (link is None or link.settled),
     )
     tasks = [

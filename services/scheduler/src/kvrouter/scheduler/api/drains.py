@@ -1,4 +1,4 @@
-"""Drains workers: etcd stores which ones, so all Schedulers and Frontends stop sending them requests.
+"""Drains workers: the registry stores which ones, so all Schedulers and Frontends stop sending them requests.
 
 The directory marks their registrations as draining (``kvrouter.runtime.discovery.registry_views``).
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 from kvrouter.net.etcd import AWAY, EtcdAccess, connect
+from kvrouter.net.local import LocalRegistry
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.request_fields import component_name
 from kvrouter.scheduler.load.pools import Components
@@ -25,11 +26,11 @@ log = structlog.get_logger(component="scheduler")
 class Drains:
     """Writes the drains of workers.
 
-    ``etcd`` is None for a system without etcd, whose workers are listed.
+    ``store`` keeps them: etcd, or the registry of a system in one process; None for a system whose workers are listed.
     """
 
     directory: Components
-    etcd: EtcdAccess | None
+    store: EtcdAccess | LocalRegistry | None
 
     async def drain(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
         """Drains a registered worker. A repeated call replaces the time of the migration.
@@ -74,15 +75,18 @@ class Drains:
 
     async def _write(self, view: ComponentView, worker_id: int, drain: WorkerDrain | None) -> bool:
         """Stores or removes a drain. Returns whether there was one."""
-        if self.etcd is None:
+        if self.store is None:
             raise BadRequest(
                 "workers that are listed cannot be drained, because there is no etcd",
                 field="worker_id",
                 advice="Take the worker out of --static-workers, or stop it.",
             )
-        key = view.name.drain_key(worker_id).encode()
+        name = view.name.drain_key(worker_id)
+        if isinstance(self.store, LocalRegistry):
+            return _replace(self.store, name, drain)
+        key = name.encode()
         try:
-            async with connect(self.etcd) as client:
+            async with connect(self.store) as client:
                 stored = await client.get(key)
                 if drain is not None:
                     await client.put(key, drain.SerializeToString())
@@ -91,3 +95,12 @@ class Drains:
         except AWAY as error:
             raise DependencyAway(f"etcd is unreachable, nothing has changed: {error}") from None
         return stored is not None
+
+
+def _replace(registry: LocalRegistry, name: str, drain: WorkerDrain | None) -> bool:
+    was_stored = registry.get(name) is not None
+    if drain is None:
+        registry.delete(name)
+    else:
+        registry.put(name, drain.SerializeToString())
+    return was_stored
