@@ -191,13 +191,21 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "settings": (),
     },
     "sidecar": {
-        "settings": (),
+        "engines_file": (),
+        "settings": ("engines_file",),
         "engine_options": ("settings",),
         "served_engine": (),
         "supervisor": ("engine_options", "served_engine"),
         "metrics": ("supervisor",),
         "local_system": (),
-        "local_engines": ("engine_options", "engines", "local_system", "metrics", "settings", "supervisor"),
+        "local_engines": (
+            "engine_options",
+            "engines_file",
+            "local_system",
+            "metrics",
+            "settings",
+            "supervisor",
+        ),
     },
     "mocker": {
         "engine": (),

@@ -52,9 +52,9 @@ class NoBroker:
     indexer: Indexer
     session: aiohttp.ClientSession
 
-    async def ask(self, prompt: Sequence[int] | str, model: str = "m") -> Answer:
+    async def ask(self, prompt: Sequence[int] | str, **fields: object) -> Answer:
         """Sends a completion."""
-        body = {"model": model, "prompt": prompt, "max_tokens": 2}
+        body = {"model": "m", "prompt": prompt, "max_tokens": 2} | fields
         async with self.session.post(f"http://{self.http}/v1/completions", json=body) as response:
             answer: Any = await response.json()
             details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}

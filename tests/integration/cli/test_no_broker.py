@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -138,3 +139,31 @@ async def test_an_engine_that_starts_later_joins(tmp_path: Path) -> None:
         async with late.started():
             await system.serving(1)
             assert (await system.ask(PROMPT)).status == 200
+
+
+async def test_engines_of_a_file_come_and_go(tmp_path: Path) -> None:
+    one, two = engine("vllm"), engine("vllm")
+    named = tmp_path / "engines"
+    named.write_text(f"{one.url}\n")
+    async with (
+        one.started(clock_factor=1),
+        two.started(),
+        serving(tmp_path, options=("--engines-file", str(named))) as system,
+    ):
+        await system.serving(1)
+        first = (await system.ask(PROMPT)).worker
+        running = asyncio.create_task(system.ask(PROMPT, max_tokens=60, ignore_eos=True))
+        named.write_text(f"{two.url}  # instead\n")
+
+        async def moved() -> bool:
+            answer = await system.ask(PROMPT)
+            return answer.status == 200 and answer.worker != first
+
+        await until(moved)
+        assert await running == Answer(200, first, 8, 8 * BLOCK), "a running request is not ended"
+        named.write_text(f"{one.url}\n{two.url}\n")
+
+        async def both() -> bool:
+            return sum(each.registered for each in (await system.ranks()).values()) == 2
+
+        await until(both)

@@ -112,7 +112,7 @@ def _running(settings: Mapping[str, Any], runtime: Runtime, address: str) -> Run
 
 def _local_system(engines: LocalEnginesSettings, settings: Mapping[str, Any]) -> LocalSystem | None:
     """Returns what takes the place of etcd and NATS; None if there are no engines to serve."""
-    if not engines.engine:
+    if not engines.engine and engines.engines_file is None:
         return None
     if missing := [role for role in ROLES if role not in settings]:
         raise WrongUsage(f"--engine: a system without etcd and NATS is one process; add --roles {','.join(missing)}")

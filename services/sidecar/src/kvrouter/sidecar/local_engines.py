@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import aiohttp
 import structlog
@@ -15,6 +16,7 @@ from kvrouter.engines.relay.relaying import RelayedRanks
 from kvrouter.engines.servers.http import EngineHttp
 from kvrouter.net.local import LocalSystem
 from kvrouter.sidecar.engine_options import options_of_local_engine
+from kvrouter.sidecar.engines_file import engines_in, read_engines
 from kvrouter.sidecar.local_system import LocalWorkers
 from kvrouter.sidecar.metrics import SidecarMetrics
 from kvrouter.sidecar.settings import LocalEnginesSettings
@@ -41,7 +43,8 @@ class LocalEngines:
         self._session = session
         self._tasks = tasks
         self._keys = EngineKeys(settings.engine_keys_file)
-        self._followed: dict[str, tuple[EngineSupervisor, asyncio.Task[None]]] = {}
+        self._wanted: set[str] = set()
+        self._followed: dict[str, asyncio.Task[None]] = {}
         self._relayed: dict[int, RelayedRanks] = {}
         self._supervisors: list[EngineSupervisor] = []
         SidecarMetrics(registry, self._supervisors)
@@ -55,7 +58,8 @@ class LocalEngines:
     @property
     def are_settled(self) -> bool:
         """Whether each engine has become a worker and published what it has cached, or could not become one yet."""
-        return all(each.is_settled for each in self._supervisors)
+        is_begun = len(self._supervisors) == len(self._followed)
+        return is_begun and all(each.is_settled for each in self._supervisors)
 
     @property
     def worker_keys(self) -> set[str]:
@@ -64,40 +68,66 @@ class LocalEngines:
 
     def add(self, url: str) -> bool:
         """Follows an engine from now on. Returns False if it is followed already."""
-        options = options_of_local_engine(self._settings, url)
-        if options.url in self._followed:
+        url = url.rstrip("/")
+        if url in self._wanted:
             return False
-        http = EngineHttp(
-            self._session,
-            options.url,
-            key_headers=partial(self._keys.headers, self._settings.component),
-            answer_seconds=self._settings.answer_seconds,
-        )
-        supervisor = EngineSupervisor(options, http, _ignore_readiness, self._workers)
-        self._relayed[options.worker_id] = supervisor.relayed
-        self._supervisors.append(supervisor)
-        self._followed[options.url] = supervisor, self._tasks.create_task(supervisor.run(), name=f"engine {url}")
-        log.info("engine.added", url=options.url, worker_id=options.worker_id)
+        self._wanted.add(url)
+        if url not in self._followed:
+            self._followed[url] = self._tasks.create_task(self._follow(url), name=f"engine {url}")
+            self._followed[url].add_done_callback(lambda _: self._followed.pop(url))
         return True
 
-    async def remove(self, url: str) -> bool:
-        """Takes an engine out, after its running requests. Returns False if it is not followed."""
-        found = self._followed.pop(url.rstrip("/"), None)
-        if found is None:
+    def remove(self, url: str) -> bool:
+        """Takes an engine out: it gets no more requests, and leaves after its running ones.
+
+        Returns False if it is not followed.
+        """
+        url = url.rstrip("/")
+        if url not in self._wanted:
             return False
-        supervisor, following = found
-        supervisor.stop()
-        await asyncio.wait({following})
-        self._supervisors.remove(supervisor)
-        del self._relayed[supervisor.options.worker_id]
-        log.info("engine.removed", url=supervisor.options.url, worker_id=supervisor.options.worker_id)
+        self._wanted.discard(url)
+        for supervisor in self._supervisors:
+            if supervisor.options.url == url:
+                supervisor.stop()
         return True
+
+    async def follow_file(self, path: Path) -> None:
+        """Adds and removes engines as a file names them, for ever. Those of the options stay."""
+        fixed = {url.rstrip("/") for url in self._settings.engine}
+        async with aclosing(engines_in(path)) as changes:
+            async for urls in changes:
+                for url in self._wanted - fixed - set(urls):
+                    self.remove(url)
+                for url in urls:
+                    self.add(url)
 
     async def close(self) -> None:
-        """Takes all engines out."""
-        async with asyncio.TaskGroup() as leaving:
-            for url in list(self._followed):
-                leaving.create_task(self.remove(url))
+        """Takes all engines out, and waits until they have left."""
+        for url in list(self._wanted):
+            self.remove(url)
+        if self._followed:
+            await asyncio.wait(list(self._followed.values()))
+
+    async def _follow(self, url: str) -> None:
+        # An engine that is added again while it leaves is followed anew when it has left.
+        while url in self._wanted:
+            options = options_of_local_engine(self._settings, url)
+            http = EngineHttp(
+                self._session,
+                options.url,
+                key_headers=partial(self._keys.headers, self._settings.component),
+                answer_seconds=self._settings.answer_seconds,
+            )
+            supervisor = EngineSupervisor(options, http, _ignore_readiness, self._workers)
+            self._relayed[options.worker_id] = supervisor.relayed
+            self._supervisors.append(supervisor)
+            log.info("engine.added", url=options.url, worker_id=options.worker_id)
+            # A task of its own: a supervisor that is stopped while it waits for its engine cancels its task.
+            following = self._tasks.create_task(supervisor.run(), name=f"supervisor of {url}")
+            await asyncio.wait({following})
+            self._supervisors.remove(supervisor)
+            del self._relayed[options.worker_id]
+            log.info("engine.removed", url=options.url, worker_id=options.worker_id)
 
 
 @asynccontextmanager
@@ -112,11 +142,18 @@ async def serving_engines(
         asyncio.TaskGroup() as tasks,
     ):
         engines = LocalEngines(settings, LocalWorkers(system), session, tasks, registry)
+        following: asyncio.Task[None] | None = None
         for url in settings.engine:
             engines.add(url)
+        if settings.engines_file is not None:
+            for url in await asyncio.to_thread(read_engines, settings.engines_file):
+                engines.add(url)
+            following = tasks.create_task(engines.follow_file(settings.engines_file), name="engines file")
         try:
             yield engines
         finally:
+            if following is not None:
+                following.cancel()
             await engines.close()
 
 

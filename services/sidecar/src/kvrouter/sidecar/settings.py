@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar, Literal
-from urllib.parse import urlsplit
 
 from kvrouter.engines.servers.description import NO_EVENTS
 from kvrouter.engines.servers.detection import EngineKindOption
@@ -16,6 +15,7 @@ from kvrouter.runtime.config.fields import (
     check_socket_endpoint,
 )
 from kvrouter.runtime.config.settings import Name, ServiceSettings
+from kvrouter.sidecar.engines_file import checked_url, read_engines
 from pydantic import Field, field_validator, model_validator
 
 
@@ -116,14 +116,7 @@ class EngineSettings(ServiceSettings):
     @field_validator("engine", "engine_advertise", check_fields=False)
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in {"http", "https"} or not parts.hostname:
-                raise ValueError(f"expected http://host:port, received {url!r}")
-            if parts.username is not None:
-                # Logs and the registration contain the URL.
-                raise ValueError("expected no user and password in the URL: use --engine-keys-file")
-        return urls
+        return tuple(map(checked_url, urls))
 
     @field_validator("bootstrap_endpoint")
     @classmethod
@@ -211,6 +204,10 @@ class LocalEnginesSettings(EngineSettings):
         default=(),
         description="URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated.",
     )
+    engines_file: Path | None = Field(
+        default=None,
+        description="File with the URLs of more engines, one on each line, which may change while the process runs.",
+    )
     state: Path | None = Field(
         default=None,
         description="Directory in which the process keeps what engines have cached, to resume from it after a restart; "
@@ -228,7 +225,12 @@ class LocalEnginesSettings(EngineSettings):
     _are_endpoints = field_validator("engine_events", "engine_replay")(check_event_sockets)
 
     @model_validator(mode="after")
-    def _names_events(self) -> LocalEnginesSettings:
+    def _is_usable(self) -> LocalEnginesSettings:
+        if self.engines_file is not None:
+            try:
+                read_engines(self.engines_file)
+            except ValueError as error:
+                raise ValueError(f"--engines-file: {error}") from None
         if self.engine_replay and not self.engine_events:
             raise ValueError("--engine-replay: name the events' sockets with --engine-events, too")
         return self

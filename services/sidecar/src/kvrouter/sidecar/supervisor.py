@@ -108,7 +108,9 @@ class EngineSupervisor:
         )
 
     def stop(self) -> None:
-        """Lets running requests finish, deregisters the worker, and ends ``run``. May be called once."""
+        """Lets running requests finish, deregisters the worker, and ends ``run``."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         if self._worker is None and self._running is not None:
             self._running.cancel()  # it may wait for the engine or for etcd
