@@ -100,7 +100,7 @@ class Stack(Registered):
                 block_size=BLOCK,
                 hash_scheme="xxh3-1337",
                 ranks=[RankRegistration(dp_rank=rank, incarnation=5, total_blocks=1000) for rank in range(ranks)],
-                **fields,
+                **({"publishes_events": True} | fields),
             )
             await self.put(self.component.worker_key(worker_id), registration)
         await self.knows(lambda found: set(worker_ids) <= found)

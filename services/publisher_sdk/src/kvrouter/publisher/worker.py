@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -348,20 +348,28 @@ def load_response(config: WorkerConfig, reports: Sequence[LoadReport]) -> GetLoa
 
 @asynccontextmanager
 async def running(
-    config: WorkerConfig, engine: StepEngine | Engine | None = None, system: System | None = None
+    config: WorkerConfig,
+    engine: StepEngine | Engine | None = None,
+    system: System | None = None,
+    *,
+    recovered: Mapping[int, Recovered] | None = None,
 ) -> AsyncIterator[Worker]:
     """Runs a worker while the body lasts. Waits for etcd at the start, but not for NATS.
 
-    Without ``engine`` the worker publishes only, for an engine whose requests travel elsewhere. ``system`` is where it
-    registers and publishes; by default the etcd and the NATS of the configuration.
+    Args:
+        config: The worker.
+        engine: Serves its requests; without one it publishes only, for an engine whose requests travel elsewhere.
+        system: Where it registers and publishes; by default the etcd and the NATS of the configuration.
+        recovered: Its journals, if the caller has claimed and read them; by default they are claimed and read here.
 
     Raises:
         DescriptorMismatch: the worker does not fit its component; also later, out of the body.
         KeyTaken: another process registered the same worker; out of the body.
         InvalidConfig: ``bind`` cannot be listened on, or another process keeps this worker in ``journal_path``.
     """
-    with claimed(config):
-        recovered = await asyncio.to_thread(recover_worker, config)
+    with claimed(config) if recovered is None else nullcontext():
+        if recovered is None:
+            recovered = await asyncio.to_thread(recover_worker, config)
         former = next((found.head.incarnation for found in recovered.values()), None)
         system = system or EtcdAndNats()
         incarnation, transport = await system.settle(config, former)

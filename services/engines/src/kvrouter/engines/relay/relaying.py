@@ -15,7 +15,7 @@ from kvrouter.engines.relay.engine_sockets import Endpoints, EngineSockets
 from kvrouter.engines.relay.rank_relay import RankRelay, Start, read_start
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.publisher.journal.resume import discard, recover_worker
+from kvrouter.publisher.journal.resume import claimed, discard, recover_worker
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.system import System
 
@@ -79,6 +79,7 @@ async def relaying(
             )
             for dp_rank, endpoints in source.endpoints.items()
         }
+        stack.enter_context(claimed(config))
         journals = await asyncio.to_thread(recover_worker, config)
         known = {dp_rank: journal.position for dp_rank, journal in journals.items()}
         starts = await _read_starts(sockets, known, wait_for_engine=wait_for_engine)
@@ -91,8 +92,8 @@ async def relaying(
                     reason="the engine is another one than before, or cannot repeat all of its messages since",
                 )
             discard(config)
-        del journals
-        worker = await stack.enter_async_context(sdk.running(config, engine, system))
+            journals = {}
+        worker = await stack.enter_async_context(sdk.running(config, engine, system, recovered=journals))
         if not worker.resumed:
             starts = await _read_starts(sockets, {}, starts, wait_for_engine=wait_for_engine)
         for dp_rank in source.endpoints:
