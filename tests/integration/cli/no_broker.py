@@ -107,7 +107,7 @@ class NoBroker:
 
 @asynccontextmanager
 async def serving(logs: Path, *urls: str, options: Sequence[str] = (), name: str = "serve") -> AsyncIterator[NoBroker]:
-    """Runs the command while the context lasts."""
+    """Runs the command while the context lasts. Its run file is below ``logs``."""
     http, grpc, ops = (f"127.0.0.1:{port}" for port in free_ports(3))
     arguments = [argument for url in urls for argument in ("--engine", url)]
     command = Command(
@@ -116,7 +116,7 @@ async def serving(logs: Path, *urls: str, options: Sequence[str] = (), name: str
             *(sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments, "--port", http.rpartition(":")[2]),
             *("--bind", grpc, "--http-bind", ops, "--drain-seconds", "1", "--load-seconds", "0.1", *options),
         ),
-        dict(os.environ) | NOWHERE,
+        dict(os.environ) | NOWHERE | {"XDG_RUNTIME_DIR": str(logs)},
     )
     process = await ManagedProcess.start(command, logs)
     try:
@@ -125,3 +125,16 @@ async def serving(logs: Path, *urls: str, options: Sequence[str] = (), name: str
             yield NoBroker(process, http, ops, cast(Indexer, remote(descriptor, channel)), session)
     finally:
         await process.stop(20)
+
+
+async def command(runs: Path, *arguments: str) -> str:
+    """Runs ``kvrouter`` for a system whose run file is below ``runs``. Returns its output; it must succeed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvrouter.cli.main", *arguments),
+        env=dict(os.environ) | {"XDG_RUNTIME_DIR": str(runs)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 0, output
+    return output

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ..sidecar.rig import BLOCK, EngineServer, sglang, vllm
-from .no_broker import Answer, serving, until
+from .no_broker import Answer, command, serving, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -167,3 +167,24 @@ async def test_engines_of_a_file_come_and_go(tmp_path: Path) -> None:
             return sum(each.registered for each in (await system.ranks()).values()) == 2
 
         await until(both)
+
+
+async def test_an_operator_adds_drains_and_removes_engines(tmp_path: Path) -> None:
+    one, two = engine("vllm"), engine("vllm")
+    named = tmp_path / "engines"
+    named.write_text(f"{one.url}\n")
+    async with one.started(), two.started(), serving(tmp_path, options=("--engines-file", str(named))) as system:
+        await system.serving(1)
+        first = (await system.ask(PROMPT)).worker
+        assert "joins" in await command(tmp_path, "engine", "add", two.url)
+        await system.serving(2)
+        assert "no request runs" in await command(tmp_path, "engine", "drain", one.url)
+        assert {(await system.ask(PROMPT)).worker for _ in range(4)} & {first} == set(), "none goes to the drained one"
+        assert "gets requests again" in await command(tmp_path, "undrain", first.partition(":")[0])
+        assert "leaves" in await command(tmp_path, "engine", "remove", two.url)
+
+        async def left() -> bool:
+            return sum(each.registered for each in (await system.ranks()).values()) == 1
+
+        await until(left)
+        assert (await system.ask(PROMPT)).worker == first

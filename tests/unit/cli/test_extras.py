@@ -70,7 +70,19 @@ def test_help_lists_every_command(done: dict[tuple[str, ...], Done], arguments: 
     shown = done[arguments]
     assert shown.returncode == 0
     listed = [line.split()[0] for line in shown.stdout.partition("Commands:\n")[2].splitlines() if line.strip()]
-    expected = {"serve", "relay", "sidecar", "explain", "drain", "undrain", "top", "index", "component", "keys"}
+    expected = {
+        "serve",
+        "relay",
+        "sidecar",
+        "explain",
+        "drain",
+        "undrain",
+        "top",
+        "engine",
+        "index",
+        "component",
+        "keys",
+    }
     assert {*DEVELOPMENT_COMMANDS} | expected == set(listed)
     assert shown.stdout.count("Not installed: pip install 'kvrouter[devstack]'") == len(DEVELOPMENT_COMMANDS)
 

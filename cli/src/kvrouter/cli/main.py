@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from kvrouter.cli.addresses import parse_address
 from kvrouter.cli.component import component_app
+from kvrouter.cli.engine.commands import engine_app
 from kvrouter.cli.errors import CommandFailed, WrongUsage, reason_of
 from kvrouter.cli.extras import add_development_commands
 from kvrouter.cli.index.commands import index_app
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(engine_app, name="engine")
 app.add_typer(index_app, name="index")
 app.add_typer(component_app, name="component")
 app.add_typer(keys_app, name="keys")

@@ -36,6 +36,8 @@ class RunningSystem:
     tls_peer_domain: str = ""
     etcd_user: str = ""
     etcd_password_file: str = ""
+    engines_file: str = ""
+    """File of the engines that it follows."""
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
                 def announce(server: RpcServer) -> None:
                     for words in _addresses(services, common, settings.get("frontend")):
                         print(words, flush=True)  # noqa: T201
-                    announcing.enter_context(announced(_running(settings, runtime, server.endpoint(""))))
+                    announcing.enter_context(announced(_running(settings, engines, runtime, server.endpoint(""))))
 
                 await host(runtime, services, stopping, started=announce)
 
@@ -103,11 +103,14 @@ def _addresses(services: Sequence[Hosted], common: ServiceSettings, front: Front
     return [f"HTTP API  {url}", *([f"Web page  {url}/ui/"] if front.web_page else [])]
 
 
-def _running(settings: Mapping[str, Any], runtime: Runtime, address: str) -> RunningSystem:
+def _running(
+    settings: Mapping[str, Any], engines: LocalEnginesSettings, runtime: Runtime, address: str
+) -> RunningSystem:
     listening = dict.fromkeys(settings, address)
     common = runtime.settings
     etcd = "" if runtime.etcd is None else common.etcd
-    return RunningSystem("serve", **listening, etcd=etcd, namespace=common.namespace)
+    followed = "" if engines.engines_file is None else str(engines.engines_file.absolute())
+    return RunningSystem("serve", **listening, etcd=etcd, namespace=common.namespace, engines_file=followed)
 
 
 def _local_system(engines: LocalEnginesSettings, settings: Mapping[str, Any]) -> LocalSystem | None:

@@ -119,6 +119,11 @@ def options_of_engines(settings: SidecarSettings) -> Iterator[EngineOptions]:
         )
 
 
+def local_worker_id(url: str) -> int:
+    """Returns the id of the worker of an engine that only one process reaches: the same for the same URL."""
+    return xxh3_64_intdigest(url.rstrip("/").encode()) >> 11 | 1
+
+
 def options_of_local_engine(settings: LocalEnginesSettings, url: str) -> EngineOptions:
     """Returns the options of an engine whose worker only this process reaches. Its URL gives the worker's id."""
     url = url.rstrip("/")
@@ -127,7 +132,7 @@ def options_of_local_engine(settings: LocalEnginesSettings, url: str) -> EngineO
     return EngineOptions(
         url=url,
         advertised_url=url,
-        worker_id=xxh3_64_intdigest(url.encode()) >> 11 | 1,
+        worker_id=local_worker_id(url),
         bind="127.0.0.1:0",
         advertise="",
         overrides=_overrides(settings, index, settings.engine_events, settings.engine_replay, needs_events=False),

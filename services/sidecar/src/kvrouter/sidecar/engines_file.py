@@ -30,6 +30,11 @@ def checked_url(url: str) -> str:
     return url
 
 
+def url_in(line: str) -> str:
+    """Returns the URL in a line of a file, without a slash at its end; empty for none. It is not checked."""
+    return line.partition("#")[0].strip().rstrip("/")
+
+
 def read_engines(path: Path) -> tuple[str, ...]:
     """Returns the URLs in a file, without a slash at their ends, each once. Text after ``#`` is a comment. Blocks.
 
@@ -49,8 +54,8 @@ def read_engines(path: Path) -> tuple[str, ...]:
     urls = []
     for number, line in enumerate(lines, start=1):
         try:
-            if url := line.partition("#")[0].strip():
-                urls.append(checked_url(url).rstrip("/"))
+            if url := url_in(line):
+                urls.append(checked_url(url))
         except ValueError as error:
             raise ValueError(f"line {number} of {path}: {error}") from None
     return tuple(dict.fromkeys(urls))

@@ -1,0 +1,1 @@
+"""``kvrouter engine …``: engines of a process come and go."""
