@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
-from kvrouter.publisher import worker as sdk
-from kvrouter.publisher.config import WorkerConfig
-from kvrouter.v1.events_pb2 import LoadReport
-from kvrouter.v1.names import ComponentName
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateRequest
-from tokenizers import Tokenizer
 
-from ..gateway import MODEL, System, running_system, until
+from ..gateway import MODEL, System
+from .speaking import SpeakingEngine, speaking_system
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("weather", "news")]
@@ -26,54 +19,12 @@ CALL = '<tool_call>\n{"name": "%s", "arguments": {"city": "Rome"}}\n</tool_call>
 NAMED: Any = {"type": "function", "function": {"name": "news"}}
 
 
-class Engine:
-    """An engine that constrains outputs, and says what it is told to say."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.says = ""
-        self.schema: Any = None
-        self._tokenizer = tokenizer
-
-    async def generate(self, request: WorkerServiceGenerateRequest) -> AsyncIterator[GenerateOutput]:
-        schema = request.sampling_options.structured_output.json_schema
-        self.schema = json.loads(schema) if schema else None
-        *tokens, last = self._tokenizer.encode(self.says).ids
-        for token in tokens:
-            yield GenerateOutput(token_ids=[token])
-        yield GenerateOutput(token_ids=[last], finish_reason=FinishReason.FINISH_REASON_STOP)
-
-    async def abort(self, request_ids: Sequence[str]) -> int:
-        return 0
-
-    def load(self) -> Mapping[int, LoadReport]:
-        return {0: LoadReport(total_blocks=512)}
-
-
 @pytest.fixture
 async def running(
     nats_url: str, etcd_endpoint: str, namespace: str, tmp_path: Path
-) -> AsyncIterator[tuple[System, Engine]]:
-    write_small_tokenizer(tmp_path)
-    engine = Engine(Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
-    (tmp_path / "output_format.json").write_text('{"reasoning_parser": "qwen3"}')
-    settings: dict[str, Any] = {"tokenizers": {MODEL: str(tmp_path)}, "tool_call_parsers": {MODEL: "hermes"}}
-    config = WorkerConfig(
-        component=ComponentName(namespace, "workers"),
-        model=MODEL,
-        block_size=16,
-        worker_id=2,
-        ranks={0: 512},
-        etcd=etcd_endpoint,
-        nats=nats_url,
-        max_model_len=8192,
-        structured_output=True,
-    )
-    async with running_system(nats_url, etcd_endpoint, namespace, **settings) as system, AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(sdk.running(config, engine))
-        await worker.registered()
-        await system.until_candidate(2)
-        await until(lambda: system.frontend.models.has_text(MODEL))
-        yield system, engine
+) -> AsyncIterator[tuple[System, SpeakingEngine]]:
+    async with speaking_system(nats_url, etcd_endpoint, namespace, tmp_path) as system:
+        yield system
 
 
 def chat(**fields: Any) -> Any:
@@ -100,7 +51,7 @@ async def called(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, Any, l
     return choice.finish_reason, choice.message.content, found
 
 
-async def test_the_client_gets_the_calls_of_an_output(running: tuple[System, Engine]) -> None:
+async def test_the_client_gets_the_calls_of_an_output(running: tuple[System, SpeakingEngine]) -> None:
     system, engine = running
     rome = {"city": "Rome"}
     async with openai.AsyncOpenAI(base_url=f"http://{system.http}/v1", api_key="none", max_retries=0) as client:
@@ -135,7 +86,7 @@ async def test_the_client_gets_the_calls_of_an_output(running: tuple[System, Eng
     await system.until_idle()
 
 
-async def test_the_client_gets_the_reasoning_apart_from_the_answer(running: tuple[System, Engine]) -> None:
+async def test_the_client_gets_the_reasoning_apart_from_the_answer(running: tuple[System, SpeakingEngine]) -> None:
     system, engine = running
     engine.says = "<think>\nRome is far.</think>Far. " + CALL % "weather"
     async with openai.AsyncOpenAI(base_url=f"http://{system.http}/v1", api_key="none", max_retries=0) as client:
