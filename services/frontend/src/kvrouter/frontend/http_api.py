@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import aiohttp
 import structlog
 from aiohttp import web
+from kvrouter.engines.fields import MESSAGES
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
@@ -17,6 +18,7 @@ from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.http_body import read_body
 from kvrouter.frontend.edge.http_errors import INTERNAL, counting_errors, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
+from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.middlewares import (
     add_cross_origin_headers,
     allowing,
@@ -24,11 +26,13 @@ from kvrouter.frontend.edge.middlewares import (
     cross_origin_headers,
     traced,
 )
+from kvrouter.frontend.edge.named_events import NamedEvents
 from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, with_headers
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import StreamedResponse, WholeResponse
-from kvrouter.frontend.edge.text_runner import prepare, run_all
+from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
 from kvrouter.frontend.edge.token_responses import CompletionStream, WholeCompletion
+from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
@@ -50,6 +54,7 @@ _MAX_TOKEN_BYTES = 8
 to eight. Decoding a text holds the GIL, about 1 ms for each MiB."""
 _LONG_BODY_BYTES = 64 << 10
 """Maximum size of a body parsed on the event loop: about 0.3 ms of work."""
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 _ADMIN_SECONDS = 10.0
 """Deadline of administrative calls: a few round trips to etcd."""
 
@@ -104,6 +109,8 @@ class HttpApi:
                 web.get("/v1/models/{model:.+}", self.model),
                 web.post("/v1/completions", self._with_body(self.completions)),
                 web.post("/v1/chat/completions", self._with_body(self.chat_completions, self._max_chat_bytes)),
+                web.post(MESSAGES, self._with_body(self._translating(MessagesRequest), self._max_chat_bytes)),
+                web.post(COUNT_TOKENS, self._with_body(self.count_tokens, self._max_chat_bytes)),
                 web.get("/busy_threshold", self.list_busy_thresholds),
                 web.post("/busy_threshold", self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES)),
                 *self._page,
@@ -180,6 +187,31 @@ class HttpApi:
         self._check_text(len(body))
         chat = await self._decoded(parse_chat, body)
         return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request)))
+
+    def _translating(
+        self, kind: type[TranslatedRequest]
+    ) -> Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]]:
+        """Returns a handler running requests of another API as chats, as one response or as events."""
+
+        async def handle(request: web.Request, body: bytearray) -> web.StreamResponse:
+            self._check_text(len(body))
+
+            def read(body: bytearray) -> tuple[TranslatedRequest, TextRequest]:
+                translated = kind.parse(body)
+                return translated, translated.to_text_request(len(body))
+
+            translated, chat = await self._decoded(read, body)
+            return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request)), translated)
+
+        return handle
+
+    async def count_tokens(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
+        """Returns the number of tokens a message's prompt has."""
+        self._check_text(len(body))
+        chat = (await self._decoded(MessagesRequest.counted, body)).chat
+        limits = self._frontend.runner.limits
+        tokens = await count_tokens(self._frontend.models, limits, chat["model"], chat_prompt(chat, len(body)))
+        return web.json_response({"input_tokens": tokens})
 
     async def set_busy_threshold(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
         """Sets the given thresholds of a model and returns those in force."""
@@ -271,15 +303,19 @@ class HttpApi:
             response.end()
         return response.stream
 
-    async def _run_text(self, request: web.Request, text_request: TextRequest) -> web.StreamResponse:
+    async def _run_text(
+        self, request: web.Request, text_request: TextRequest, translated: TranslatedRequest | None = None
+    ) -> web.StreamResponse:
+        """Runs a chat or completion. ``translated`` is the request of another API that became the chat."""
         prepared = await prepare(self._frontend.models, self._frontend.runner.limits, text_request)
+        frame = prepared.frame
         if not text_request.fields.stream:
-            whole = WholeResponse(prepared.frame)
+            whole = WholeResponse(frame) if translated is None else translated.whole(frame)
             await run_all(self._frontend.runner, prepared, whole)
-            headers = prepared.frame.headers
+            headers = frame.headers
             return web.Response(body=whole.body(), headers=headers, content_type="application/json", charset="utf-8")
         events = EventStream(request, self._writer)
-        stream = StreamedResponse(prepared.frame, events)
+        stream = StreamedResponse(frame, events) if translated is None else translated.streamed(frame, events)
         return await _streamed(request, events, stream, lambda: run_all(self._frontend.runner, prepared, stream))
 
     async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
@@ -297,7 +333,7 @@ class HttpApi:
 async def _streamed(
     request: web.Request,
     events: EventStream,
-    stream: CompletionStream | StreamedResponse,
+    stream: CompletionStream | StreamedResponse | NamedEvents,
     run: Callable[[], Awaitable[None]],
 ) -> EventStream:
     """Runs a request whose output is streamed. An error after the first event is an event."""

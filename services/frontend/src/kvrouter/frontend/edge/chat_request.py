@@ -81,7 +81,15 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         BadRequest: it is not JSON, or a field is missing, unknown, out of range or not supported; the error names it.
     """
     check_structure(body)
-    fields = decode_json(_FIELDS, body)
+    return to_text_request(decode_json(_FIELDS, body), len(body))
+
+
+def to_text_request(fields: ChatFields, characters: int) -> TextRequest:
+    """Returns a decoded chat as a request. ``characters`` is the size of its body.
+
+    Raises:
+        BadRequest: a field is out of range or not supported; the error names it.
+    """
     fields.check(prompts=1)
     check_top_logprobs(fields.top_logprobs or 0, "top_logprobs")
     if fields.top_logprobs and not fields.logprobs:
@@ -95,7 +103,7 @@ def parse_chat(body: bytes | bytearray) -> TextRequest:
         continue_final_message=bool(fields.continue_final_message),
         options=fields.chat_template_kwargs,
         reasoning_effort=fields.reasoning_effort,
-        characters=len(body),
+        characters=characters,
     )
     return TextRequest(
         fields=fields,

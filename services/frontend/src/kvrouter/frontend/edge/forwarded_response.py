@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from aiohttp import web
+from kvrouter.frontend.edge.error_shapes import error_event
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.middlewares import cross_origin_headers
 from kvrouter.frontend.edge.routing_fields import routing_headers
@@ -70,7 +70,7 @@ class ForwardedResponse:
             return
         if stream.is_events:
             # The empty line ends an event of which only a part has arrived.
-            stream.write_bytes(b"\n\ndata: %b\n\n" % msgspec.json.encode(error))
+            stream.write_bytes(b"\n\n" + error_event(self._request.path, error))
             stream.end()
         else:
             transport.abort()

@@ -94,6 +94,11 @@ class ResponseFrame:
         return cls(request.to_text_request(), None, [request.prompt.token_ids])
 
     @property
+    def request_id(self) -> str:
+        """Id of the request; empty until it is routed."""
+        return "" if self._routing is None else self._routing.request_id
+
+    @property
     def returns_token_ids(self) -> bool:
         """Whether token ids are returned. Without a tokenizer they are the whole output."""
         requested = self.request.fields.return_token_ids

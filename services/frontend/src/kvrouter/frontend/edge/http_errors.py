@@ -8,6 +8,7 @@ import grpc
 import structlog
 from aiohttp import web
 from kvrouter.frontend.access.body_room import BodyTooLarge
+from kvrouter.frontend.edge.error_shapes import shaped_error
 from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER, request_id_of
 from kvrouter.v1.error_encoding import http_status
 from kvrouter.v1.errors import KvRouterError
@@ -127,6 +128,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _response(request: web.Request, body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:
-    response = web.json_response(body, status=status, headers={REQUEST_ID_HEADER: request_id_of(request), **headers})
+    request_id = request_id_of(request)
+    shown = shaped_error(request.path, body, status, request_id)
+    response = web.json_response(shown, status=status, headers={REQUEST_ID_HEADER: request_id, **headers})
     response[_CODE] = body["error"]["code"] or ""
     return response

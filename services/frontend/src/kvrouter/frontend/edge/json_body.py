@@ -1,8 +1,8 @@
 """Decodes JSON bodies of the HTTP API into typed structures, and reports the first error with the field's path."""
 
 import re
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from kvrouter.core import json_flaw
@@ -42,9 +42,7 @@ def decode_json(
     try:
         decoded = decoder.decode(body)
     except msgspec.ValidationError as error:
-        field, message = _explained(str(error))
-        remedy = "Add it." if message == _IS_MISSING else advice(field)
-        raise BadRequest(f"{field or 'body'}: {message}"[:_MAX_TEXT], field=field, advice=remedy) from None
+        raise _invalid(error, advice) from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"body: {error}"[:_MAX_TEXT], advice="Send one JSON object.") from None
     except UnicodeDecodeError:
@@ -75,6 +73,18 @@ def check_structure(encoded: bytes | bytearray) -> None:
         )
 
 
+def convert_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
+    """Returns decoded fields as a structure.
+
+    Raises:
+        BadRequest: a field is missing, unknown or out of range; the error names it.
+    """
+    try:
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(error, lambda _: _CORRECT) from None
+
+
 def check_uint64(value: int | None, field: str) -> None:
     """Checks the size of an integer: 64 bits. msgspec accepts integers of any size, and limits up to 2^63 only.
 
@@ -83,6 +93,12 @@ def check_uint64(value: int | None, field: str) -> None:
     """
     if value is not None and not 0 <= value < 1 << 64:
         raise BadRequest(f"{field}: out of range", field=field, advice="Send an integer from 0 to 2^64 - 1.")
+
+
+def _invalid(error: msgspec.ValidationError, advice: Callable[[str], str]) -> BadRequest:
+    field, message = _explained(str(error))
+    remedy = "Add it." if message == _IS_MISSING else advice(field)
+    return BadRequest(f"{field or 'body'}: {message}"[:_MAX_TEXT], field=field, advice=remedy)
 
 
 def _explained(text: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar
@@ -192,7 +192,7 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 advice="Send fewer prompts, or a smaller n.",
             )
         self.stop_strings()
-        _check_defaults(self)
+        check_defaults(self)
         if (options := self.stream_options) is not None:
             if not self.stream:
                 raise BadRequest(
@@ -334,7 +334,7 @@ def check_top_logprobs(number: int, field: str) -> None:
         )
 
 
-def _check_defaults(fields: SharedFields) -> None:
+def check_defaults(fields: msgspec.Struct) -> None:
     """Checks the fields accepted at their default only.
 
     Raises:
@@ -350,9 +350,12 @@ def _check_defaults(fields: SharedFields) -> None:
 
 
 @cache
-def _defaults(kind: type[SharedFields]) -> tuple[dict[str, object], attrgetter[tuple[object, ...]]]:
+def _defaults(kind: type[msgspec.Struct]) -> tuple[dict[str, object], Callable[[msgspec.Struct], tuple[object, ...]]]:
     """Returns the fields that are accepted at their default only with their defaults, and what reads all of them."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(kind) if field.type == OnlyDefault}
+    if len(defaults) == 1:
+        (only,) = defaults
+        return defaults, lambda fields: (getattr(fields, only),)
     return defaults, attrgetter(*defaults)
 
 

@@ -18,7 +18,7 @@ from kvrouter.frontend.request.validation import (
     structured_workers,
 )
 from kvrouter.frontend.text.client_work import completed
-from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError
@@ -72,6 +72,17 @@ def _needs_texts(request: TextRequest, text: ModelText) -> bool:
     if request.is_chat:
         return request.continues_message and text.reasoning_format is not None
     return request.echo and any(isinstance(prompt, TokenPrompt) for prompt in request.prompts)
+
+
+async def count_tokens(models: ServedModels, limits: Limits, model: str, prompt: PromptSource) -> int:
+    """Returns the number of tokens a prompt has for a model.
+
+    Raises:
+        UnknownModel, NoWorkers, BadRequest, PromptTooLong, RateLimited, Overloaded.
+    """
+    text = models.text_of(model, prompt.field)
+    (tokens,) = await models.texts.tokens(text, [prompt], limits.max_prompt_tokens)
+    return len(tokens) // TOKEN_BYTES
 
 
 async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:

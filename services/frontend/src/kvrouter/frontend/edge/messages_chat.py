@@ -1,0 +1,287 @@
+"""Translates the messages, tools and system blocks of Anthropic's Messages to those of a chat. Pure.
+
+vLLM translates in the same way, so prompts have the same tokens on both ways and share their caches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvrouter.frontend.edge.messages_fields import PromptFields, ToolChoice
+from kvrouter.frontend.edge.translated_request import invalid, named
+
+_BILLING_HEADER = "x-anthropic-billing-header"
+"""Beginning of a system block of Claude Code with a hash of the request: with it no two prompts share a prefix."""
+_CUSTOM = (None, "custom")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
+"""Roles of messages. Claude Code has two of its own."""
+
+
+def chat_messages(fields: PromptFields) -> list[dict[str, Any]]:
+    """Returns the messages of the chat.
+
+    Raises:
+        BadRequest: a message or block is malformed, or of a kind that no chat has.
+    """
+    conversation = _Conversation()
+    conversation.add_system(_system_text(fields.system, "system"), separator="")
+    for index, message in enumerate(fields.messages):
+        path = f"messages.{index}"
+        role = _ROLES.get(role) if isinstance(role := message.get("role"), str) else None
+        content = message.get("content")
+        if role is None:
+            raise invalid(f"{path}.role", "expected user, assistant or system")
+        if not isinstance(content, str | list):
+            raise invalid(f"{path}.content", "expected a text or a list of blocks")
+        if role == "system":
+            conversation.add_system(_system_text(content, f"{path}.content"))
+        elif isinstance(content, str):
+            conversation.add({"role": role, "content": content})
+        elif role == "user":
+            _add_user(conversation, content, f"{path}.content")
+        else:
+            conversation.add(_assistant(content, f"{path}.content"))
+    return conversation.messages()
+
+
+def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Returns the tools of the chat; None if there are none.
+
+    Raises:
+        BadRequest: one is malformed, or runs on Anthropic's servers.
+    """
+    if not tools:
+        return None
+    functions = []
+    for index, tool in enumerate(tools):
+        path = f"tools.{index}"
+        if tool.get("type") not in _CUSTOM:
+            raise invalid(
+                f"{path}.type",
+                f"expected a tool of the client, received {str(tool.get('type'))[:64]!r}",
+                "Leave the tool out: it runs on Anthropic's own servers.",
+            )
+        function: dict[str, Any] = {"name": named(tool, path)}
+        schema = tool.get("input_schema")
+        if not isinstance(schema, dict):
+            raise invalid(f"{path}.input_schema", "expected a JSON schema")
+        if isinstance(description := tool.get("description"), str):
+            function["description"] = description
+        function["parameters"] = schema if "type" in schema else schema | {"type": "object"}
+        if isinstance(deferred := tool.get("defer_loading"), bool):
+            function["defer_loading"] = deferred
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def chat_tool_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
+    """Returns the choice of the chat.
+
+    Raises:
+        BadRequest: it is of an unknown type, or names no tool.
+    """
+    if choice is None:
+        return None
+    if choice.type == "tool" and choice.name:
+        return {"type": "function", "function": {"name": choice.name}}
+    if choice.type not in _CHOICES:
+        raise invalid("tool_choice", "expected auto, any, none, or tool with a name")
+    return _CHOICES[choice.type]
+
+
+class _Conversation:
+    """Messages of a chat, to whose begin and neighbours system messages are added.
+
+    Agents add system messages late in a conversation. At its begin they would change the prefix of all earlier turns,
+    and many templates take none elsewhere, so each becomes a part of the user's message beside it.
+    """
+
+    def __init__(self) -> None:
+        self._system = ""
+        self._messages: list[dict[str, Any]] = []
+        self._waiting = ""
+        """System text after a message of the model, for the next message of the user."""
+
+    def add_system(self, text: str, separator: str = "\n\n") -> None:
+        """Adds a system message."""
+        if not self._messages:
+            self._system = _joined(self._system, text, separator)
+        elif text and not self._waiting and self._messages[-1]["role"] in ("user", "tool"):
+            _add_text(self._messages[-1], text, at_end=True)
+        elif text:
+            self._waiting = _joined(self._waiting, text)
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Adds a message of the user, of the model or of a tool."""
+        waiting, self._waiting = self._waiting, ""
+        if waiting and message["role"] == "user":
+            _add_text(message, waiting, at_end=False)
+        elif waiting and message["role"] == "tool":
+            self._waiting = waiting  # Results follow their calls at once.
+        elif waiting:
+            self._messages.append({"role": "user", "content": waiting})
+        self._messages.append(message)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Returns all messages."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        last = [{"role": "user", "content": self._waiting}] if self._waiting else []
+        return system + self._messages + last
+
+
+def _system_text(content: str | Sequence[Mapping[str, Any]] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return "" if (content or "").startswith(_BILLING_HEADER) else content or ""
+    texts = [_text(block, f"{path}.{index}") for index, block in enumerate(content)]
+    return "".join(text for text in texts if not text.startswith(_BILLING_HEADER))
+
+
+def _add_user(conversation: _Conversation, blocks: Sequence[Any], path: str) -> None:
+    """Adds a message of the user. The results of tools are messages of their own, before the rest of it."""
+    parts: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        place = f"{path}.{index}"
+        if _kind(block, place) == "tool_result":
+            _add_result(conversation, block, place)
+        else:
+            parts += _parts(block, place)
+    if content := _content(parts):
+        conversation.add({"role": "user", "content": content})
+
+
+def _add_result(conversation: _Conversation, block: Mapping[str, Any], path: str) -> None:
+    call_id, content = block.get("tool_use_id"), block.get("content")
+    if not isinstance(call_id, str):
+        raise invalid(f"{path}.tool_use_id", "expected a text")
+    if content is None or isinstance(content, str):
+        conversation.add({"role": "tool", "tool_call_id": call_id, "content": content or ""})
+        return
+    if not isinstance(content, list):
+        raise invalid(f"{path}.content", "expected a text or a list of blocks")
+    parts = [part for index, each in enumerate(content) for part in _parts(each, f"{path}.content.{index}")]
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    conversation.add({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
+    if images := [part for part in parts if part["type"] != "text"]:
+        conversation.add({"role": "user", "content": images})
+
+
+def _assistant(blocks: Sequence[Any], path: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    parts, thoughts, calls = [], [], []
+    for index, block in enumerate(blocks):
+        place = f"{path}.{index}"
+        match _kind(block, place):
+            case "thinking":
+                thoughts.append(_text(block, place, "thinking"))
+            case "redacted_thinking":
+                continue  # Nobody but Anthropic can read it.
+            case "tool_use":
+                calls.append(_call(block, place))
+            case _:
+                parts += _parts(block, place)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if content := _content(parts):
+        message["content"] = content
+    return message
+
+
+def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise invalid(f"{path}.input", "expected an object")
+    if not isinstance(call_id := block.get("id"), str):
+        raise invalid(f"{path}.id", "expected a text")
+    function = {"name": named(block, path), "arguments": json.dumps(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _parts(block: Any, path: str) -> list[dict[str, Any]]:
+    """Returns a block as parts of a chat's content."""
+    kind = _kind(block, path)
+    reader = _READERS.get(kind)
+    if reader is None:
+        raise invalid(path, f"a block of type {kind[:64]!r} cannot be translated to a chat", "Leave the block out.")
+    return reader(block, path)
+
+
+def _text_part(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    text = _text(block, path)
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _image_part(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "url" and isinstance(url := source.get("url"), str):
+        return [{"type": "image_url", "image_url": {"url": url}}]
+    if isinstance(source, dict) and source.get("type") == "base64" and isinstance(data := source.get("data"), str):
+        return [{"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{data}"}}]
+    raise invalid(f"{path}.source", "expected an image as base64 or a URL")
+
+
+def _document_parts(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "text":
+        return [{"type": "text", "text": _text(source, f"{path}.source", "data")}]
+    if isinstance(source, dict) and source.get("type") == "content":
+        content = source.get("content")
+        listed = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        return [part for index, each in enumerate(listed) for part in _parts(each, f"{path}.source.content.{index}")]
+    raise invalid(f"{path}.source", "expected a text", "Send the text of the document.")
+
+
+def _search_parts(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    content = block.get("content")
+    if not isinstance(content, list):
+        raise invalid(f"{path}.content", "expected a list of text blocks")
+    texts = [_text(each, f"{path}.content.{index}") for index, each in enumerate(content)]
+    head = [str(block[name]) for name in ("title", "source") if block.get(name)]
+    return [{"type": "text", "text": "\n".join([*head, *texts])}]
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], str], list[dict[str, Any]]]] = {
+    "text": _text_part,
+    "image": _image_part,
+    "document": _document_parts,
+    "search_result": _search_parts,
+}
+
+
+def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _add_text(message: dict[str, Any], text: str, *, at_end: bool) -> None:
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = _joined(content, text) if at_end else _joined(text, content)
+        return
+    place = -1 if at_end else 0
+    if content[place]["type"] == "text":
+        own = content[place]["text"]
+        content[place] = {"type": "text", "text": _joined(own, text) if at_end else _joined(text, own)}
+    else:
+        content.insert(len(content) if at_end else 0, {"type": "text", "text": text})
+
+
+def _joined(before: str, after: str, separator: str = "\n\n") -> str:
+    return f"{before}{separator}{after}" if before and after else before or after
+
+
+def _kind(block: Any, path: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(path, "expected a block with a type")
+    return kind
+
+
+def _text(block: Any, path: str, name: str = "text") -> str:
+    text = block.get(name) if isinstance(block, dict) else None
+    if not isinstance(text, str):
+        raise invalid(f"{path}.{name}", "expected a text")
+    return text

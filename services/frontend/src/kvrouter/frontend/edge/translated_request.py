@@ -1,0 +1,174 @@
+"""A request of another API, translated to a chat: Anthropic's Messages and OpenAI's Responses.
+
+A chat is rendered, routed and run as any other. Only its two ends differ: the body becomes the body of a chat here, and
+the pieces of its one choice become a response of the client's API.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Protocol, Self
+
+import msgspec
+from kvrouter.frontend.edge.chat_prompt import ChatPrompt
+from kvrouter.frontend.edge.chat_request import ChatFields, to_text_request
+from kvrouter.frontend.edge.choice import ChoiceSink
+from kvrouter.frontend.edge.event_stream import EventStream
+from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.json_body import check_structure, convert_fields
+from kvrouter.frontend.edge.named_events import NamedEvents
+from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.v1.errors import BadRequest
+
+ROUTING_FIELDS = ("request_id", "conversation_id", "worker_id", "dp_rank", "migration_limit", "router_config_override")
+"""Fields of kvrouter itself, which no engine gets."""
+KEPT_FIELDS = ("cache_salt", "priority", "chat_template_kwargs")
+"""Fields a chat has under the same name."""
+
+
+class RoutingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of kvrouter and vLLM in the bodies of all APIs. A chat checks their values."""
+
+    cache_salt: Any = None
+    priority: Any = None
+    chat_template_kwargs: Any = None
+    request_id: Any = None
+    conversation_id: Any = None
+    worker_id: Any = None
+    dp_rank: Any = None
+    migration_limit: Any = None
+    router_config_override: Any = None
+
+
+class WholeSink(ChoiceSink, Protocol):
+    """A ChoiceSink collecting one sequence."""
+
+    def body(self) -> bytes:
+        """Returns the response as JSON."""
+        ...
+
+
+class TranslatedRequest(ABC):
+    """One request, parsed and translated."""
+
+    path: ClassVar[str]
+    """Path of its API."""
+    names: ClassVar[Mapping[str, str]]
+    """Fields of the body by the fields of a chat they become, where they differ."""
+
+    chat: dict[str, Any]
+    """Body of the chat, with the routing fields of the client."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        """Parses a body.
+
+        Raises:
+            BadRequest: it is malformed, or has a field or content that no chat can express; the error names it.
+        """
+
+    @classmethod
+    @abstractmethod
+    def engine_chat(cls, body: bytes | bytearray) -> dict[str, Any]:
+        """Returns the chat that an engine serving the API itself makes of a body, to find its prompt.
+
+        Raises:
+            BadRequest: it cannot be translated.
+        """
+
+    @abstractmethod
+    def whole(self, frame: ResponseFrame) -> WholeSink:
+        """Returns the sink of a response that is no stream."""
+
+    @abstractmethod
+    def streamed(self, frame: ResponseFrame, events: EventStream) -> NamedEvents:
+        """Returns the sink of a stream."""
+
+    def to_text_request(self, characters: int) -> TextRequest:
+        """Returns the chat for workers that receive tokens. ``characters`` is the size of the body.
+
+        Raises:
+            BadRequest: a field is out of range or not supported; the error names the field of the body.
+        """
+        try:
+            return to_text_request(convert_fields(self.chat, ChatFields), characters)
+        except BadRequest as error:
+            raise self.renamed(error) from None
+
+    def renamed(self, error: BadRequest) -> BadRequest:
+        """Returns an error of the chat with the name of the field in the body."""
+        root, dot, rest = error.info.field.partition(".")
+        error.info.field = self.names.get(root, root) + dot + rest
+        return error
+
+    def engine_body(self) -> bytes:
+        """Returns the body for an engine's chats, whose stream ends with its usage."""
+        chat = {name: value for name, value in self.chat.items() if name not in ROUTING_FIELDS}
+        if chat.get("stream"):
+            chat["stream_options"] = {"include_usage": True}
+        return msgspec.json.encode(chat)
+
+
+class TranslatedPrompt:
+    """The prompt of a body an engine translates itself. It is translated here only to be rendered."""
+
+    field = "messages"
+
+    def __init__(self, body: bytes | bytearray, kind: type[TranslatedRequest]) -> None:
+        self._body = body
+        self._kind = kind
+        self.characters = len(body)
+
+    def slices(self, text: Any, limit: int) -> Any:
+        """Renders and tokenizes the prompt in slices, and returns its tokens.
+
+        Raises:
+            BadRequest, PromptTooLong.
+        """
+        check_structure(self._body)
+        return (yield from chat_prompt(self._kind.engine_chat(self._body), self.characters).slices(text, limit))
+
+    def tokens_at_once(self, text: Any, limit: int) -> bytes | None:  # noqa: ARG002
+        """Returns None: a template may take long."""
+        return None
+
+
+def chat_prompt(chat: Mapping[str, Any], characters: int) -> ChatPrompt:
+    """Returns the prompt of a translated chat.
+
+    Raises:
+        BadRequest: a message has another content than text.
+    """
+    return ChatPrompt(
+        chat["messages"],
+        tools=chat.get("tools"),
+        tool_choice=chat.get("tool_choice"),
+        continue_final_message=bool(chat.get("continue_final_message")),
+        options=chat.get("chat_template_kwargs"),
+        reasoning_effort=chat.get("reasoning_effort"),
+        characters=characters,
+    )
+
+
+def given(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the fields with a value."""
+    return {name: value for name, value in pairs if value is not None}
+
+
+def invalid(path: str, message: str, advice: str = "Correct the field, or leave it out.") -> BadRequest:
+    """Returns the error of a field of a body."""
+    return BadRequest(f"{path}: {message}", field=path, advice=advice)
+
+
+def named(tools: Any, path: str) -> str:
+    """Returns the name of a tool or function.
+
+    Raises:
+        BadRequest: it has none.
+    """
+    name = tools.get("name")
+    if not isinstance(name, str) or not name:
+        raise invalid(f"{path}.name", "expected a text")
+    return name
