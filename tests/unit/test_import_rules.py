@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "frontend": (
         *SERVICE,
         *("kvrouter.engines.chats", "kvrouter.engines.fields", "kvrouter.engines.keys"),
-        *("kvrouter.engines.openai_server", "kvrouter.engines.transfers"),
+        *("kvrouter.engines.openai_server", "kvrouter.engines.routes", "kvrouter.engines.transfers"),
     ),
     # A process beside an engine.
     "relay": (*SERVICE, "kvrouter.publisher", "kvrouter.engines"),
@@ -126,6 +126,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "fields": (),
         "keys": (),
         "openai_server": (),
+        "routes": ("fields",),
         "salts": (),
         "transfers": (),
         "events": ("salts",),

@@ -142,7 +142,8 @@ HARMLESS: Final[Mapping[str, frozenset[str]]] = {
         {
             *("model", "messages", "max_tokens", "metadata", "stop_sequences", "stream", "system", "temperature"),
             *("thinking", "tool_choice", "tools", "top_k", "top_p", "output_config", "chat_template_kwargs"),
-            *("service_tier", "betas", *ROUTED),
+            *("service_tier", "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "speed"),
+            *("user_profile_id", "workspace_id", *ROUTED),
         }
     ),
     EMBEDDINGS: frozenset(

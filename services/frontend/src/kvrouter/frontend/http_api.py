@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import aiohttp
 import structlog
 from aiohttp import web
-from kvrouter.engines.fields import MESSAGES
+from kvrouter.engines.fields import CHATS, MESSAGES
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
@@ -35,7 +35,8 @@ from kvrouter.frontend.edge.token_responses import CompletionStream, WholeComple
 from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.proxy.routed_body import RoutedBody
-from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
+from kvrouter.frontend.proxy.tenant_body import check_salted, permitted, serves_itself
+from kvrouter.frontend.proxy.translated_response import TranslatedResponse
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
@@ -194,6 +195,8 @@ class HttpApi:
         """Returns a handler running requests of another API as chats, as one response or as events."""
 
         async def handle(request: web.Request, body: bytearray) -> web.StreamResponse:
+            if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body, kind)):
+                return forwarded
             self._check_text(len(body))
 
             def read(body: bytearray) -> tuple[TranslatedRequest, TextRequest]:
@@ -274,33 +277,58 @@ class HttpApi:
                 advice="Send a shorter prompt.",
             )
 
-    async def _forwarded(self, request: web.Request, body: bytearray) -> web.StreamResponse | None:
-        """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none."""
+    async def _forwarded(
+        self, request: web.Request, body: bytearray, api: type[TranslatedRequest] | None = None
+    ) -> web.StreamResponse | None:
+        """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none.
+
+        A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
+        """
         limit = self._frontend.runner.limits.max_prompt_tokens
-        routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
+        routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit, api=api)
         view = self._frontend.models.forwards_to(routed.model)
         if view is None or self._session is None:
             return None
-        routed = replace(routed, dp_rank=requested_rank(request.headers))
         access, pools = self._frontend.access, self._frontend.models.pools(routed.model, forwarding=True)
-        routed, passed = await permitted(access, routed, body, request.path, self._work)
+        translated, path = None, request.path
+        if api is not None and not serves_itself(access, api.path, pools):
+            translated = await self._decoded(api.parse, body)
+            body, path = bytearray(translated.engine_body()), CHATS
+            routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
+        routed = replace(routed, dp_rank=requested_rank(request.headers))
+        routed, passed = await permitted(access, routed, body, path, self._work)
         if access is not None:
             check_salted(access, routed, pools)
         routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
-        response = ForwardedResponse(request, self._writer, routed.routed_on(view))
-        calls = EngineCalls(request, response, passed, view, self._session, self._frontend.runner, routed)
+        routed_on = routed.routed_on(view)
+        response = (
+            ForwardedResponse(request, self._writer, routed_on)
+            if translated is None
+            else TranslatedResponse(request, self._writer, routed_on, translated, routed.token_ids)
+        )
+        calls = EngineCalls(
+            request,
+            response,
+            passed,
+            view,
+            self._session,
+            self._frontend.runner,
+            routed,
+            path="" if translated is None else path,
+        )
         generate = generate_request(routed, checked_request_id(request), pools)
         run = self._frontend.runner.run
         try:
             await run(generate, routed.token_ids, response, deadline=Deadline.never(), through=calls)
+            await response.end()
         except KvRouterError as error:
             if not response.has_begun:
                 if (engine_error := calls.engine_error(error)) is None:
                     raise
-                return with_retry_time(engine_error, error)
+                return with_retry_time(response.engine_error(engine_error), error)
             response.fail(error_body(error)[1])
-        else:
-            response.end()
+        finally:
+            response.close()
         return response.stream
 
     async def _run_text(

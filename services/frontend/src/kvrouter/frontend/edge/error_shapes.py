@@ -7,13 +7,19 @@ from typing import Any
 import msgspec
 from kvrouter.engines.fields import MESSAGES, RESPONSES
 
-_TOO_LARGE = 413
-_NOT_FOUND = 404
-_BY_STATUS = {_TOO_LARGE: "request_too_large", _NOT_FOUND: "not_found_error"}
-_BY_CODE = {"model_not_found": "not_found_error", "service_unavailable": "overloaded_error"}
-_OF_OPENAI = {
-    *("rate_limit_error", "authentication_error", "permission_error", "invalid_request_error"),
+_BY_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
+_BY_CODE = {"model_not_found": "not_found_error", "service_unavailable": "overloaded_error"}
+"""Types by codes of OpenAI's errors, where the status is not known."""
+_SHARED = frozenset({"rate_limit_error", "authentication_error", "permission_error", "invalid_request_error"})
 """Types of errors with the same name in both APIs."""
 
 
@@ -44,8 +50,6 @@ def error_event(path: str, body: dict[str, Any]) -> bytes:
 def anthropic_error(body: dict[str, Any], status: int = 0) -> dict[str, Any]:
     """Returns an error as Anthropic's API has it. ``status`` is that of its response; 0 within a stream."""
     error = body["error"] if isinstance(body.get("error"), dict) else body
-    kind, code = error.get("type"), error.get("code")
-    known = _BY_STATUS.get(status) or (_BY_CODE.get(code) if isinstance(code, str) else None)
-    if known is None:
-        known = kind if kind in _OF_OPENAI else "api_error"
+    kind, code = str(error.get("type")), str(error.get("code"))
+    known = _BY_STATUS.get(status) or _BY_CODE.get(code) or (kind if kind in _SHARED else "api_error")
     return {"type": "error", "error": {"type": known, "message": str(error.get("message"))}}

@@ -55,10 +55,17 @@ class ForwardedResponse:
         if self.stream is not None:
             await self.stream.drain()
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Ends the response."""
         if self.stream is not None:
             self.stream.end()
+
+    def close(self) -> None:
+        """Drops output the client has not read; nothing is kept here."""
+
+    def engine_error(self, error: web.Response) -> web.Response:
+        """Returns an engine's response to a failed request for the client."""
+        return error
 
     def fail(self, error: dict[str, Any]) -> None:
         """Ends a begun response: a stream of events with an error as its last event.

@@ -19,6 +19,8 @@ from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.json_body import check_structure, convert_fields
 from kvrouter.frontend.edge.named_events import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.frontend.text.client_work import Slices
+from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.v1.errors import BadRequest
 
 ROUTING_FIELDS = ("request_id", "conversation_id", "worker_id", "dp_rank", "migration_limit", "router_config_override")
@@ -121,7 +123,7 @@ class TranslatedPrompt:
         self._kind = kind
         self.characters = len(body)
 
-    def slices(self, text: Any, limit: int) -> Any:
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
         """Renders and tokenizes the prompt in slices, and returns its tokens.
 
         Raises:
@@ -130,7 +132,7 @@ class TranslatedPrompt:
         check_structure(self._body)
         return (yield from chat_prompt(self._kind.engine_chat(self._body), self.characters).slices(text, limit))
 
-    def tokens_at_once(self, text: Any, limit: int) -> bytes | None:  # noqa: ARG002
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
         """Returns None: a template may take long."""
         return None
 

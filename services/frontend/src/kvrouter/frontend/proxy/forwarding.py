@@ -93,6 +93,7 @@ class EngineCalls:
         session: aiohttp.ClientSession,
         runner: RequestRunner,
         routed: RoutedBody,
+        path: str = "",
     ) -> None:
         """Creates it.
 
@@ -104,7 +105,9 @@ class EngineCalls:
             session: Connections to their OpenAI APIs.
             runner: Has the workers, and the options of the Frontend.
             routed: The parts of the body that routing needs.
+            path: Path of the engine's API, whose responses are translated; empty for the client's own.
         """
+        self._path = path
         self.health = runner.workers.health
         self.is_estimated = not routed.is_tokenized
         """Whether the length of its prompt is an estimate."""
@@ -190,7 +193,7 @@ class EngineCalls:
             headers = _without(headers, frozenset(key)) | key
         if len(worker.ranks) > 1:
             headers[RANK_HEADER] = str(dispatch.request.dp_rank)
-        path = self._request.path if self._is_authenticated else self._request.path_qs
+        path = self._path or (self._request.path if self._is_authenticated else self._request.path_qs)
         seconds = dispatch.deadline.remaining()
         url = f"{worker.openai_endpoint.rstrip('/')}{path}"
         try:
@@ -202,7 +205,7 @@ class EngineCalls:
                     raise DependencyAway("its OpenAI API refuses the Frontend: expected its key in --engine-keys-file")
                 if answer.status == HTTPStatus.NOT_FOUND and answer.content_length == 0:
                     raise DependencyAway(f"its server answers an empty 404 to {path}: check the URL of its OpenAI API")
-                if self._is_authenticated and "Content-Encoding" in answer.headers:
+                if (self._is_authenticated or self._path) and "Content-Encoding" in answer.headers:
                     raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
                 await read(answer, receiver)
         except EngineFailed as error:
@@ -222,7 +225,7 @@ class EngineCalls:
                 headers["x-request-id"] = engine_id
         else:
             headers = _without(self._request.headers, _NOT_FORWARDED)
-        if self._is_authenticated:
+        if self._is_authenticated or self._path:
             headers = _without(headers, _ENCODING)  # A compressed response could not be read.
         return headers | trace_context.headers()
 

@@ -20,6 +20,7 @@ from kvrouter.frontend.edge.json_body import check_structure, decode_json
 from kvrouter.frontend.edge.prompt_list import parse_prompts
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES
 from kvrouter.frontend.edge.token_list import Prompt
+from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.validation import check_vocabulary
 from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
@@ -54,6 +55,7 @@ class _Fields(msgspec.Struct, frozen=True):
     max_completion_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
+    max_output_tokens: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
     prompt: _Raw = _Raw()
@@ -135,8 +137,10 @@ class RoutedBody:
         return RoutedOn.ROUTED_ON_TEXT
 
     @classmethod
-    def parse(cls, body: bytes | bytearray, *, max_prompt_tokens: int) -> RoutedBody:
-        """Parses a JSON body. A text is not tokenized yet.
+    def parse(
+        cls, body: bytes | bytearray, *, max_prompt_tokens: int, api: type[TranslatedRequest] | None = None
+    ) -> RoutedBody:
+        """Parses a JSON body. A text is not tokenized yet. ``api`` is that of a body which is no chat or completion.
 
         Raises:
             BadRequest: it is not a JSON object, or one of these fields has an impossible type.
@@ -145,7 +149,7 @@ class RoutedBody:
         fields = decode_json(_FIELDS, body)
         if (fields.priority or 0) not in _PRIORITIES:
             raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
-        output = fields.max_completion_tokens or fields.max_tokens or 0
+        output = fields.max_completion_tokens or fields.max_output_tokens or fields.max_tokens or 0
         sequences = max(1, min(max(fields.n or 1, fields.best_of or 1), MAX_SEQUENCES))
         parsed = cls(
             model=fields.model or "",
@@ -162,8 +166,12 @@ class RoutedBody:
             is_tokenized = not fields.is_rendered_by_engine
             return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
         parsed = replace(parsed, listed_ids=_listed(fields, "prompt", "input", "stop_token_ids"))
-        source = None if fields.is_rendered_by_engine else _Text(fields) if prompt else _Chat(fields)
+        source: PromptSource | None = None
         content = prompt or _given(fields.messages)
+        if api is not None:
+            source, content = TranslatedPrompt(body, api), content or _given(fields.input)
+        elif not fields.is_rendered_by_engine:
+            source = _Text(fields) if prompt else _Chat(fields)
         token_ids = _stand_in(content, max_prompt_tokens)
         return replace(parsed, token_ids=token_ids, is_tokenized=False, has_prompt=bool(content), source=source)
 
@@ -177,7 +185,13 @@ class RoutedBody:
 
     @classmethod
     async def read(
-        cls, body: bytes | bytearray, work: ClientWork, *, max_prompt_tokens: int, is_json: bool = True
+        cls,
+        body: bytes | bytearray,
+        work: ClientWork,
+        *,
+        max_prompt_tokens: int,
+        is_json: bool = True,
+        api: type[TranslatedRequest] | None = None,
     ) -> RoutedBody:
         """Does the same as ``parse``, or as ``unread`` if the body is not JSON, with a long body in a thread.
 
@@ -186,7 +200,9 @@ class RoutedBody:
         Raises:
             BadRequest, PromptTooLong, RateLimited, Overloaded.
         """
-        parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens) if is_json else partial(cls.unread, body)
+        parse = partial(cls.unread, body)
+        if is_json:
+            parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens, api=api)
         if len(body) <= LONG_BODY_BYTES:
             return parse()
         return await work.run(parse, Lane.BODIES, size=len(body))

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-from kvrouter.engines.fields import HARMLESS_HEADERS, ROUTED
+from kvrouter.engines.fields import HARMLESS_HEADERS, ROUTED, has_salt
+from kvrouter.engines.routes import serves
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_engine_request
 from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, RoutedBody
@@ -53,6 +54,13 @@ def check_salted(access: Access, routed: RoutedBody, views: Iterable[ComponentVi
     workers = [worker for view in views for worker in view.workers.values()] if routed.salted_path else []
     if workers and not any(map(routed.may_run_at, workers)):
         access.refuse_unsalted(routed.model, routed.salted_path)
+
+
+def serves_itself(access: Access | None, path: str, views: Iterable[ComponentView]) -> bool:
+    """Returns whether all engines of a model serve a path, apart for each isolated tenant if the caller's is one."""
+    workers = [worker for view in views for worker in view.workers.values()]
+    isolated = access is not None and access.caller().isolated
+    return all(serves(each.engine, path) and (not isolated or has_salt(each.engine, path)) for each in workers)
 
 
 def _permitted(access: Access, routed: RoutedBody, body: bytes | bytearray, path: str) -> tuple[RoutedBody, bytes]:

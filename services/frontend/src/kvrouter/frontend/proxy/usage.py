@@ -19,11 +19,26 @@ class _Details(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """An engine's report of a request."""
+    """An engine's report of a request, as chats and completions have it."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    # As Anthropic's Messages and OpenAI's Responses have it.
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Fills in the fields of chats."""
+        if self.input_tokens is None or self.prompt_tokens is not None:
+            return
+        apart = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        self.prompt_tokens, self.completion_tokens = self.input_tokens + apart, self.output_tokens
+        cached = None if self.cache_read_input_tokens is None else _Details(self.cache_read_input_tokens)
+        self.prompt_tokens_details = self.input_tokens_details or cached
 
     @property
     def cached_tokens(self) -> int | None:
@@ -32,8 +47,14 @@ class Usage(msgspec.Struct):
         return None if details is None or details.cached_tokens is None else max(0, details.cached_tokens)
 
 
+class _Response(msgspec.Struct):
+    usage: Usage | None = None
+
+
 class _Body(msgspec.Struct):
     usage: Usage | None = None
+    response: _Response | None = None
+    """The response in the last event of a stream of OpenAI's Responses."""
 
 
 _BODY = msgspec.json.Decoder(_Body)
@@ -66,6 +87,7 @@ class UsageReader:
 
 def _usage_of(body: bytes | bytearray) -> Usage | None:
     try:
-        return _BODY.decode(body).usage
+        read = _BODY.decode(body)
+        return read.usage if read.response is None else read.response.usage
     except _MALFORMED:
         return None

@@ -11,7 +11,7 @@ from kvrouter.mocker.openai.bodies import GenerationBody
 from kvrouter.mocker.openai.responses import Responses
 from kvrouter.mocker.serving.errors import refusals
 from kvrouter.mocker.serving.generations import Generations
-from kvrouter.mocker.serving.http_responses import event, json_response, open_stream
+from kvrouter.mocker.serving.http_responses import json_response, open_stream
 
 Complete = Callable[[dict[str, Any], Generations], dict[str, Any]]
 """Adds to a whole response what only one of the engines has."""
@@ -43,10 +43,10 @@ async def streamed(request: web.Request, generations: Generations, responses: Re
         stream = await open_stream(request)
         async for index, piece in generations.pieces():
             for chunk in responses.chunks(index, piece):
-                await stream.write(event(chunk))
+                await stream.write(responses.encoded(chunk))
     if (last := responses.last_chunk()) is not None:
-        await stream.write(event(last))
-    await stream.write(b"data: [DONE]\n\n")
+        await stream.write(responses.encoded(last))
+    await stream.write(responses.ends_with)
     return stream
 
 

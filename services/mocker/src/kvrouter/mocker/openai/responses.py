@@ -10,6 +10,7 @@ from typing import Any
 
 from kvrouter.mocker.openai.bodies import GenerationBody
 from kvrouter.mocker.serving.generations import Piece
+from kvrouter.mocker.serving.http_responses import event
 from kvrouter.mocker.serving.tokenizer import decode
 
 _LOGPROB = -0.5
@@ -34,6 +35,9 @@ class Choice:
 
 class Responses:
     """Builds the responses to one request."""
+
+    ends_with = b"data: [DONE]\n\n"
+    """The end of a stream."""
 
     def __init__(
         self,
@@ -111,6 +115,10 @@ class Responses:
     def last_chunk(self) -> dict[str, Any] | None:
         """Returns the chunk after all output, with the usage, if it was requested."""
         return self._envelope([], streams=True) | {"usage": self.usage()} if self._usage_at_end else None
+
+    def encoded(self, chunk: dict[str, Any]) -> bytes:
+        """Returns a chunk as a server-sent event."""
+        return event(chunk)
 
     def usage(self) -> dict[str, Any]:
         """Returns the numbers of tokens so far."""

@@ -14,6 +14,7 @@ from kvrouter.mocker.engine.types import Scope
 from kvrouter.mocker.openai.adapters import adapter_routes
 from kvrouter.mocker.openai.bodies import ChatBody, CompletionBody, GenerationBody, parse
 from kvrouter.mocker.openai.handler import streamed, tokenized, whole
+from kvrouter.mocker.openai.messages import MessageResponses, MessagesBody
 from kvrouter.mocker.openai.responses import Responses
 from kvrouter.mocker.openai.sampling import sampling
 from kvrouter.mocker.serving.errors import ApiError
@@ -67,6 +68,7 @@ class VllmServer:
             web.get("/v1/models", self.models),
             web.post("/v1/completions", self.completions),
             web.post("/v1/chat/completions", self.chat_completions),
+            web.post("/v1/messages", self.messages),
             web.post("/tokenize", self.tokenize),
             *adapter_routes("/v1", self._options.lora_modules),
             web.post("/sleep", self.sleep),
@@ -144,7 +146,14 @@ class VllmServer:
         """Completes a chat."""
         return await self._generate(request, parse(await request.read(), ChatBody), chat=True)
 
-    async def _generate(self, request: web.Request, body: GenerationBody, *, chat: bool) -> web.StreamResponse:
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """Creates a message of the Anthropic API."""
+        body = parse(await request.read(), MessagesBody).to_chat()
+        return await self._generate(request, body, chat=True, form=MessageResponses)
+
+    async def _generate(
+        self, request: web.Request, body: GenerationBody, *, chat: bool, form: type[Responses] = Responses
+    ) -> web.StreamResponse:
         await self._awake.wait()
         scope = self._scope(body)
         if body.stream_options is not None and not body.stream:
@@ -167,7 +176,7 @@ class VllmServer:
             for choice in range(body.choices)
         ]
         generations = Generations(self._service, sequences, _requested_rank(request))
-        responses = Responses(
+        responses = form(
             body,
             response_id,
             body.model or self._options.model,

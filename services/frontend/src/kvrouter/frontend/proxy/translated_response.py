@@ -1,0 +1,168 @@
+"""The response of a request that was translated to a chat for an engine: translated back as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from kvrouter.frontend.edge.error_shapes import shaped_error
+from kvrouter.frontend.edge.event_stream import STREAM_TYPE, EventStream, StepWriter
+from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
+from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.middlewares import cross_origin_headers
+from kvrouter.frontend.edge.named_events import NamedEvents
+from kvrouter.frontend.edge.request_fields import SharedFields
+from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.frontend.edge.translated_request import TranslatedRequest
+from kvrouter.frontend.proxy.chat_pieces import read_answer
+from kvrouter.frontend.proxy.event_reader import EventReader, data_of
+from kvrouter.frontend.proxy.usage import Usage
+from kvrouter.frontend.workers.output import Output
+from kvrouter.v1.errors import DependencyAway
+from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
+
+_OK = 200
+_MAX_BYTES = 64 << 20
+"""Maximum size of a whole response, or of one event: both are translated when they are complete."""
+
+
+class TranslatedResponse(ForwardedResponse):
+    """An OutputReceiver translating an engine's chat. Of a stream nothing is kept: engines wait for ``drain``."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        writer: StepWriter,
+        routed_on: RoutedOn,
+        translated: TranslatedRequest,
+        prompt: bytes,
+    ) -> None:
+        """Creates it.
+
+        Args:
+            request: The request.
+            writer: Writes the response.
+            routed_on: The decision's knowledge of the prompt.
+            translated: The request as a chat.
+            prompt: Its prompt as packed token ids, or what stands for them until the engine reports its usage.
+        """
+        super().__init__(request, writer, routed_on)
+        self._translated = translated
+        fields = SharedFields(model=translated.chat["model"], stream=bool(translated.chat.get("stream")))
+        self._frame = ResponseFrame(TextRequest(fields, [], None, is_chat=True), None, [prompt])
+        self._status = _OK
+        self._events: NamedEvents | None = None
+        self._reader = EventReader()
+        self._body = bytearray()
+        self._routing_info = RoutingInfo()
+        self._failed = False
+
+    def routed(self, routing: RoutingInfo) -> None:
+        """Adds where the request runs."""
+        super().routed(routing)
+        self._routing_info = routing
+        self._frame.routed(0, routing)
+
+    def answers(self, status: int, reason: str, headers: Mapping[str, str]) -> None:  # noqa: ARG002
+        """Takes the head of an engine's response, unless one of an earlier engine was written."""
+        if self.has_begun:
+            return
+        self._status = status
+        self._body.clear()
+        self._reader, self._events, self.stream = EventReader(), None, None
+        if status == _OK and headers.get("Content-Type", "").startswith(STREAM_TYPE):
+            self.stream = EventStream(self._request, self._writer)
+            self.stream.add_headers(self.headers | cross_origin_headers(self._request))
+            self._events = self._translated.streamed(self._frame, self.stream)
+            self._events.routed(0, self._routing_info)
+
+    def output(self, output: Output) -> None:
+        """Translates a piece.
+
+        Raises:
+            DependencyAway: it is no chat, or too long.
+        """
+        if self._events is None:
+            self._body += output.raw or b""
+        else:
+            for event in self._reader.take(output.raw or b""):
+                self._take(event, self._events)
+        if len(self._body) + len(self._reader) > _MAX_BYTES:
+            raise DependencyAway(f"its OpenAI API answers with more than {_MAX_BYTES} bytes at once")
+
+    async def end(self) -> None:
+        """Ends the response."""
+        if self._failed:
+            return
+        if self._events is not None:
+            await self._events.end()
+            return
+        body = bytes(self._body)
+        headers = self.headers | cross_origin_headers(self._request) | {"Content-Type": "application/json"}
+        if self._status == _OK:
+            body = self._whole(body)
+            headers["request-id"] = self._frame.request_id
+        else:
+            body = self._error(body, self._status)
+        headers["Content-Length"] = str(len(body))
+        self.stream = EventStream(self._request, self._writer, status=self._status, headers=headers)
+        self.stream.write_bytes(body)
+        self.stream.end()
+
+    def fail(self, error: dict[str, Any]) -> None:
+        """Ends a begun response with an error."""
+        if self._events is not None and not self._failed:
+            self._failed = True
+            self._events.fail(error)
+
+    def close(self) -> None:
+        """Drops the output the client has not read."""
+        if self._events is not None:
+            self._events.close()
+
+    def engine_error(self, error: web.Response) -> web.Response:
+        """Returns an engine's response to a failed request for the client."""
+        body = self._error(error.body if isinstance(error.body, bytes) else b"", error.status)
+        headers = {name: value for name, value in error.headers.items() if name.lower() != "content-length"}
+        return web.Response(status=error.status, body=body, headers=headers)
+
+    def _take(self, event: bytes, events: NamedEvents) -> None:
+        data = data_of(event)
+        if self._failed or not data.startswith(b"{"):
+            return  # A comment, or the end.
+        answer = read_answer(data)
+        self._count(answer.usage)
+        if answer.error is not None:
+            self.fail({"error": answer.error} if isinstance(answer.error, dict) else {"error": {}})
+        elif answer.piece is not None:
+            events.add(0, answer.piece)
+
+    def _whole(self, body: bytes) -> bytes:
+        answer = read_answer(body)
+        self._count(answer.usage)
+        if answer.piece is None:
+            raise DependencyAway("its OpenAI API answers a chat without a choice")
+        sink = self._translated.whole(self._frame)
+        sink.add(0, answer.piece)
+        return sink.body()
+
+    def _count(self, usage: Usage | None) -> None:
+        if usage is None:
+            return
+        count = self._frame.counts[0]
+        count.prompt_tokens = count.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        count.output_tokens = usage.completion_tokens or 0
+        count.cached_tokens = usage.cached_tokens
+
+    def _error(self, body: bytes, status: int) -> bytes:
+        """Returns the engine's error in the form of the client's API."""
+        try:
+            error = msgspec.json.decode(body, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            error = {}
+        if not isinstance(error.get("error"), dict):
+            error = {"error": {"message": f"the engine answers {status}", "type": "invalid_request_error"}}
+        shown = shaped_error(self._translated.path, error, status, self._frame.request_id)
+        return msgspec.json.encode(shown)
