@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import aiohttp
 import structlog
 from aiohttp import web
-from kvrouter.engines.fields import CHATS, MESSAGES
+from kvrouter.engines.fields import CHATS, MESSAGES, RESPONSES
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
@@ -28,6 +28,7 @@ from kvrouter.frontend.edge.middlewares import (
 )
 from kvrouter.frontend.edge.named_events import NamedEvents
 from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, with_headers
+from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import StreamedResponse, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
@@ -111,6 +112,7 @@ class HttpApi:
                 web.post("/v1/completions", self._with_body(self.completions)),
                 web.post("/v1/chat/completions", self._with_body(self.chat_completions, self._max_chat_bytes)),
                 web.post(MESSAGES, self._with_body(self._translating(MessagesRequest), self._max_chat_bytes)),
+                web.post(RESPONSES, self._with_body(self._translating(ResponsesRequest), self._max_chat_bytes)),
                 web.post(COUNT_TOKENS, self._with_body(self.count_tokens, self._max_chat_bytes)),
                 web.get("/busy_threshold", self.list_busy_thresholds),
                 web.post("/busy_threshold", self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES)),
@@ -295,6 +297,8 @@ class HttpApi:
             translated = await self._decoded(api.parse, body)
             body, path = bytearray(translated.engine_body()), CHATS
             routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
+        elif api is not None:
+            await self._decoded(api.check_passed, body)
         routed = replace(routed, dp_rank=requested_rank(request.headers))
         routed, passed = await permitted(access, routed, body, path, self._work)
         if access is not None:

@@ -73,6 +73,10 @@ class MessagesRequest(TranslatedRequest):
         """Returns the chat as vLLM makes it; see ``TranslatedRequest.engine_chat``."""
         return _chat(decode_json(_ENGINE_FIELDS, body))
 
+    @classmethod
+    def check_passed(cls, body: bytes | bytearray) -> None:
+        """Returns: every message has its whole conversation."""
+
     def whole(self, frame: ResponseFrame) -> WholeSink:
         """Returns the sink of a whole message."""
         return WholeMessage(frame)

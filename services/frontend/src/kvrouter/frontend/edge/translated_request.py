@@ -80,6 +80,15 @@ class TranslatedRequest(ABC):
             BadRequest: it cannot be translated.
         """
 
+    @classmethod
+    @abstractmethod
+    def check_passed(cls, body: bytes | bytearray) -> None:
+        """Checks a body an engine gets as it is.
+
+        Raises:
+            BadRequest: it needs more than one engine can know.
+        """
+
     @abstractmethod
     def whole(self, frame: ResponseFrame) -> WholeSink:
         """Returns the sink of a response that is no stream."""
