@@ -29,6 +29,7 @@ from kvrouter.frontend.edge.middlewares import (
 from kvrouter.frontend.edge.named_events import NamedEvents
 from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, with_headers
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
+from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import StreamedResponse, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
@@ -299,7 +300,8 @@ class HttpApi:
             routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
         elif api is not None:
             await self._decoded(api.check_passed, body)
-        routed = replace(routed, dp_rank=requested_rank(request.headers))
+        headers = request.headers
+        routed = replace(routed, dp_rank=requested_rank(headers), conversation_id=session_of(headers))
         routed, passed = await permitted(access, routed, body, path, self._work)
         if access is not None:
             check_salted(access, routed, pools)

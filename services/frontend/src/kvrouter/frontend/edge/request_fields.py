@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import check_uint64
+from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.edge.structured_output import read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
 from kvrouter.frontend.request.validation import MAX_REQUEST_ID_BYTES
@@ -252,7 +253,7 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def with_headers(fields: _F, request: web.BaseRequest) -> _F:
-    """Returns the fields with what headers say: ``x-request-id``, and ``x-data-parallel-rank`` as vLLM reads it.
+    """Returns the fields with what headers say: ``x-request-id``, ``x-data-parallel-rank`` as for vLLM, the session.
 
     Fields of the body take precedence. Without an id the request gets a generated one.
 
@@ -269,6 +270,8 @@ def with_headers(fields: _F, request: web.BaseRequest) -> _F:
     rank = requested_rank(request.headers)
     if rank is not None and fields.dp_rank is None:
         changes["dp_rank"] = rank
+    if not fields.conversation_id and (session := session_of(request.headers)):
+        changes["conversation_id"] = session
     return msgspec.structs.replace(fields, **changes) if changes else fields
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import msgspec
-from kvrouter.frontend.edge.chat_request import check_structure
+from kvrouter.engines.fields import RESPONSES
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.json_body import decode_json
+from kvrouter.frontend.edge.json_body import check_structure, decode_json
 from kvrouter.frontend.edge.request_fields import check_defaults
 from kvrouter.frontend.edge.responses_chat import chat_messages, chat_tool_choice, chat_tools, response_format
 from kvrouter.frontend.edge.responses_fields import EngineResponsesFields, ResponsesFields
@@ -21,7 +21,6 @@ from kvrouter.frontend.edge.translated_request import (
     given,
     invalid,
 )
-from kvrouter.net.engine_fields import RESPONSES
 from kvrouter.v1.errors import BadRequest
 
 _FIELDS = msgspec.json.Decoder(ResponsesFields, strict=False)

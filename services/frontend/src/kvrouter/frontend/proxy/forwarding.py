@@ -73,6 +73,7 @@ def generate_request(
     request.stop_conditions.max_tokens = body.max_output_tokens
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
+    request.conversation_id = body.conversation_id
     if body.dp_rank is not None:
         request.constraints.dp_rank = body.dp_rank
     if body.salted_path:

@@ -17,8 +17,10 @@ import msgspec
 from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.json_body import check_structure, decode_json
+from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.prompt_list import parse_prompts
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES
+from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
@@ -81,6 +83,9 @@ class _Fields(msgspec.Struct, frozen=True):
         return any((self.chat_template, self.prompt_embeds, self.truncate_prompt_tokens))
 
 
+TRANSLATED: Mapping[str, type[TranslatedRequest]] = {kind.path: kind for kind in (MessagesRequest, ResponsesRequest)}
+"""APIs whose bodies become chats, by path."""
+
 # As lenient as the engines: what they would refuse is for them to refuse.
 _FIELDS = msgspec.json.Decoder(_Fields, strict=False)
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
@@ -116,6 +121,8 @@ class RoutedBody:
     priority: int = 0
     dp_rank: int | None = None
     """Data-parallel rank the client names in a header; None for any."""
+    conversation_id: str = ""
+    """Conversation it belongs to, by the session in a header; empty for none."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -17,7 +17,7 @@ from kvrouter.frontend.proxy.endpoint_picker.engine_addresses import EngineAddre
 from kvrouter.frontend.proxy.endpoint_picker.engine_watch import EngineWatch
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
 from kvrouter.frontend.proxy.forwarding import generate_request
-from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.routing import routing_request
@@ -136,7 +136,8 @@ class Picker:
             KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
         """
         limit = self.settings.max_prompt_tokens
-        routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json)
+        api = TRANSLATED.get(path.partition("?")[0])
+        routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json, api=api)
         if not routed.model:
             routed = replace(routed, model=self._only_model())
         if self.access is not None:
@@ -199,7 +200,7 @@ class Picker:
         self, offer: _Offer, body: RoutedBody, deaths: RequestDeaths, request_id: str, deadline: Deadline
     ) -> Pick:
         view, endpoints, routing, hashes = offer.view, offer.endpoints, offer.routing, offer.hashes
-        link = self._links.link(view.name, hashes)
+        link = self._links.link(view.name, hashes, body.conversation_id)
         # A client may reuse its request id, but the key of a freed booking cannot be booked again.
         key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=Stage.STAGE_WHOLE)
         select = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=time.time_ns())
