@@ -97,3 +97,29 @@ def test_a_malformed_system_prompt_is_refused(system: Any) -> None:
     with pytest.raises(BadRequest) as refused:
         chat([user(text("a"))], system=system)
     assert refused.value.info.field.startswith("system")
+
+
+def outcome(body: bytes) -> str:
+    """Returns the error of a body; empty if it is translated."""
+    try:
+        request = MessagesRequest.read(body)
+        request.to_text_request(len(body))
+        request.engine_body()
+    except BadRequest as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize("depth", [100, 450, 900, 990, 100_000])
+def test_deep_contents_are_translated_or_refused(depth: int) -> None:
+    nested = b'{"a":' * depth + b"1" + b"}" * depth
+    call = b'{"type": "tool_use", "id": "a", "name": "n", "input": %b}' % nested
+    body = b'{"model": "m", "max_tokens": 5, "messages": [{"role": "assistant", "content": [%b]}]}' % call
+    assert outcome(body) in (("",) if depth == 100 else ("", "body: nested too deeply"))
+
+
+def test_many_late_system_messages_take_linear_time() -> None:
+    many = [{"role": "system", "content": "x" * 50}] * 20_000
+    messages = chat([user(text("a")), *many, {"role": "assistant", "content": "b"}, *many])["messages"]
+    assert [each["role"] for each in messages] == ["user", "assistant", "user"]
+    assert len(messages[0]["content"]) == 1 + 20_000 * 52

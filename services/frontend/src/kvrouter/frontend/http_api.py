@@ -203,11 +203,16 @@ class HttpApi:
             self._check_text(len(body))
 
             def read(body: bytearray) -> tuple[TranslatedRequest, TextRequest]:
-                translated = kind.parse(body)
+                translated = kind.read(body)
                 return translated, translated.to_text_request(len(body))
 
             translated, chat = await self._decoded(read, body)
-            return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request)), translated)
+            try:
+                chat = replace(chat, fields=with_headers(chat.fields, request))
+                return await self._run_text(request, chat, translated)
+            except KvRouterError as error:
+                translated.rename(error)
+                raise
 
         return handle
 
@@ -295,7 +300,7 @@ class HttpApi:
         access, pools = self._frontend.access, self._frontend.models.pools(routed.model, forwarding=True)
         translated, path = None, request.path
         if api is not None and not serves_itself(access, api.path, pools):
-            translated = await self._decoded(api.parse, body)
+            translated = await self._decoded(api.read, body)
             body, path = bytearray(translated.engine_body()), CHATS
             routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
         elif api is not None:

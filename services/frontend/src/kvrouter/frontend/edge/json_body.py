@@ -55,8 +55,8 @@ def decode_json(
     return decoded
 
 
-def check_structure(encoded: bytes | bytearray) -> None:
-    """Checks that decoding a chat, or a part of it, takes a bounded amount of memory.
+def check_structure(encoded: bytes | bytearray, field: str = "messages") -> None:
+    """Checks that decoding a chat, or a part of it, takes a bounded amount of memory. ``field`` is that of its prompt.
 
     Raises:
         BadRequest: it has too many brackets and commas.
@@ -69,7 +69,7 @@ def check_structure(encoded: bytes | bytearray) -> None:
         found += part.count(b"{") + part.count(b"[") + part.count(b",")
     if found > MAX_STRUCTURE:
         raise BadRequest(
-            f"body: more than {MAX_STRUCTURE} brackets and commas", field="messages", advice="Send a shorter chat."
+            f"body: more than {MAX_STRUCTURE} brackets and commas", field=field, advice="Send a shorter chat."
         )
 
 

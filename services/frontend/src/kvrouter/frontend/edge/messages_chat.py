@@ -14,6 +14,7 @@ from kvrouter.frontend.edge.translated_request import invalid, named
 
 _BILLING_HEADER = "x-anthropic-billing-header"
 """Beginning of a system block of Claude Code with a hash of the request: with it no two prompts share a prefix."""
+_SEPARATOR = "\n\n"
 _CUSTOM = (None, "custom")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
@@ -27,7 +28,7 @@ def chat_messages(fields: PromptFields) -> list[dict[str, Any]]:
         BadRequest: a message or block is malformed, or of a kind that no chat has.
     """
     conversation = _Conversation()
-    conversation.add_system(_system_text(fields.system, "system"), separator="")
+    conversation.add_system(_system_text(fields.system, "system"))
     for index, message in enumerate(fields.messages):
         path = f"messages.{index}"
         role = _ROLES.get(role) if isinstance(role := message.get("role"), str) else None
@@ -100,36 +101,45 @@ class _Conversation:
     """
 
     def __init__(self) -> None:
-        self._system = ""
+        self._leading: list[str] = []
+        self._late: list[str] = []
+        """System texts after the last message."""
         self._messages: list[dict[str, Any]] = []
-        self._waiting = ""
-        """System text after a message of the model, for the next message of the user."""
 
-    def add_system(self, text: str, separator: str = "\n\n") -> None:
+    def add_system(self, text: str) -> None:
         """Adds a system message."""
-        if not self._messages:
-            self._system = _joined(self._system, text, separator)
-        elif text and not self._waiting and self._messages[-1]["role"] in ("user", "tool"):
-            _add_text(self._messages[-1], text, at_end=True)
-        elif text:
-            self._waiting = _joined(self._waiting, text)
+        if text:
+            (self._late if self._messages else self._leading).append(text)
 
     def add(self, message: dict[str, Any]) -> None:
         """Adds a message of the user, of the model or of a tool."""
-        waiting, self._waiting = self._waiting, ""
-        if waiting and message["role"] == "user":
-            _add_text(message, waiting, at_end=False)
-        elif waiting and message["role"] == "tool":
-            self._waiting = waiting  # Results follow their calls at once.
-        elif waiting:
-            self._messages.append({"role": "user", "content": waiting})
-        self._messages.append(message)
+        if self._late and not self._joins_last():
+            role = message["role"]
+            if role == "user":
+                _add_text(message, self._late_text(), at_end=False)
+            elif role == "assistant":
+                self._messages.append({"role": "user", "content": self._late_text()})
+        self._messages.append(message)  # Results of tools follow their calls at once; the texts join the last one.
 
     def messages(self) -> list[dict[str, Any]]:
         """Returns all messages."""
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        last = [{"role": "user", "content": self._waiting}] if self._waiting else []
-        return system + self._messages + last
+        if self._late and not self._joins_last():
+            self._messages.append({"role": "user", "content": self._late_text()})
+        system = [{"role": "system", "content": _SEPARATOR.join(self._leading)}] if self._leading else []
+        return system + self._messages
+
+    def _joins_last(self) -> bool:
+        """Adds the late texts to the last message, unless it is the model's. Returns whether it did."""
+        last = self._messages[-1]
+        if last["role"] == "assistant":
+            return False
+        _add_text(last, self._late_text(), at_end=True)
+        return True
+
+    def _late_text(self) -> str:
+        text = _SEPARATOR.join(self._late)
+        self._late.clear()
+        return text
 
 
 def _system_text(content: str | Sequence[Mapping[str, Any]] | None, path: str) -> str:
@@ -231,7 +241,8 @@ def _document_parts(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]
     if isinstance(source, dict) and source.get("type") == "content":
         content = source.get("content")
         listed = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        return [part for index, each in enumerate(listed) for part in _parts(each, f"{path}.source.content.{index}")]
+        texts = [_text(each, f"{path}.source.content.{index}") for index, each in enumerate(listed)]
+        return [{"type": "text", "text": each} for each in texts if each]
     raise invalid(f"{path}.source", "expected a text", "Send the text of the document.")
 
 
@@ -269,8 +280,8 @@ def _add_text(message: dict[str, Any], text: str, *, at_end: bool) -> None:
         content.insert(len(content) if at_end else 0, {"type": "text", "text": text})
 
 
-def _joined(before: str, after: str, separator: str = "\n\n") -> str:
-    return f"{before}{separator}{after}" if before and after else before or after
+def _joined(before: str, after: str) -> str:
+    return f"{before}{_SEPARATOR}{after}" if before else after
 
 
 def _kind(block: Any, path: str) -> str:

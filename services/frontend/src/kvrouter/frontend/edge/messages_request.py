@@ -20,6 +20,7 @@ from kvrouter.frontend.edge.translated_request import (
     WholeSink,
     given,
     invalid,
+    shallow,
 )
 
 _FIELDS = msgspec.json.Decoder(MessagesFields, strict=False)
@@ -39,7 +40,7 @@ class MessagesRequest(TranslatedRequest):
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
-        """Parses a body; see ``TranslatedRequest.parse``."""
+        """Parses a body; see ``TranslatedRequest.read``."""
         check_structure(body)
         fields = decode_json(_FIELDS, body)
         choice = fields.tool_choice
@@ -66,7 +67,8 @@ class MessagesRequest(TranslatedRequest):
             BadRequest: it is malformed; the error names the field.
         """
         check_structure(body)
-        return cls(_prompt(decode_json(_COUNTED_FIELDS, body)))
+        with shallow():
+            return cls(_prompt(decode_json(_COUNTED_FIELDS, body)))
 
     @classmethod
     def engine_chat(cls, body: bytes | bytearray) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -44,10 +45,11 @@ class WholeMessage:
             content.append({"type": "thinking", "thinking": thinking, "signature": _message_id(self._frame)})
         if text := "".join(self._texts):
             content.append({"type": "text", "text": text})
+        arguments: defaultdict[int, list[str]] = defaultdict(list)
         for piece in self._calls:
-            if piece.name:
-                arguments = "".join(each.arguments for each in self._calls if each.index == piece.index)
-                content.append(_tool_use(piece) | {"input": _input(arguments)})
+            arguments[piece.index].append(piece.arguments)
+        begun = [piece for piece in self._calls if piece.name]
+        content += [_tool_use(piece) | {"input": _input("".join(arguments[piece.index]))} for piece in begun]
         return msgspec.json.encode(_message(self._frame, content) | self._ending | {"usage": _usage(self._frame)})
 
 

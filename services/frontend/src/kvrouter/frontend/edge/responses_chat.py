@@ -82,8 +82,8 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> 
         if not isinstance(arguments, str) or not isinstance(call_id, str):
             raise invalid(path, "expected texts as arguments and call_id")
         function = {"name": named(item, path), "arguments": arguments}
-        own = _own(messages)
-        own["tool_calls"] = [*own.get("tool_calls", ()), {"id": call_id, "type": "function", "function": function}]
+        calls = _own(messages).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
     elif kind == "function_call_output":
         if not isinstance(call_id := item.get("call_id"), str):
             raise invalid(f"{path}.call_id", "expected a text")

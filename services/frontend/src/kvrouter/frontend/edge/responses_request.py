@@ -57,8 +57,8 @@ class ResponsesRequest(TranslatedRequest):
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
-        """Parses a body; see ``TranslatedRequest.parse``."""
-        check_structure(body)
+        """Parses a body; see ``TranslatedRequest.read``."""
+        check_structure(body, "input")
         fields = decode_json(_FIELDS, body)
         check_not_stored(fields)
         check_defaults(fields)

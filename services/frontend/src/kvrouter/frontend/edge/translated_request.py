@@ -7,7 +7,8 @@ the pieces of its one choice become a response of the client's API.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
@@ -21,7 +22,7 @@ from kvrouter.frontend.edge.named_events import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.v1.errors import BadRequest
+from kvrouter.v1.errors import BadRequest, KvRouterError
 
 ROUTING_FIELDS = ("request_id", "conversation_id", "worker_id", "dp_rank", "migration_limit", "router_config_override")
 """Fields of kvrouter itself, which no engine gets."""
@@ -63,13 +64,19 @@ class TranslatedRequest(ABC):
     """Body of the chat, with the routing fields of the client."""
 
     @classmethod
-    @abstractmethod
-    def parse(cls, body: bytes | bytearray) -> Self:
-        """Parses a body.
+    def read(cls, body: bytes | bytearray) -> Self:
+        """Parses and translates a body.
 
         Raises:
             BadRequest: it is malformed, or has a field or content that no chat can express; the error names it.
         """
+        with shallow():
+            return cls.parse(body)
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        """Parses and translates a body that is not nested deeply; see ``read``."""
 
     @classmethod
     @abstractmethod
@@ -104,22 +111,37 @@ class TranslatedRequest(ABC):
             BadRequest: a field is out of range or not supported; the error names the field of the body.
         """
         try:
-            return to_text_request(convert_fields(self.chat, ChatFields), characters)
+            with shallow():
+                return to_text_request(convert_fields(self.chat, ChatFields), characters)
         except BadRequest as error:
-            raise self.renamed(error) from None
+            self.rename(error)
+            raise
 
-    def renamed(self, error: BadRequest) -> BadRequest:
-        """Returns an error of the chat with the name of the field in the body."""
+    def rename(self, error: KvRouterError) -> None:
+        """Gives an error of the chat the name of the field in the body."""
         root, dot, rest = error.info.field.partition(".")
         error.info.field = self.names.get(root, root) + dot + rest
-        return error
 
     def engine_body(self) -> bytes:
         """Returns the body for an engine's chats, whose stream ends with its usage."""
         chat = {name: value for name, value in self.chat.items() if name not in ROUTING_FIELDS}
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
-        return msgspec.json.encode(chat)
+        with shallow():
+            return msgspec.json.encode(chat)
+
+
+@contextmanager
+def shallow() -> Iterator[None]:
+    """Refuses what is nested more deeply than the translation can follow.
+
+    Raises:
+        BadRequest: it is.
+    """
+    try:
+        yield
+    except RecursionError:
+        raise BadRequest("body: nested too deeply", advice="Send one JSON object without deep nesting.") from None
 
 
 class TranslatedPrompt:
@@ -139,7 +161,9 @@ class TranslatedPrompt:
             BadRequest, PromptTooLong.
         """
         check_structure(self._body)
-        return (yield from chat_prompt(self._kind.engine_chat(self._body), self.characters).slices(text, limit))
+        with shallow():
+            prompt = chat_prompt(self._kind.engine_chat(self._body), self.characters)
+        return (yield from prompt.slices(text, limit))
 
     def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
         """Returns None: a template may take long."""
