@@ -5,7 +5,6 @@ vLLM translates in the same way, so prompts have the same tokens on both ways an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -207,7 +206,7 @@ def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise invalid(f"{path}.input", "expected an object")
     if not isinstance(call_id := block.get("id"), str):
         raise invalid(f"{path}.id", "expected a text")
-    function = {"name": named(block, path), "arguments": json.dumps(arguments)}
+    function = {"name": named(block, path), "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 

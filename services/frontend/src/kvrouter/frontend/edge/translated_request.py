@@ -6,6 +6,7 @@ the pieces of its one choice become a response of the client's API.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -128,6 +129,7 @@ class TranslatedRequest(ABC):
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
         with shallow():
+            chat["messages"] = list(map(_as_sent, chat["messages"]))
             return msgspec.json.encode(chat)
 
 
@@ -185,6 +187,20 @@ def chat_prompt(chat: Mapping[str, Any], characters: int) -> ChatPrompt:
         reasoning_effort=chat.get("reasoning_effort"),
         characters=characters,
     )
+
+
+def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose calls have their arguments as a text: templates take objects, engines' APIs do not."""
+    if "tool_calls" not in message:
+        return message
+    return message | {"tool_calls": list(map(_call_as_sent, message["tool_calls"]))}
+
+
+def _call_as_sent(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(arguments := function["arguments"], dict):
+        function = function | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    return call | {"function": function}
 
 
 def given(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
