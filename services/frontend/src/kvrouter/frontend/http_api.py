@@ -1,9 +1,9 @@
 """The HTTP API of the gateway: chats, completions, models, busy thresholds, health and metrics."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import structlog
@@ -26,6 +26,7 @@ from kvrouter.frontend.edge.middlewares import (
     cross_origin_headers,
     traced,
 )
+from kvrouter.frontend.edge.model_objects import model_objects
 from kvrouter.frontend.edge.named_events import NamedEvents
 from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, with_headers
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
@@ -44,7 +45,7 @@ from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import KvRouterError, UnknownModel
-from kvrouter.v1.frontend_pb2 import ListModelsRequest, Model
+from kvrouter.v1.frontend_pb2 import ListModelsRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 log = structlog.get_logger(component="frontend")
@@ -392,28 +393,3 @@ async def _streamed(
     finally:
         stream.close()
     return events
-
-
-def model_objects(models: Iterable[Model]) -> dict[str, dict[str, Any]]:
-    """Returns models by name, then LoRA adapters, which name their model as parent as in vLLM."""
-    objects: dict[str, dict[str, Any]] = {}
-    adapters: dict[str, dict[str, Any]] = {}
-    for model in models:
-        objects[model.name] = _model_object(model, model.name, None)
-        for name in model.lora_names:
-            adapters.setdefault(name, _model_object(model, name, model.name))
-    return {**objects, **{name: adapter for name, adapter in adapters.items() if name not in objects}}
-
-
-def _model_object(model: Model, name: str, parent: str | None) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "kvrouter",
-        "root": parent or name,
-        "parent": parent,
-        "max_model_len": model.max_model_len or None,
-        "block_size": model.block_size,
-        "workers": model.workers,
-    }
