@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
 from kvrouter.v1.common_pb2 import BusyThresholds
@@ -19,9 +20,23 @@ async def test_a_cleared_threshold_falls_back_to_the_option() -> None:
 
 def test_a_threshold_that_is_set_and_cleared_at_once_is_refused() -> None:
     thresholds = BusyThresholds(active_prefill_tokens_threshold=5)
-    request = SetBusyThresholdRequest(thresholds=thresholds, clear_active_prefill_tokens_threshold=True)
+    request = SetBusyThresholdRequest(
+        thresholds=thresholds, cleared=FieldMask(paths=["active_prefill_tokens_threshold"])
+    )
     with pytest.raises(BadRequest, match="both set and cleared"):
         ThresholdUpdate.of(request)
+
+
+def test_a_request_clears_the_thresholds_that_it_names() -> None:
+    cleared = FieldMask(paths=["active_decode_blocks_threshold"])
+    request = SetBusyThresholdRequest(thresholds=BusyThresholds(active_prefill_tokens_threshold=5), cleared=cleared)
+    assert ThresholdUpdate.of(request).apply(Thresholds(0.5, 100)) == Thresholds(None, 5)
+
+
+def test_an_unknown_threshold_is_not_cleared() -> None:
+    with pytest.raises(BadRequest, match="is no threshold") as refused:
+        ThresholdUpdate.of(SetBusyThresholdRequest(cleared=FieldMask(paths=["threshold"])))
+    assert refused.value.known_values == ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
 
 
 def test_a_request_without_fields_changes_nothing() -> None:

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
+from google.protobuf.field_mask_pb2 import FieldMask
 from kvrouter.frontend.edge.json_body import check_uint64, decode_json
 from kvrouter.v1.common_pb2 import BusyThresholds
 from kvrouter.v1.scheduler_pb2 import SetBusyThresholdRequest
 from msgspec import UNSET, UnsetType
+
+_THRESHOLDS = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
 
 
 class BusyThresholdBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,15 +45,11 @@ class BusyThresholdBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     def to_request(self) -> SetBusyThresholdRequest:
         """Returns the request for the Scheduler."""
-        decode_blocks, prefill_tokens = self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold
+        values = {name: getattr(self, name) for name in _THRESHOLDS}
         return SetBusyThresholdRequest(
             model=self.model,
-            thresholds=BusyThresholds(
-                active_decode_blocks_threshold=None if decode_blocks is UNSET else decode_blocks,
-                active_prefill_tokens_threshold=None if prefill_tokens is UNSET else prefill_tokens,
-            ),
-            clear_active_decode_blocks_threshold=decode_blocks is None,
-            clear_active_prefill_tokens_threshold=prefill_tokens is None,
+            thresholds=BusyThresholds(**{name: value for name, value in values.items() if value is not UNSET}),
+            cleared=FieldMask(paths=[name for name, value in values.items() if value is None]),
         )
 
 
@@ -59,8 +58,9 @@ _DECODER = msgspec.json.Decoder(BusyThresholdBody)
 
 def shown(model: str, thresholds: BusyThresholds) -> dict[str, Any]:
     """Returns one model's thresholds as a JSON object."""
-    names = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
-    return {"model": model} | {name: getattr(thresholds, name) if thresholds.HasField(name) else None for name in names}
+    return {"model": model} | {
+        name: getattr(thresholds, name) if thresholds.HasField(name) else None for name in _THRESHOLDS
+    }
 
 
 def listed(thresholds: Mapping[str, BusyThresholds]) -> dict[str, Any]:

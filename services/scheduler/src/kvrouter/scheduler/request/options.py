@@ -18,6 +18,8 @@ DEFAULT_MODE = "forecast"
 OF_POLICIES = ("overlap_score_weight", "router_temperature", "max_queued_requests")
 """Options of some modes only: each policy names its own."""
 
+_THRESHOLDS = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
+
 _OVERRIDES_OF_POLICIES = ("overlap_score_weight", "router_temperature")
 
 MAX_WEIGHT = 1e9
@@ -87,21 +89,22 @@ class ThresholdUpdate:
         """Reads a request.
 
         Raises:
-            BadRequest: a threshold is out of range, or is both set and cleared.
+            BadRequest: a threshold is out of range or both set and cleared, or an unknown one is cleared.
         """
-        values = Thresholds.of(request.thresholds)
-        clear = (request.clear_active_decode_blocks_threshold, request.clear_active_prefill_tokens_threshold)
-        for name, value, cleared in zip(
-            ("active_decode_blocks_threshold", "active_prefill_tokens_threshold"),
-            (values.decode_blocks, values.prefill_tokens),
-            clear,
-            strict=True,
-        ):
-            if cleared and value is not None:
+        values, cleared = Thresholds.of(request.thresholds), frozenset(request.cleared.paths)
+        for name in sorted(cleared):
+            if name not in _THRESHOLDS:
+                raise BadRequest(
+                    f"cleared names {name[:64]!r}, which is no threshold",
+                    field="cleared",
+                    advice=f"Name {' or '.join(_THRESHOLDS)}.",
+                    known=_THRESHOLDS,
+                )
+            if request.thresholds.HasField(name):
                 raise BadRequest(
                     f"{name} is both set and cleared", field=name, advice="Send the new value, or clear it, not both."
                 )
-        return cls(values, *clear)
+        return cls(values, *(name in cleared for name in _THRESHOLDS))
 
     def __bool__(self) -> bool:
         return self.values.any_set or self.clear_decode_blocks or self.clear_prefill_tokens
