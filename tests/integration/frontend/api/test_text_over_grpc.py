@@ -10,7 +10,7 @@ import grpc
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import RoutingConstraints, TokenIds
+from kvrouter.v1.common_pb2 import AvoidedWorker, RoutingConstraints, TokenIds
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, SamplingOptions, StopConditions
@@ -88,7 +88,7 @@ async def test_text_and_stop_strings_continue_over_the_failure_of_a_worker(syste
         registered_beside(view, system.where["etcd"], 2, worker.endpoint),
     ):
         await system.until_candidate(2)
-        first = RoutingConstraints(avoided_worker_ids=[1])
+        first = RoutingConstraints(avoided_workers=[AvoidedWorker(worker_id=1)])
         sent = {"prompt_text": "the end of the story", "return_text": True, "constraints": first}
         received = await outputs(system, stop=stop, **sent)
         assert worker.calls == 1

@@ -12,7 +12,7 @@ from kvrouter.cli.drain import drain, undrain
 from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.top.sources import Where
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import Component, RoutingConstraints
+from kvrouter.v1.common_pb2 import AvoidedWorker, Component, RoutingConstraints
 from kvrouter.v1.errors import NotFound, UnknownWorker
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, UndrainWorkerRequest
@@ -77,7 +77,7 @@ async def test_running_requests_continue_elsewhere_after_the_time_given(system: 
     }
     alone = request(constraints=RoutingConstraints(worker_id=OTHER), **fields)
     expected = tokens_of([each async for each in system.client.generate(alone, deadline=Deadline.after(60))])
-    sent = request(constraints=RoutingConstraints(avoided_worker_ids=[OTHER]), **fields)
+    sent = request(constraints=RoutingConstraints(avoided_workers=[AvoidedWorker(worker_id=OTHER)]), **fields)
     pieces = []
     async with aclosing(system.client.generate(sent, deadline=Deadline.after(60))) as stream:
         pieces.append(await anext(stream))

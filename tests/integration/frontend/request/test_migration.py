@@ -12,7 +12,7 @@ import aiohttp
 import grpc
 import pytest
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import RoutingConstraints
+from kvrouter.v1.common_pb2 import AvoidedWorker, RoutingConstraints
 from kvrouter.v1.errors import BadRequest, WorkerLost
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
@@ -36,7 +36,7 @@ SOUND, FAILING = 1, 2
 TOKENS = 40
 BEFORE = 17
 """Output tokens before the failure: the continuation begins in the middle of a block."""
-FIRST = RoutingConstraints(avoided_worker_ids=[SOUND])
+FIRST = RoutingConstraints(avoided_workers=[AvoidedWorker(worker_id=SOUND)])
 """The failing worker is chosen first."""
 
 
@@ -207,7 +207,7 @@ async def test_failures_before_the_next_token_cost_attempts_of_their_own(system:
         failing(system, fails_at_once, worker_id=3),
         failing(system, fails_at_once, worker_id=4),
     ):
-        first = RoutingConstraints(avoided_worker_ids=[SOUND])
+        first = RoutingConstraints(avoided_workers=[AvoidedWorker(worker_id=SOUND)])
         routed: list[RoutingInfo] = []
         while not any(each.migrations for each in routed):  # Round-robin begins anywhere.
             pieces = await responses(system, seeded(constraints=first))
@@ -259,7 +259,7 @@ async def test_a_continuation_that_the_next_worker_refuses_is_no_fault_of_the_cl
         failing(system, after([5], aborts(grpc.StatusCode.UNAVAILABLE))),
         failing(system, aborts(grpc.StatusCode.INVALID_ARGUMENT), worker_id=3),
     ):
-        only = RoutingConstraints(allowed_worker_ids=[FAILING, 3], avoided_worker_ids=[3])
+        only = RoutingConstraints(allowed_worker_ids=[FAILING, 3], avoided_workers=[AvoidedWorker(worker_id=3)])
         with pytest.raises(WorkerLost, match="cannot continue on another worker: as the test has it"):
             await responses(system, seeded(constraints=only))
     await system.until_idle()

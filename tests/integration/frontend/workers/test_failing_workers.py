@@ -13,7 +13,7 @@ import grpc
 import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingRequest, TokenIds
+from kvrouter.v1.common_pb2 import AvoidedWorker, RoutingConstraints, RoutingRequest, TokenIds
 from kvrouter.v1.errors import AllBusy, BadRequest, DeadlineExceeded, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
@@ -205,7 +205,9 @@ async def test_workers_that_cannot_be_connected_to_cost_no_attempts(
             gone = registered_beside(view, system.where["etcd"], worker_id, f"127.0.0.1:{port}")
             await stack.enter_async_context(gone)
             await system.until_candidate(worker_id)
-        pieces = await ask(system, request(constraints=RoutingConstraints(avoided_worker_ids=[SOUND])))
+        pieces = await ask(
+            system, request(constraints=RoutingConstraints(avoided_workers=[AvoidedWorker(worker_id=SOUND)]))
+        )
         routing = next(each.routing for each in reversed(pieces) if each.HasField("routing"))
         assert (routing.rank.worker_id, len(routing.earlier_ranks)) == (SOUND, 4)
         assert sum(len(each.output.token_ids) for each in pieces) == 4

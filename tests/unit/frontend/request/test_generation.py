@@ -137,7 +137,8 @@ async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_atte
             health.missed(ENDPOINTS[SILENT])
         assert await collecting == [SOUND]
     assert [each.booking.attempt for each in link.requested] == list(range(7))
-    assert all(list(each.request.constraints.avoided_worker_ids) == [SILENT] for each in link.requested)
+    avoided = [[worker.worker_id for worker in each.request.constraints.avoided_workers] for each in link.requested]
+    assert avoided == [[SILENT]] * 7
     assert not any(each.request.constraints.excluded_worker_ids for each in link.requested)
     assert link.live == 0
 

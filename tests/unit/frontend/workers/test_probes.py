@@ -100,10 +100,10 @@ async def test_only_a_silent_worker_is_suspected_and_its_late_answer_clears_it()
     async with probing(workers) as health:
         await until(lambda: min(workers.requested.values(), default=0) >= 2 and len(workers.requested) == 2)
         workers.answering["a:1"].clear()
-        await until(lambda: health.avoided(POOL) == [0])
+        await until(lambda: [each.worker_id for each in health.avoided(POOL)] == [0])
         requested = workers.requested["a:1"]
         workers.answering["a:1"].set()
-        await until(lambda: health.avoided(POOL) == [])
+        await until(lambda: not health.avoided(POOL))
         assert workers.requested["a:1"] == requested, "the answer to the probe that waited is enough"
 
 
@@ -111,9 +111,9 @@ async def test_a_worker_whose_port_refuses_is_suspected_at_once_and_probed_again
     workers = Workers("a:1")
     workers.refusing.add("a:1")
     async with probing(workers, max_missed=1_000_000) as health:
-        await until(lambda: health.avoided(POOL) == [0])
+        await until(lambda: [each.worker_id for each in health.avoided(POOL)] == [0])
         workers.refusing.clear()
-        await until(lambda: health.avoided(POOL) == [])
+        await until(lambda: not health.avoided(POOL))
 
 
 async def test_an_answer_that_hits_a_defect_counts_against_its_worker_alone() -> None:
@@ -121,9 +121,11 @@ async def test_an_answer_that_hits_a_defect_counts_against_its_worker_alone() ->
     workers.defective.add("a:1")
     with structlog.testing.capture_logs() as logs:
         async with probing(workers, max_missed=1_000_000) as health:
-            await until(lambda: health.avoided(POOL) == [0] and workers.requested["a:1"] > 3)
+            await until(
+                lambda: [each.worker_id for each in health.avoided(POOL)] == [0] and workers.requested["a:1"] > 3
+            )
             workers.defective.clear()
-            await until(lambda: health.avoided(POOL) == [])
+            await until(lambda: not health.avoided(POOL))
     assert [entry["endpoint"] for entry in logs if entry["event"] == "worker.probe_failed"] == ["a:1"]
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
-from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints
+from kvrouter.v1.common_pb2 import AvoidedWorker, BookingKey, Component, RoutingConstraints
 from kvrouter.v1.errors import UnknownComponent
 from kvrouter.v1.scheduler_pb2 import FreeRequest, GetStatusRequest, GetStatusResponse, RankStatus
 
@@ -97,7 +97,7 @@ async def test_what_any_rank_held_is_summed_beside_what_the_chosen_one_held() ->
 
 async def test_what_failed_workers_held_was_not_possible_and_what_was_found_was() -> None:
     parts = Parts(view(worker(1), worker(2)), indexer=ResidentBlocks({(1, 0): 4}))
-    avoided = RoutingConstraints(avoided_worker_ids=[1])
+    avoided = RoutingConstraints(avoided_workers=[AvoidedWorker(worker_id=1)])
     for request_id, cached in (("a", 0), ("b", 2 * BLOCK)):
         await parts.select(selecting(request_id, routing(constraints=avoided)))
         parts.bookings.free(FreeRequest(booking=BookingKey(request_id=request_id), cached_tokens=cached))

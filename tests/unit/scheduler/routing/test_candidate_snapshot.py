@@ -278,14 +278,14 @@ def test_avoided_workers_give_way_only_to_others_that_fit(
 def test_a_candidate_that_gave_way_says_why() -> None:
     pool = Pool(view(worker(1), worker(2)), Accounting(), report_age_seconds=10, clock=lambda: 1.0)
     message = RoutingRequest()
-    message.constraints.avoided_worker_ids.append(1)
-    message.constraints.avoided_reasons.append("its requests fail")
+    message.constraints.avoided_workers.add(worker_id=1, reason="its requests fail")
+    message.constraints.avoided_workers.add(worker_id=1)
     constraints = WorkerConstraints.of(message, Stage.STAGE_WHOLE)
     found = snapshot(RequestContext(pool, prompt(4), constraints, RoutingOptions()), NOT_QUERIED, now=1.0)
     assert [row.candidate.rank for row in rows_of(found, found.free)] == [(2, 0)]
     why = "the caller avoids this worker (its requests fail), and another one fits"
     assert found.excluded([(2, 0)]) == {(1, 0): why}
-    pinned = WorkerConstraints(worker_id=1, avoided=frozenset({1}))
+    pinned = WorkerConstraints(worker_id=1, avoided={1: ""})
     alone = snapshot(RequestContext(pool, prompt(4), pinned, RoutingOptions()), NOT_QUERIED, now=1.0)
     assert [row.candidate.rank for row in rows_of(alone, alone.free)] == [(1, 0)]
 

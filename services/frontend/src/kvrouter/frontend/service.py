@@ -159,10 +159,10 @@ class FrontendService:
         if request.session_id:
             select.session_id = scheduler_session_id(self._own_session(request.session_id))
         component = await self._resolve_pool(select.request, request.booking.stage, deadline)
-        avoided = self.runner.workers.health.why_avoided(component)
-        constraints = select.request.constraints
-        constraints.avoided_worker_ids[:] = [*avoided, *constraints.avoided_worker_ids]
-        constraints.avoided_reasons[:] = avoided.values()
+        avoided = select.request.constraints.avoided_workers
+        by_client = list(avoided)
+        del avoided[:]
+        avoided.extend((*self.runner.workers.health.avoided(component), *by_client))
         scheduler = self._links.scheduler(component)
         if booking is None:
             return await self._select(scheduler, select, request.session_id, deadline)

@@ -1,6 +1,6 @@
 """The input of a request's attempts: the prompt with the output so far, to the Scheduler as hashes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.continuation import remaining
@@ -9,7 +9,7 @@ from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.packed_hashes import local_hashes_message
-from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
+from kvrouter.v1.common_pb2 import AvoidedWorker, BookingKey, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
@@ -84,16 +84,17 @@ class AttemptInput:
         """Takes back all exclusions of workers that failed."""
         self.routing.constraints.excluded_worker_ids[:] = self._never
 
-    def avoid(self, unhealthy: Mapping[int, str], others: Sequence[int]) -> None:
+    def avoid(self, unhealthy: Sequence[AvoidedWorker], others: Sequence[int]) -> None:
         """Avoids workers where possible.
 
         Args:
-            unhealthy: Ids of unhealthy workers, with reasons.
+            unhealthy: Unhealthy workers, with reasons.
             others: Ids of further workers.
         """
-        constraints = self.routing.constraints
-        constraints.avoided_worker_ids[:] = [*unhealthy, *self._request.constraints.avoided_worker_ids, *others]
-        constraints.avoided_reasons[:] = unhealthy.values()
+        avoided = self.routing.constraints.avoided_workers
+        del avoided[:]
+        avoided.extend((*unhealthy, *self._request.constraints.avoided_workers))
+        avoided.extend(AvoidedWorker(worker_id=worker_id) for worker_id in others)
 
     def live_booking(self, key: BookingKey, selection: SelectWorkerResponse) -> LiveBooking:
         """Returns the booking a Scheduler made."""

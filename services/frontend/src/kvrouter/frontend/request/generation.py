@@ -263,7 +263,7 @@ class Generation:
         self, attempt: int, receiver: OutputReceiver, deadline: Deadline, failure: WorkerFailure | None
     ) -> WorkerFailure | None:
         """Runs one attempt, after an earlier one that failed with ``failure``; returns how this one failed."""
-        unhealthy = self._workers.health.why_avoided(self._input.component)
+        unhealthy = self._workers.health.avoided(self._input.component)
         if unhealthy or attempt:
             self._input.avoid(unhealthy, self._unserved_worker_ids)
         try:

@@ -285,7 +285,7 @@ class PrefillStage:
         for label, value in routing.constraints.required_labels.items():
             constraints.required_labels[label] = value
         constraints.excluded_worker_ids.extend(_ids(self._failed_workers, view))
-        constraints.avoided_worker_ids.extend(self._workers.health.avoided(view.name))
+        constraints.avoided_workers.extend(self._workers.health.avoided(view.name))
         return for_prefill
 
 

@@ -80,7 +80,7 @@ class RequestPools:
                     hashes[size] = hash_prompt(prompt, self.request, size)
                 tokens = len(prompt) // TOKEN_BYTES
                 routed = routing_request(self.request, view, hashes[size], tokens, is_estimated=self.is_estimated)
-                routed.constraints.avoided_worker_ids.extend(self.health.avoided(view.name))
+                routed.constraints.avoided_workers.extend(self.health.avoided(view.name))
             stage = self.prefill_stage(view)
             routed.may_prefill_locally = stage is not None and stage.is_possible
             return routed

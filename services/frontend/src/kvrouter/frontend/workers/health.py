@@ -24,13 +24,13 @@ from kvrouter.frontend.workers.stall_detection import StallDetector
 from kvrouter.frontend.workers.worker_call import WorkerCall
 from kvrouter.frontend.workers.worker_fate import WorkerFate
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.common_pb2 import AvoidedWorker
 from kvrouter.v1.frontend_pb2 import WorkerHealth as WorkerHealthMessage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 log = structlog.get_logger(component="frontend")
 
-_NONE: Mapping[int, str] = {}
 _ONE_DEATH_SECONDS = 5.0
 """Time within which lost connections to one address are one death, if the process there is not known."""
 
@@ -163,22 +163,18 @@ class WorkerHealth:
         """Returns the addresses of all workers, including those that left with calls still running."""
         return self._workers.keys()
 
-    def avoided(self, component: ComponentName) -> list[int]:
-        """Returns the ids of a component's unhealthy workers."""
-        return list(self.why_avoided(component))
-
-    def why_avoided(self, component: ComponentName) -> Mapping[int, str]:
-        """Returns the ids of a component's unhealthy workers, each with the reason in English."""
+    def avoided(self, component: ComponentName) -> Sequence[AvoidedWorker]:
+        """Returns a component's unhealthy workers, each with the reason."""
         if not self._unhealthy:
-            return _NONE
+            return ()
         now = self._clock()
-        return {
-            registration.worker_id: REASONS.get(state_of(worker, now), "")
+        return [
+            AvoidedWorker(worker_id=registration.worker_id, reason=REASONS.get(state_of(worker, now), ""))
             for worker in self._unhealthy.values()
             if not is_healthy(worker, now)
             for name, registration in worker.registered
             if name == component
-        }
+        ]
 
     def healthy(self, component: ComponentName) -> Iterator[WorkerRegistration]:
         """Yields the registrations of a component's healthy workers."""

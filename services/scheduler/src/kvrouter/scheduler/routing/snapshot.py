@@ -68,7 +68,7 @@ class CandidateSnapshot(NamedTuple):
 
         These are the avoided ones, and in a retry the excluded ones, which failed.
         """
-        failed = self.constraints.avoided | (self.constraints.excluded if is_retry else frozenset())
+        failed = self.constraints.avoided.keys() | (self.constraints.excluded if is_retry else frozenset())
         if not failed:
             return int(self.overlap_blocks.max())
         held = zip(self.worker_set.ranks, self.overlap_blocks, strict=True)
@@ -108,7 +108,7 @@ class CandidateSnapshot(NamedTuple):
         worker_id = candidate.rank[0]
         if worker_id not in self.constraints.avoided or place in self.fit:
             return ""
-        reason = self.constraints.avoided_reasons.get(worker_id, "")
+        reason = self.constraints.avoided[worker_id]
         return f"the caller avoids this worker{f' ({reason})' if reason else ''}, and another one fits"
 
     def refusal(self, component: object) -> KvRouterError:

@@ -88,10 +88,8 @@ class WorkerConstraints:
     """Required labels of the worker."""
     lora_name: str = ""
     """Required adapter; empty for the base model."""
-    avoided: frozenset[int] = frozenset()
-    """Workers to use only if no other fits."""
-    avoided_reasons: Mapping[int, str] = field(default_factory=dict)
-    """Why a worker is avoided, for those whose reason is known."""
+    avoided: Mapping[int, str] = field(default_factory=dict)
+    """Workers to use only if no other fits, each with the reason; empty if it is unknown."""
     even_if_draining: bool = False
     """Whether a draining worker fits too, because it runs the request already."""
 
@@ -113,8 +111,7 @@ class WorkerConstraints:
             dp_rank=constraints.dp_rank if constraints.HasField("dp_rank") else None,
             allowed=frozenset(constraints.allowed_worker_ids),
             excluded=frozenset(constraints.excluded_worker_ids),
-            avoided=frozenset(constraints.avoided_worker_ids),
-            avoided_reasons=dict(zip(constraints.avoided_worker_ids, constraints.avoided_reasons, strict=False)),
+            avoided={each.worker_id: each.reason for each in reversed(constraints.avoided_workers)},
             labels=dict(constraints.required_labels),
             lora_name=lora_name,
         )

@@ -73,7 +73,7 @@ class _Offer(NamedTuple):
         hashes = hash_prompt(body.token_ids, request, view.descriptor.block_size)
         routing = routing_request(request, view, hashes, body.prompt_tokens, is_estimated=not body.is_tokenized)
         routing.constraints.allowed_worker_ids.extend(() if len(endpoints) == len(view.workers) else endpoints)
-        routing.constraints.avoided_worker_ids.extend(health.avoided(view.name))
+        routing.constraints.avoided_workers.extend(health.avoided(view.name))
         return cls(view, endpoints, routing, hashes)
 
     def takes(self, body: RoutedBody) -> bool:
