@@ -75,7 +75,7 @@ class MadeUp:
                     cache_hits=HitCounts(requests=9, prompt_tokens=9000, cached_tokens=rng.randrange(9000)),
                 )
             )
-            indexed.append(RankStats(rank=name, blocks=rng.randrange(16_384), lag_seconds=0.002, verified=True))
+            indexed.append(RankStats(rank=name, blocks=rng.randrange(16_384), lag_us=2000, verified=True))
             state = WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF if broken else 1
             health.append(WorkerHealth(component=component, worker_id=worker_id, endpoint="e:1", state=state,
                                        last_failure="out of memory"))  # fmt: skip

@@ -86,7 +86,7 @@ def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
             prompt_tokens=100, cached_tokens=60, predicted_prompt_tokens=100, predicted_cached_tokens=64
         ),
     )
-    known = RankStats(rank=Rank(worker_id=1), blocks=900, lag_seconds=0.0031, verified=True)
+    known = RankStats(rank=Rank(worker_id=1), blocks=900, lag_us=3_100, verified=True)
     found = lines(system([scheduler(pool(loaded, rank(2)), bookings=3, sessions=1)], [indexer(known)]))
     assert "s-1 at s-1:1 ready  3 bookings, 1 session, up 2 min" in line(found, "Scheduler")
     assert "i-1 at i-1:1 ready  900 blocks, 0 messages behind" in line(found, "Indexer")
@@ -122,18 +122,18 @@ def test_a_rank_shows_its_load_its_hits_and_its_events() -> None:
         (rank(1, draining=True), None, "draining"),
         (rank(1, relative_latency=1.96), None, "2.0 times as slow"),
         (rank(1, relative_latency=1.2, draining=True), None, "draining"),
-        (rank(1, report_age_seconds=70), None, "no load report for 1 min"),
+        (rank(1, report_age_ms=70_000), None, "no load report for 1 min"),
         (rank(1, registered=False), None, "gone, with bookings"),
         (rank(1), RankStats(rank=Rank(worker_id=1), partial=True), "index partial"),
         (rank(1), RankStats(rank=Rank(worker_id=1)), "index not compared"),
         (
             rank(1),
-            RankStats(rank=Rank(worker_id=1), verified=True, silent=True, heard_age_seconds=70, evidence_age_seconds=2),
+            RankStats(rank=Rank(worker_id=1), verified=True, silent=True, heard_age_ms=70_000, evidence_age_ms=2_000),
             "no heartbeat for 1 min",
         ),
         (
             rank(1),
-            RankStats(rank=Rank(worker_id=1), stale=True, silent=True, heard_age_seconds=40, evidence_age_seconds=20),
+            RankStats(rank=Rank(worker_id=1), stale=True, silent=True, heard_age_ms=40_000, evidence_age_ms=20_000),
             "index stale for 20 s, no heartbeat for 40 s",
         ),
     ],
@@ -144,15 +144,15 @@ def test_what_is_unusual_about_a_rank_is_said(status: RankStatus, stats: RankSta
 
 
 def test_a_scheduler_that_etcd_does_not_answer_says_so() -> None:
-    away = scheduler(pool(rank(1)), directory_age_seconds=70)
+    away = scheduler(pool(rank(1)), directory_age_ms=70_000)
     assert "etcd silent for 1 min" in line(lines(system([away])), "Scheduler")
-    fresh = scheduler(pool(rank(1)), directory_age_seconds=4)
+    fresh = scheduler(pool(rank(1)), directory_age_ms=4_000)
     assert "etcd" not in line(lines(system([fresh])), "Scheduler")
 
 
 def test_the_lag_of_a_silent_rank_is_the_time_since_its_last_event() -> None:
-    heard = RankStats(rank=Rank(worker_id=1), verified=True, lag_seconds=0.003, heard_age_seconds=1)
-    silent = RankStats(rank=Rank(worker_id=1), verified=True, lag_seconds=0.003, silent=True, heard_age_seconds=47)
+    heard = RankStats(rank=Rank(worker_id=1), verified=True, lag_us=3_000, heard_age_ms=1_000)
+    silent = RankStats(rank=Rank(worker_id=1), verified=True, lag_us=3_000, silent=True, heard_age_ms=47_000)
     row = line(lines(system([scheduler(pool(rank(1)))], [indexer(heard), indexer(silent, name="i-2")])), "1:0")
     assert ">47 s" in row, "the Indexer that hears less counts"
     assert "no heartbeat for 47 s" in row
@@ -161,7 +161,7 @@ def test_the_lag_of_a_silent_rank_is_the_time_since_its_last_event() -> None:
 
 def test_an_indexer_that_cannot_ask_nats_says_how_old_its_knowledge_is() -> None:
     away = ComponentStats(
-        component=component(), ready=True, stream_checked_age_seconds=70, stream_error="no space left on device"
+        component=component(), ready=True, stream_checked_age_ms=70_000, stream_error="no space left on device"
     )
     view = IndexerView("i-1:1", GetStatsResponse(replica_id="i-1", components=[away]))
     found = line(lines(system([scheduler(pool(rank(1)))], [view])), "Indexer")
@@ -230,8 +230,8 @@ def test_the_view_of_the_scheduler_that_decides_counts() -> None:
 def test_replicas_whose_load_is_counted_are_named() -> None:
     replicas = [
         ReplicaStatus(scheduler_id="s-1", bookings=2, complete=True),
-        ReplicaStatus(scheduler_id="s-2", bookings=3, heard_ms_ago=400, complete=True),
-        ReplicaStatus(scheduler_id="s-3", bookings=1, heard_ms_ago=2000),
+        ReplicaStatus(scheduler_id="s-2", bookings=3, heard_age_ms=400, complete=True),
+        ReplicaStatus(scheduler_id="s-3", bookings=1, heard_age_ms=2000),
     ]
     found = lines(system([scheduler(pool(rank(1), replicas=replicas))]))
     assert (

@@ -20,15 +20,15 @@ def show_component(console: PlainConsole, stats: ComponentStats) -> None:
     name = f"{stats.component.namespace}/{stats.component.name}"
     lag = stats.last_stream_sequence - min(stats.applied_stream_sequence, stats.last_stream_sequence)
     taken = (
-        f"up to message {stats.snapshot_sequence}, {stats.snapshot_age_seconds:.0f} s old"
-        if stats.snapshot_age_seconds
+        f"up to message {stats.snapshot_sequence}, {stats.snapshot_age_ms / 1000:.0f} s old"
+        if stats.HasField("snapshot_age_ms")
         else "none"
     )
     console.print(f"\n{name}: {'ready' if stats.ready else 'restoring'}, transport {_transport(stats.transport)}")
     console.print(f"  {stats.blocks} blocks, {stats.memory_bytes / 1e6:.1f} MB; snapshot {taken}")
     console.print(
-        f"  lag {lag} messages (stream checked: {_age(stats, 'stream_checked_age_seconds')}), "
-        f"{stats.lag_seconds:.3f} s of the newest batch; {stats.events.repairs} ranks dropped so far"
+        f"  lag {lag} messages (stream checked: {_age(stats, 'stream_checked_age_ms')}), "
+        f"{stats.lag_us / 1e6:.3f} s of the newest batch; {stats.events.repairs} ranks dropped so far"
     )
     if stats.stream_error:
         console.print(f"  the stream takes no messages: {stats.stream_error}", style="red")
@@ -48,7 +48,7 @@ def show_component(console: PlainConsole, stats: ComponentStats) -> None:
             _state(rank),
             _resync(rank),
             _transport(rank.transport),
-            _age(rank, "evidence_age_seconds"),
+            _age(rank, "evidence_age_ms"),
         )
     console.print(table)
 
@@ -64,13 +64,13 @@ def _state(rank: RankStats) -> str:
         state = "verified" if rank.verified else "unverified"
     if not rank.registered:
         return f"{state}, gone"
-    return f"{state}, no heartbeat for {_age(rank, 'heard_age_seconds', ago=False)}" if rank.silent else state
+    return f"{state}, no heartbeat for {_age(rank, 'heard_age_ms', ago=False)}" if rank.silent else state
 
 
 def _age(message: ComponentStats | RankStats, field: str, *, ago: bool = True) -> str:
     if not message.HasField(field):
         return "never"
-    return f"{getattr(message, field):.0f} s{' ago' if ago else ''}"
+    return f"{getattr(message, field) / 1000:.0f} s{' ago' if ago else ''}"
 
 
 def _resync(rank: RankStats) -> str:

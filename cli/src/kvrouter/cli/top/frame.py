@@ -97,7 +97,7 @@ def _scheduler_line(view: SchedulerView, at: datetime) -> Text:
     return Text.assemble(
         *_who("Scheduler", status.scheduler_id, view.address, ready=status.ready),
         f"  {amount(status.bookings, 'booking')}, {amount(status.sessions, 'session')}, up {duration(max(0.0, up))}",
-        (_directory_note(status.directory_age_seconds), "red"),
+        (_directory_note(status.directory_age_ms / 1000), "red"),
     )
 
 
@@ -118,7 +118,7 @@ def _indexer_line(view: IndexerView) -> Text:
     faulty_events = sum(each.gaps + each.unknown_parents + each.rejected + each.unparsable for each in counts)
     ready = all(each.ready for each in components)
     who = _who("Indexer", stats.replica_id, view.address, ready=ready)
-    checked = max((each.stream_checked_age_seconds for each in components), default=0.0)
+    checked = max((each.stream_checked_age_ms for each in components), default=0) / 1000
     return Text.assemble(
         *who,
         text,
@@ -217,7 +217,7 @@ def _replica_line(status: ComponentStatus) -> list[Text]:
         return []
     text = Text("with the load of ")
     for place, each in enumerate(others):
-        heard = duration(each.heard_ms_ago / 1000)
+        heard = duration(each.heard_age_ms / 1000)
         text.append("; " if place else "")
         text.append(f"{each.scheduler_id} ({amount(each.bookings, 'booking')}, heard {heard} ago")
         text.append("" if each.complete else ", its state is being fetched", "yellow")

@@ -130,8 +130,8 @@ def _lag(stats: RankStats | None) -> str:
         return "-"
     if stats.silent:
         # The lag of the latest batch says nothing about missing batches.
-        return f">{duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "?"
-    return duration(stats.lag_seconds)
+        return f">{duration(stats.heard_age_ms / 1000)}" if stats.HasField("heard_age_ms") else "?"
+    return duration(stats.lag_us / 1e6)
 
 
 def _of_total(active: int, total: int, *, short: bool) -> str:

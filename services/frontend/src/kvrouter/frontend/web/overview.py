@@ -218,7 +218,7 @@ def _rank(rank: RankStatus, stats: RankStats | None, notes: Sequence[Note], rate
         "cached_blocks": cached,
         "hits_predicted": rate.predicted,
         "hits_found": rate.found,
-        "lag_seconds": None if stats is None or stats.silent else stats.lag_seconds,
+        "lag_seconds": None if stats is None or stats.silent else stats.lag_us / 1e6,
         "notes": [{"severity": each.severity, "what": each.what} for each in notes],
     }
 

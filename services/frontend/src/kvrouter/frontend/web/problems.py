@@ -60,7 +60,7 @@ def _services(system: System) -> Iterator[Problem]:
                 what = f"{kind} at {view.address} does not answer: {view.failure}"
                 yield Problem("error", what, "See its log. If it died, its registration expires with its lease.")
     # Without etcd, workers are listed and publish no events, so no Indexer can know their caches.
-    if not system.indexers and any(status.HasField("directory_age_seconds") for status in system.statuses):
+    if not system.indexers and any(status.HasField("directory_age_ms") for status in system.statuses):
         yield Problem(
             "warning",
             "no Indexer is registered: requests are routed on load alone",
@@ -73,8 +73,9 @@ def _services(system: System) -> Iterator[Problem]:
         if not status.ready:
             what = f"Scheduler {status.scheduler_id} is not ready"
             yield Problem("warning", what, "It waits for registrations or for the state of other Schedulers.")
-        if status.directory_age_seconds > _ETCD_SILENT_SECONDS:
-            what = f"Scheduler {status.scheduler_id}: etcd has been silent for {status.directory_age_seconds:.0f} s"
+        silent_seconds = status.directory_age_ms / 1000
+        if silent_seconds > _ETCD_SILENT_SECONDS:
+            what = f"Scheduler {status.scheduler_id}: etcd has been silent for {silent_seconds:.0f} s"
             yield Problem("error", what, "Check etcd. Workers that come or go are not noticed meanwhile.")
 
 

@@ -197,12 +197,12 @@ class ComponentIndex:
             memory_bytes=size.memory_bytes,
             applied_stream_sequence=progress.applied,
             last_stream_sequence=progress.last_sequence,
-            lag_seconds=self.state.events.lag_seconds,
+            lag_us=round(self.state.events.lag_seconds * 1e6),
             snapshot_sequence=snapshot.stream_sequence,
-            snapshot_age_seconds=max(0.0, time.time() - snapshot.taken_unix_ns / 1e9) if snapshot.object_name else 0.0,
+            snapshot_age_ms=_age_ms(snapshot.taken_unix_ns / 1e9 if snapshot.object_name else None, time.time()),
             events=self.state.events.tally.event_counts(),
             ranks=[self._rank_stats(info) for info in size.ranks],
-            stream_checked_age_seconds=age(progress.checked_at, time.monotonic()),
+            stream_checked_age_ms=_age_ms(progress.checked_at, time.monotonic()),
             stream_error=self.stream_repair.error if self.stream_repair else "",
         )
 
@@ -346,10 +346,10 @@ class ComponentIndex:
             resynced_unix_ns=tally.resynced_unix_ns,
             resync_reason=tally.resync_reason,
             registered=worker is not None and any(rank.dp_rank == info.dp_rank for rank in worker.ranks),
-            lag_seconds=tally.lag_seconds,
+            lag_us=round(tally.lag_seconds * 1e6),
             transport=self._transport(worker) if worker else Transport.TRANSPORT_UNSPECIFIED,
-            evidence_age_seconds=age(tally.evidence.at, now),
-            heard_age_seconds=age(tally.evidence.heard_at, now),
+            evidence_age_ms=_age_ms(tally.evidence.at, now),
+            heard_age_ms=_age_ms(tally.evidence.heard_at, now),
             stale=self.is_stale(rank),
             silent=self.is_silent(rank),
             repair=self.resync.repair_of(rank),
@@ -369,3 +369,8 @@ class ComponentIndex:
 
     def _transport(self, worker: WorkerRegistration) -> Transport:
         return worker.transport or self.descriptor.default_transport or Transport.TRANSPORT_DURABLE
+
+
+def _age_ms(at: float | None, now: float) -> int | None:
+    seconds = age(at, now)
+    return None if seconds is None else round(seconds * 1000)

@@ -69,8 +69,8 @@ def _of_load(rank: RankStatus) -> Iterator[Note]:
         yield Note("warning", f"{rank.relative_latency:.1f} times as slow")
     if rank.busy:
         yield Note("error", rank.busy)
-    if rank.HasField("report_age_seconds") and not rank.HasField("reported"):
-        yield Note("warning", f"no load report for {duration(rank.report_age_seconds)}")
+    if rank.HasField("report_age_ms") and not rank.HasField("reported"):
+        yield Note("warning", f"no load report for {duration(rank.report_age_ms / 1000)}")
 
 
 def _of_index(stats: RankStats) -> Iterator[Note]:
@@ -79,11 +79,11 @@ def _of_index(stats: RankStats) -> Iterator[Note]:
     if stats.partial:
         yield Note("warning", "index partial")
     elif stats.stale:
-        yield Note("error", f"index stale for {duration(stats.evidence_age_seconds)}")
+        yield Note("error", f"index stale for {duration(stats.evidence_age_ms / 1000)}")
     elif not stats.verified:
         yield Note("warning", "index not compared")
     if stats.silent:
-        heard = f"for {duration(stats.heard_age_seconds)}" if stats.HasField("heard_age_seconds") else "yet"
+        heard = f"for {duration(stats.heard_age_ms / 1000)}" if stats.HasField("heard_age_ms") else "yet"
         yield Note("error", f"no heartbeat {heard}")
 
 

@@ -142,10 +142,10 @@ class System:
 
 def _take_worst(known: RankStats, other: RankStats) -> None:
     """Merges into ``known`` the longer lag and ages, and the problems of either Indexer."""
-    known.lag_seconds = max(known.lag_seconds, other.lag_seconds)
+    known.lag_us = max(known.lag_us, other.lag_us)
     known.stale |= other.stale
     known.silent |= other.silent
-    for field in ("evidence_age_seconds", "heard_age_seconds"):
+    for field in ("evidence_age_ms", "heard_age_ms"):
         if other.HasField(field):
             setattr(known, field, max(getattr(known, field), getattr(other, field)))
 

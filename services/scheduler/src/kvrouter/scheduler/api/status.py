@@ -66,7 +66,7 @@ class Status:
             bookings=len(self.booking_leases.booking_table),
             components=[self._component(pool, min(request.queued_requests, MAX_LISTED)) for pool in pools],
             decisions=[decided.to_short_message() for decided in newest],
-            directory_age_seconds=self.directory_age(),
+            directory_age_ms=_milliseconds(self.directory_age()),
             ignored_entries=[
                 pb.IgnoredEntry(key=key[:_KEY_CHARACTERS], reason=reason)
                 for key, reason in sorted(self.ignored().items())[:MAX_LISTED]
@@ -86,7 +86,7 @@ class Status:
                 prefill_tokens=load.prefill_tokens,
                 active_requests=load.requests,
                 reported=pool.reports.of(rank, now),
-                report_age_seconds=pool.reports.age_seconds(rank, now),
+                report_age_ms=_milliseconds(pool.reports.age_seconds(rank, now)),
                 cache_hits=pool.cache_hits.of(rank),
                 queued_requests=queued[rank],
             )
@@ -110,3 +110,7 @@ class Status:
             queued=self.queued.status(pool.name, listed=listed),
             replicas=() if self.sync is None else self.sync.of(pool.name).status(),
         )
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1000)

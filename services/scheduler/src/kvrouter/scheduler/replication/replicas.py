@@ -185,7 +185,7 @@ class Replicas:
                 next_sequence=event_log.next_sequence,
                 bookings=len(event_log.announced),
                 digest=event_log.announced.digest,
-                heard_ms_ago=max(0, int((now - event_log.received_at) * 1000)),
+                heard_age_ms=max(0, int((now - event_log.received_at) * 1000)),
                 complete=not event_log.state_requested,
             )
 
