@@ -98,7 +98,7 @@ impl Config {
             hash_scheme: HASH_SCHEME.into(),
             default_transport: transport.into(),
             role: self.role.into(),
-            max_model_len: self.max_model_len,
+            max_model_len: Some(self.max_model_len).filter(|tokens| *tokens > 0),
             ..Default::default()
         }
     }
@@ -127,7 +127,7 @@ impl Config {
             publishes_events: true,
             max_batched_tokens: self.max_batched_tokens,
             max_sequences: self.max_sequences,
-            max_model_len: self.max_model_len,
+            max_model_len: Some(self.max_model_len).filter(|tokens| *tokens > 0),
             registered_unix_ns: unix_ns(),
             draining: false,
             heartbeat_ms: self.heartbeat.as_millis().clamp(1, u128::from(u32::MAX)) as u32,

@@ -160,7 +160,7 @@ fn check_match(config: &Config, found: &ComponentDescriptor, desired: &Component
     compare("model", found.model.clone(), desired.model.clone());
     compare("block_size", found.block_size.to_string(), desired.block_size.to_string());
     compare("hash_scheme", found.hash_scheme.clone(), desired.hash_scheme.clone());
-    compare("max_model_len", found.max_model_len.to_string(), desired.max_model_len.to_string());
+    compare("max_model_len", found.max_model_len().to_string(), desired.max_model_len().to_string());
     let role = |descriptor: &ComponentDescriptor| match descriptor.role() {
         Role::Unspecified => Role::Both,
         role => role,

@@ -121,8 +121,8 @@ class Model:
     """Tokens per block."""
     workers: int
     """Number of live workers."""
-    max_model_len: int
-    """Maximum number of prompt and output tokens together; 0 for no limit."""
+    max_model_len: int | None
+    """Maximum number of prompt and output tokens together; None for no limit."""
     lora_names: tuple[str, ...]
     """LoRA adapters of at least one worker."""
 
@@ -183,7 +183,7 @@ def model_of(model: ModelMessage) -> Model:
         component=f"{model.component.namespace}/{model.component.name}",
         block_size=model.block_size,
         workers=model.workers,
-        max_model_len=model.max_model_len,
+        max_model_len=model.max_model_len or None,
         lora_names=tuple(model.lora_names),
     )
 

@@ -126,6 +126,7 @@ async def test_a_booking_counts_until_its_session_ends(channel: grpc.aio.Channel
 async def test_leases_bookings_and_sessions_of_a_caller_have_limits(channel: grpc.aio.Channel, keys: Keys) -> None:
     other = Client(channel, keys["other"])
     assert await other.book("long", lease_ms=3_600_001) == "INVALID_ARGUMENT"
+    assert await other.book("none", lease_ms=0) == "INVALID_ARGUMENT"
     assert [await other.book(name) for name in ("a", "b", "c")] == ["OK", "OK", "limited"]
     first = other.keep_session("one")
     await first.read()

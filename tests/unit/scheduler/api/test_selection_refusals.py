@@ -71,9 +71,11 @@ async def test_booking_needs_a_request_id(request_id: str) -> None:
         await Parts(view(worker(1))).select(selecting(request_id))
 
 
-async def test_leases_have_a_bound() -> None:
-    with pytest.raises(BadRequest):
-        await Parts(view(worker(1))).select(selecting("a", lease_ms=10**12))
+@pytest.mark.parametrize("lease_ms", [0, 10**12])
+async def test_leases_have_bounds(lease_ms: int) -> None:
+    with pytest.raises(BadRequest) as refused:
+        await Parts(view(worker(1))).select(selecting("a", lease_ms=lease_ms))
+    assert refused.value.field == "lease_ms"
 
 
 async def test_no_workers_at_all() -> None:

@@ -323,8 +323,8 @@ async def test_a_defect_costs_its_update_only(transport: str, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     "fields",
-    [{"session_id": ""}, {"session_id": "x" * 257}, {"first_update": 1 << 63}],
-    ids=["empty", "long", "number"],
+    [{"session_id": ""}, {"session_id": "x" * 257}, {"first_update": 1 << 63}, {"first_update": 0}],
+    ids=["empty", "long", "number", "zero"],
 )
 async def test_an_invalid_opening_is_refused_and_opens_nothing(fields: dict[str, Any], transport: str) -> None:
     parts = Parts(view(worker(1)))

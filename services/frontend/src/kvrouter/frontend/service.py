@@ -168,7 +168,7 @@ class FrontendService:
             return await self._select(scheduler, select, request.session_id, deadline)
         if self.access is not None:
             own_booking(self.access.caller(), select.booking)
-        select.lease_ms = self._bookings.lease_ms(request.lease_ms)
+        select.lease_ms = self._bookings.lease_ms(request.lease_ms if request.HasField("lease_ms") else None)
         tokens, output_tokens = requested_tokens(select.request), select.request.max_output_tokens
         session_id = self._own_session(request.session_id)
         with self._bookings.booking(select.booking, session_id, select.lease_ms, tokens, output_tokens):

@@ -252,7 +252,7 @@ class WorkerConfig:
             hash_scheme=HASH_SCHEME,
             default_transport=self.transport or Transport.TRANSPORT_DURABLE,
             role=self.role or Role.ROLE_BOTH,
-            max_model_len=self.max_model_len,
+            max_model_len=self.max_model_len or None,
         )
 
     def registration(
@@ -278,7 +278,7 @@ class WorkerConfig:
             publishes_events=self.publishes_events,
             max_batched_tokens=self.max_batched_tokens,
             max_sequences=self.max_sequences,
-            max_model_len=self.max_model_len,
+            max_model_len=self.max_model_len or None,
             vocabulary_size=self.vocabulary_size,
             registered_unix_ns=registered_unix_ns,
             heartbeat_ms=max(1, round(self.heartbeat_seconds * 1000)),

@@ -69,20 +69,22 @@ class ClientBookings:
         """Returns the number of counted bookings."""
         return len(self._bookings)
 
-    def lease_ms(self, requested: int) -> int:
-        """Returns the lease of a booking, milliseconds; ``requested`` is 0 for the default.
+    def lease_ms(self, requested: int | None) -> int:
+        """Returns the lease of a booking, milliseconds; ``requested`` is None for the default.
 
         Raises:
-            BadRequest: it is too long.
+            BadRequest: it is 0 or too long.
         """
         most = int(self._settings.max_lease_seconds * 1000)
-        if requested > most:
+        if requested is None:
+            return min(most, int(_DEFAULT_LEASE_SECONDS * 1000))
+        if not 0 < requested <= most:
             raise BadRequest(
                 f"lease_ms is {requested}",
                 field="lease_ms",
-                advice=f"Send {most} at most; calls that name the booking renew it.",
+                advice=f"Send 1 to {most}; calls that name the booking renew it.",
             )
-        return requested or min(most, int(_DEFAULT_LEASE_SECONDS * 1000))
+        return requested
 
     @contextmanager
     def booking(

@@ -150,7 +150,7 @@ def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[M
             component=view.descriptor.component,
             block_size=view.descriptor.block_size,
             workers=len(view.workers),
-            max_model_len=view.descriptor.max_model_len,
+            max_model_len=view.descriptor.max_model_len or None,
             lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
         )
         for view in components.values()

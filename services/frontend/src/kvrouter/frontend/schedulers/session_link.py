@@ -199,7 +199,8 @@ class SchedulerLink:
         self._send_updates(session)
         remaining = deadline.remaining()
         request.session_id, request.opening_number = self._session_id, self._updates.opening_number
-        request.time_left_ms = 0 if remaining is None else max(1, int(remaining * 1e3))
+        if remaining is not None:
+            request.time_left_ms = max(0, int(remaining * 1e3))
         limit = Deadline.after(_LONGEST_SELECTION_SECONDS)
         with span("kvrouter.v1.SchedulerService/SelectWorker", Kind.CLIENT):
             return await session.connection.scheduler.select_worker(request, deadline=limit)

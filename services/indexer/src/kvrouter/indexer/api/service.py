@@ -154,7 +154,7 @@ class IndexerService:
             components=stats,
             replica_id=self._replica.id,
             index_bytes=self._budget.used_bytes,
-            max_index_bytes=self._budget.max_bytes,
+            max_index_bytes=self._budget.max_bytes or None,
         )
 
     async def load(self, requests: AsyncIterator[LoadRequest], *, deadline: Deadline) -> LoadResponse:

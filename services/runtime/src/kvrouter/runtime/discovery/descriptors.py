@@ -64,5 +64,5 @@ def _described(name: ComponentName, worker: WorkerRegistration) -> ComponentDesc
         hash_scheme=worker.hash_scheme,
         default_transport=worker.transport,
         role=worker.role or Role.ROLE_BOTH,
-        max_model_len=worker.max_model_len,
+        max_model_len=worker.max_model_len or None,
     )

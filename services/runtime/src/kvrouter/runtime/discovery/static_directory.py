@@ -267,7 +267,7 @@ def _descriptor(name: ComponentName, component: StaticComponent) -> ComponentDes
         model=component.model,
         block_size=component.block_size,
         role=ROLES[component.role],
-        max_model_len=component.max_model_len,
+        max_model_len=component.max_model_len or None,
     )
 
 
@@ -300,5 +300,5 @@ def _registration(
         lora_names=worker.lora_names,
         engine=worker.engine or "",
         max_batched_tokens=worker.max_batched_tokens,
-        max_model_len=component.max_model_len,
+        max_model_len=component.max_model_len or None,
     )

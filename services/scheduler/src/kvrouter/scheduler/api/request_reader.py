@@ -50,7 +50,7 @@ class RequestReader:
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
         """
-        weight, lease_seconds = request.tenant_weight, _lease_seconds(request.lease_ms)
+        weight, lease_seconds = request.tenant_weight, _lease_seconds(request)
         tenant = Tenant(request.tenant, weight if 0 < weight < math.inf else 1.0)
         key = checked_key(request.booking) if request.HasField("booking") else None
         booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds, request.restores)
@@ -157,12 +157,14 @@ def _stage_at(role: Role, *, may_prefill_locally: bool) -> Stage:
     return Stage.STAGE_DECODE if role == Role.ROLE_DECODE and may_prefill_locally else Stage.STAGE_WHOLE
 
 
-def _lease_seconds(lease_ms: int) -> float:
-    seconds = lease_ms / 1000 if lease_ms else DEFAULT_LEASE_SECONDS
-    if seconds > MAX_LEASE_SECONDS:
+def _lease_seconds(request: SelectWorkerRequest) -> float:
+    if not request.HasField("lease_ms"):
+        return DEFAULT_LEASE_SECONDS
+    seconds = request.lease_ms / 1000
+    if not 0 < seconds <= MAX_LEASE_SECONDS:
         raise BadRequest(
-            f"lease_ms is {lease_ms}",
+            f"lease_ms is {request.lease_ms}",
             field="lease_ms",
-            advice=f"Send {int(MAX_LEASE_SECONDS * 1000)} at most; calls that name the booking renew it.",
+            advice=f"Send 1 to {int(MAX_LEASE_SECONDS * 1000)}; calls that name the booking renew it.",
         )
     return seconds

@@ -100,7 +100,7 @@ class Selector:
         overlaps = await self.router.overlaps(context, deadline)
         if overlaps.failure:
             self.metrics.load_only.labels(reason=overlaps.failure).inc()
-        if request.time_left_ms:
+        if request.HasField("time_left_ms"):
             deadline = deadline.within(request.time_left_ms / 1e3)
         return await self.queued.dispatch(context, overlaps, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline)
 

@@ -58,10 +58,11 @@ class Sessions:
             SessionLost: a later opening came before.
         """
         session_id = _checked_id(request.session_id)
-        _check_number("first_update", request.first_update)
+        first = request.first_update if request.HasField("first_update") else 1
+        _check_number("first_update", first)
         live = {checked_key(booking) for booking in request.live.bookings} if request.HasField("live") else None
         session = self.booking_leases.open_session(session_id, request.client_name, request.opening_number)
-        session.acknowledged = max(session.acknowledged, request.first_update - 1)
+        session.acknowledged = max(session.acknowledged, first - 1)
         freed = 0 if live is None else self.booking_leases.free_all_but(session_id, live)
         self._connect(session_id, connection)
         log.info(
@@ -88,7 +89,7 @@ class Sessions:
         updates = request.updates
         if updates:
             first = request.first_number
-            _check_number("first_number", first, least=1)
+            _check_number("first_number", first)
             applied = session.acknowledged
             if first <= applied + 1:
                 for number, update in enumerate(updates, first):
@@ -172,8 +173,8 @@ def _checked_id(session_id: str) -> str:
     return session_id
 
 
-def _check_number(field: str, number: int, *, least: int = 0) -> None:
-    if not least <= number < _MAX_NUMBER:
+def _check_number(field: str, number: int) -> None:
+    if not 1 <= number < _MAX_NUMBER:
         raise BadRequest(f"{field} is {number}", field=field, advice="Number the updates from 1 on.")
 
 
