@@ -28,9 +28,11 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
     component = ComponentName(namespace, "decode")
     async with scheduling(component, etcd_endpoint, nats_url, kv_events=False) as stack:
         await stack.register(1, 2, 3)
+        at = f"127.0.0.1:{stack.server.port}"
+        _, _, errors = await run("--scheduler", at)
+        assert errors.startswith(f"kvrouter: no decision found at {at}")
         without = routing(6, constraints=RoutingConstraints(excluded_worker_ids=[3]))
         answer = await stack.select(selecting("talk~1", without))
-        at = f"127.0.0.1:{stack.server.port}"
         dead = ("--scheduler", "127.0.0.1:1")
         for which, others in (
             ("talk", ()),
@@ -49,6 +51,9 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
             assert "as good; ties are broken at random" in out
             assert "rank 3:0 left out: " in out
             assert max(len(line) for line in out.splitlines()) <= 80
+        last = await stack.select(selecting("walk~1", without))
+        status, out, errors = await run(*dead, "--scheduler", at)
+        assert (status, f"decision {last.decision_id}" in out) == (0, True), errors
         long_id = await stack.select(selecting("0123456789-a-long-id-of-a-client-9876543210~1", without))
         status, out, errors = await run("0123…876543210", "--scheduler", at)
         assert (status, f"decision {long_id.decision_id}" in out) == (0, True), errors

@@ -142,9 +142,10 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
         assert "round-robin: next in turn" in frame
         assert re.search(r" ready-check +\d:0 ", frame), "its own request has a name"
         command = (sys.executable, "-m", "kvrouter.cli.main")
-        why = re.search(r"^ +(\S*kvrouter explain) ID$", system.said, re.MULTILINE)
+        why = re.search(r"^ +(\S*kvrouter explain)$", system.said, re.MULTILINE)
         assert why is not None
         assert "by mode forecast: lowest cost" in await run([*shlex.split(why.group(1)), second["id"]])
+        assert "by mode round-robin" in await run(shlex.split(why.group(1)))
         assert "kvrouter/workers: ready" in await run([*command, "index", "status"])
         children = system.children()
         assert len(children) == 7  # nats-server, etcd, indexer, scheduler, frontend, two workers

@@ -14,6 +14,12 @@ from kvrouter.development.up import choose_port
 from kvrouter.devtools.system.stack import StackOptions, service_environment
 
 
+@pytest.fixture(autouse=True)
+def no_other_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hides systems that run on this machine meanwhile."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
 def status_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
     monkeypatch.setattr(sys, "argv", ["kvrouter", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -86,7 +92,7 @@ def test_a_target_that_does_not_answer_is_status_1(
     ("arguments", "words"),
     [
         (("frobnicate",), "kvrouter: No such command 'frobnicate'; see kvrouter --help\n"),
-        (("explain",), "kvrouter: Missing argument 'which'; see kvrouter explain --help\n"),
+        (("drain",), "kvrouter: Missing argument 'worker'; see kvrouter drain --help\n"),
         (("index", "nope"), "; see kvrouter index --help\n"),
     ],
 )
@@ -98,9 +104,8 @@ def test_wrong_usage_names_the_help(
 
 
 def test_without_a_system_explain_says_how_to_start_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("KVROUTER_ETCD", "127.0.0.1:9")
     assert status_of(monkeypatch, "explain", "some-request") == 1
     assert "Start a system with kvrouter up or kvrouter serve" in capsys.readouterr().err

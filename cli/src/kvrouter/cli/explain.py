@@ -36,7 +36,7 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
     Args:
         where: Schedulers to query; the first that knows the decision answers.
         which: Id of the request, of a response, or of the decision; see ``lookups``. Of a request also as
-            ``kvrouter top`` shortens it.
+            ``kvrouter top`` shortens it. Empty for the last decision of all Schedulers.
         seconds: Deadline of the whole command.
         everything: Whether to show every candidate with all terms instead of the best ones.
 
@@ -50,11 +50,14 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
         raise CommandFailed(note)
     deadline = Deadline.after(seconds)
     failures: list[str] = []
+    found: list[Decision] = []
     for address in addresses:
+        if which and found:
+            break
         async with open_service(address, "scheduler") as channel:
             scheduler = cast(Scheduler, remote(_SCHEDULER, channel))
             try:
-                queries = lookups(which) if SHORTENED not in which else await _matching(scheduler, which, deadline)
+                queries = await _queries(scheduler, which, deadline)
             except KvRouterError as error:
                 failures.append(f"the Scheduler at {address}: {error.message}")
                 continue
@@ -66,8 +69,11 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
                 except KvRouterError as error:
                     failures.append(f"the Scheduler at {address}: {error}")
                     break
-                _show(answer.decision, everything=everything)
-                return
+                found.append(answer.decision)
+                break
+    if found:
+        _show(max(found, key=lambda each: each.decided_unix_ns), everything=everything)
+        return
     if failures:
         raise CommandFailed("; ".join(failures))
     forwarded = ""
@@ -75,23 +81,29 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
         forwarded = (
             ". An engine with an OpenAI API writes its own id: give the header x-request-id of the response instead"
         )
+    about = f" about {which}" if which else ""
     raise CommandFailed(
-        f"no decision about {which} found at {', '.join(addresses)}: a Scheduler keeps its last --decisions-kept "
+        f"no decision{about} found at {', '.join(addresses)}: a Scheduler keeps its last --decisions-kept "
         f"decisions. Ask the Scheduler that decided, soon after the request{forwarded}"
     )
 
 
-async def _matching(scheduler: Scheduler, shortened: str, deadline: Deadline) -> list[ExplainRequest]:
-    """Returns the query for the one request among the latest decisions whose id is shortened so; none without one.
+async def _queries(scheduler: Scheduler, which: str, deadline: Deadline) -> list[ExplainRequest]:
+    """Returns the queries for a decision; those for the last one and for shortened ids need the latest decisions.
 
     Raises:
-        WrongUsage: several requests have such an id.
+        WrongUsage: several requests have the shortened id.
         KvRouterError: the Scheduler does not answer.
     """
+    if which and SHORTENED not in which:
+        return lookups(which)
     status = await scheduler.get_status(GetStatusRequest(decisions=_LATEST), deadline=deadline)
-    ids = matching_ids(shortened, [each.request_id for each in status.decisions])
+    if not which:
+        last = max(status.decisions, key=lambda each: each.decided_unix_ns, default=None)
+        return [ExplainRequest(decision_id=last.decision_id)] if last else []
+    ids = matching_ids(which, [each.request_id for each in status.decisions])
     if len(ids) > 1:
-        raise WrongUsage(f"{shortened} stands for several requests: {', '.join(ids)}")
+        raise WrongUsage(f"{which} stands for several requests: {', '.join(ids)}")
     return [ExplainRequest(request_id=each) for each in ids]
 
 

@@ -172,9 +172,9 @@ def explain_command(
         str,
         typer.Argument(
             help="Id of the request (header x-request-id of its response), of a response written by the Frontend "
-            "(chatcmpl-…, cmpl-…), or of the decision."
+            "(chatcmpl-…, cmpl-…), or of the decision; by default the last decision."
         ),
-    ],
+    ] = "",
     etcd: Etcd = None,
     namespace: Namespace = None,
     scheduler: Schedulers = None,

@@ -129,8 +129,8 @@ def _describe(stack: Stack, console: Console, run: str) -> None:
     console.print("\nA first request, in another terminal; twice, to find its prompt in a cache:\n", soft_wrap=True)
     request = first_request(f"{_authority_of_curl(stack)}{scheme}://{stack.http}", options.model)
     console.print(indent(request, "  "), highlight=False, soft_wrap=True, markup=False)
-    console.print("\nWhy it went there, by x-request-id of its response:\n")
-    console.print(f"  {_own_command()} explain{run} ID", highlight=False, soft_wrap=True)
+    console.print("\nWhy it went there:\n")
+    console.print(f"  {_own_command()} explain{run}", highlight=False, soft_wrap=True)
     console.print("\nA workload, with a summary:\n")
     console.print(
         f"  {_own_command()} replay documents{run} --clock {options.clock:g} --requests 100",
