@@ -15,8 +15,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
+from google.protobuf.json_format import MessageToDict
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
 
+ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
@@ -147,6 +152,7 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
         assert "by mode forecast: lowest cost" in await run([*shlex.split(why.group(1)), second["id"]])
         assert "by mode round-robin" in await run(shlex.split(why.group(1)))
         assert "kvrouter/workers: ready" in await run([*command, "index", "status"])
+        assert names_of(await generated(system.said)) == names_of(printed_in_the_guide())
         children = system.children()
         assert len(children) == 7  # nats-server, etcd, indexer, scheduler, frontend, two workers
         system.process.send_signal(signal.SIGINT)
@@ -155,6 +161,29 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
         assert all(gone(child) for child in children)
     left = os.listdir(tmp_path)
     assert sorted(left) == ["kvrouter", "up-logs"]  # not the data of the servers
+
+
+async def generated(said: str) -> dict[str, Any]:
+    """Sends the gRPC request of the guide; returns the first response."""
+    request = FrontendServiceGenerateRequest(model="mock-model", token_ids=range(1, 9))
+    request.stop_conditions.max_tokens = 2
+    address = re.search(r"^Frontend, gRPC +(\S+)", said, re.MULTILINE)
+    assert address is not None
+    async with grpc.aio.insecure_channel(address[1]) as channel:
+        first = await anext(aiter(FrontendServiceStub(channel).Generate(request, timeout=30)))
+    return MessageToDict(first)
+
+
+def printed_in_the_guide() -> dict[str, Any]:
+    page = (ROOT / "docs/guides/grpc-client.md").read_text(encoding="utf-8")
+    after = page.partition("The first one has the routing:\n\n```\n")[2]
+    printed: dict[str, Any] = json.loads(after.partition("```")[0])
+    return printed
+
+
+def names_of(message: object) -> object:
+    """Names of the fields that are set, of messages within too."""
+    return {name: names_of(value) for name, value in message.items()} if isinstance(message, dict) else None
 
 
 async def test_a_killed_owner_leaves_nothing_running(tmp_path: Path) -> None:
