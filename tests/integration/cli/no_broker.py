@@ -106,14 +106,28 @@ class NoBroker:
 
 
 @asynccontextmanager
-async def serving(logs: Path, *urls: str, options: Sequence[str] = (), name: str = "serve") -> AsyncIterator[NoBroker]:
-    """Runs the command while the context lasts. Its run file is below ``logs``."""
+async def serving(
+    logs: Path, *urls: str, options: Sequence[str] = (), name: str = "serve", around: Sequence[str] = ()
+) -> AsyncIterator[NoBroker]:
+    """Runs the command while the context lasts. Its run file is below ``logs``.
+
+    ``around`` is a command that runs the one that follows it.
+    """
     http, grpc, ops = (f"127.0.0.1:{port}" for port in free_ports(3))
     arguments = [argument for url in urls for argument in ("--engine", url)]
     command = Command(
         name,
         (
-            *(sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments, "--port", http.rpartition(":")[2]),
+            *(
+                *around,
+                sys.executable,
+                "-m",
+                "kvrouter.cli.main",
+                "serve",
+                *arguments,
+                "--port",
+                http.rpartition(":")[2],
+            ),
             *("--bind", grpc, "--http-bind", ops, "--drain-seconds", "1", "--load-seconds", "0.1", *options),
         ),
         dict(os.environ) | NOWHERE | {"XDG_RUNTIME_DIR": str(logs)},

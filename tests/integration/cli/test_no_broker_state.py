@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
-from collections.abc import Sequence
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from random import Random
 
 import aiohttp
 import pytest
+import zmq
+import zmq.asyncio
 from kvrouter.devtools.system.ports import free_ports
 
-from ..sidecar.rig import BLOCK, EngineServer, vllm
+from ..sidecar.rig import BLOCK, EngineServer, events_at, vllm
 from .no_broker import NoBroker, serving, until
 
 pytestmark = pytest.mark.timeout(180)
@@ -116,3 +123,98 @@ async def test_a_damaged_file_is_dropped_and_learned_anew(tmp_path: Path, damage
             assert await overlaps(second, range(1, 6)) == [2] * 5, "the engine repeats all of its messages"
             if damage != "cut":  # what is before the cut may be whole
                 assert second.logged("journal.not_recovered")
+
+
+async def test_lost_messages_are_replayed(tmp_path: Path) -> None:
+    live, replay, lossy_port = free_ports(3)
+    engine = vllm(kv_events_config=events_at(live, replay), enable_prompt_tokens_details=True)
+    sockets = ("--engine-events", f"tcp://127.0.0.1:{lossy_port}", "--engine-replay", f"tcp://127.0.0.1:{replay}")
+    loses = asyncio.Event()
+    async with (
+        engine.started(),
+        forwarding(live, lossy_port, loses),
+        serving(tmp_path, engine.url, options=sockets) as system,
+    ):
+        await system.ready()
+        await fill(system, [1])
+        loses.set()
+        await system.ask(prompt(2))
+        await system.ask(prompt(3))
+        assert await overlaps(system, [2, 3]) == [0, 0], "nobody has heard of them"
+        loses.clear()
+        await fill(system, [4, 2, 3, 1])
+        assert system.logged("relay.gap")
+        assert not system.logged("relay.messages_lost")
+
+
+@asynccontextmanager
+async def forwarding(source: int, target: int, loses: asyncio.Event) -> AsyncIterator[None]:
+    """Forwards what an engine publishes to another port, except while ``loses`` is set."""
+    context = zmq.asyncio.Context()
+    subscriber, publisher = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    subscriber.subscribe(b"")
+    subscriber.connect(f"tcp://127.0.0.1:{source}")
+    publisher.bind(f"tcp://127.0.0.1:{target}")
+
+    async def forward() -> None:
+        while True:
+            frames = await subscriber.recv_multipart()
+            if not loses.is_set():
+                await publisher.send_multipart(frames)
+
+    running = asyncio.create_task(forward())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        context.destroy(linger=0)
+
+
+def _has_disks(around: Sequence[str]) -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*around, "true"], capture_output=True, check=False).returncode == 0
+
+
+async def test_a_full_disk_costs_the_state_only(tmp_path: Path) -> None:
+    engine, directory = forgetful(1000), tmp_path / "state"
+    directory.mkdir()
+    # The disk of the process's own is full except for a few files without content.
+    filled = 'mount -t tmpfs -o size=64k none "$1" && { cat /dev/zero > "$1/ballast" || true; } && shift && exec "$@"'
+    around = ("unshare", "-rm", "sh", "-c", filled, "sh", str(directory))
+    if not _has_disks(around):
+        pytest.skip("no tmpfs of the test's own")
+    async with (
+        engine.started(),
+        serving(tmp_path, engine.url, options=("--state", str(directory)), around=around) as system,
+    ):
+        await system.ready()
+        await fill(system, range(1, 4))
+        assert system.logged("journal.abandoned")
+
+
+@pytest.mark.full
+async def test_a_process_killed_at_any_moment_starts_and_overestimates_nothing(tmp_path: Path) -> None:
+    engine, state = forgetful(1000), ("--state", str(tmp_path / "state"))
+    random = Random(1)
+
+    async def send(system: NoBroker) -> None:
+        with suppress(aiohttp.ClientError):  # of the kill
+            while True:
+                await system.ask(prompt(random.randrange(40)))
+
+    known = 0
+    async with engine.started(num_blocks=32):  # for 16 prompts, so that blocks are evicted all the time
+        for life in range(12):
+            async with serving(tmp_path, engine.url, options=state, name=f"life-{life}") as system:
+                await system.ready()
+                # The engine has been idle since the kill, so nothing is on its way.
+                answer = await system.ask(prompt(random.randrange(40)))
+                assert answer.overlap_blocks * BLOCK <= answer.cached_tokens, life
+                known += answer.overlap_blocks
+                sending = [asyncio.create_task(send(system)) for _ in range(3)]
+                await asyncio.sleep(random.random())
+                await killed(system)
+                await asyncio.wait(sending)
+    assert known, "some of the caches were known"
