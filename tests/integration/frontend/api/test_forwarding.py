@@ -33,13 +33,14 @@ class Engine:
     def __init__(self) -> None:
         self.url = ""
         self.bodies: list[bytes] = []
+        self.reads_json = True
         self.headers: list[Any] = []
         self.respond: Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]] = answer
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
         self.headers.append(request.headers)
-        return await self.respond(request, json.loads(self.bodies[-1]))
+        return await self.respond(request, json.loads(self.bodies[-1]) if self.reads_json else {})
 
 
 async def answer(request: web.Request, body: Any) -> web.StreamResponse:

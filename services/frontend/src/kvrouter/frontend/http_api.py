@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import structlog
@@ -44,8 +44,8 @@ from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.errors import KvRouterError, UnknownModel
-from kvrouter.v1.frontend_pb2 import ListModelsRequest
+from kvrouter.v1.errors import BadRequest, KvRouterError, UnknownModel
+from kvrouter.v1.frontend_pb2 import ListModelsRequest, ListModelsResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 log = structlog.get_logger(component="frontend")
@@ -58,7 +58,8 @@ _MAX_TOKEN_BYTES = 8
 to eight. Decoding a text holds the GIL, about 1 ms for each MiB."""
 _LONG_BODY_BYTES = 64 << 10
 """Maximum size of a body parsed on the event loop: about 0.3 ms of work."""
-COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+_COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+_FORM_TYPE = "multipart/form-data"
 _ADMIN_SECONDS = 10.0
 """Deadline of administrative calls: a few round trips to etcd."""
 
@@ -115,7 +116,8 @@ class HttpApi:
                 web.post("/v1/chat/completions", self._with_body(self.chat_completions, self._max_chat_bytes)),
                 web.post(MESSAGES, self._with_body(self._translating(MessagesRequest), self._max_chat_bytes)),
                 web.post(RESPONSES, self._with_body(self._translating(ResponsesRequest), self._max_chat_bytes)),
-                web.post(COUNT_TOKENS, self._with_body(self.count_tokens, self._max_chat_bytes)),
+                *(web.post(path, self._with_body(self.passed_on)) for path in self._settings.engine_routes),
+                web.post(_COUNT_TOKENS, self._with_body(self.count_tokens, self._max_chat_bytes)),
                 web.get("/busy_threshold", self.list_busy_thresholds),
                 web.post("/busy_threshold", self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES)),
                 *self._page,
@@ -174,16 +176,31 @@ class HttpApi:
     async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Lists the served models, each once, and their LoRA adapters."""
         answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
-        return web.json_response({"object": "list", "data": list(model_objects(answer.models).values())})
+        return web.json_response({"object": "list", "data": list(self._model_objects(answer).values())})
 
     async def model(self, request: web.Request) -> web.Response:
         """Returns one model or LoRA adapter."""
         answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
-        models = model_objects(answer.models)
+        models = self._model_objects(answer)
         name = request.match_info["model"]
         if name not in models:
             raise UnknownModel(name, models)
         return web.json_response(models[name])
+
+    def _model_objects(self, answer: ListModelsResponse) -> dict[str, dict[str, Any]]:
+        return model_objects(answer.models, self._frontend.models, self._settings.engine_routes)
+
+    async def passed_on(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+        """Passes a request of another route on to an engine, chosen by load."""
+        if self._frontend.access is not None and request.content_type == _FORM_TYPE:
+            raise BadRequest("expected JSON: the fields of a form are not checked", advice="Send JSON.")
+        if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
+            return forwarded
+        raise BadRequest(
+            f"{request.path}: expected a model whose workers all have an OpenAI API of their own",
+            field="model",
+            advice="GET /v1/models says what each model serves.",
+        )
 
     async def chat_completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
@@ -294,7 +311,8 @@ class HttpApi:
         A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
         """
         limit = self._frontend.runner.limits.max_prompt_tokens
-        routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit, api=api)
+        is_json = request.path not in self._settings.engine_routes or request.content_type != _FORM_TYPE
+        routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit, api=api, is_json=is_json)
         view = self._frontend.models.forwards_to(routed.model)
         if view is None or self._session is None:
             return None

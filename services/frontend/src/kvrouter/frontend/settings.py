@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from kvrouter.engines.fields import INTERNAL
 from kvrouter.engines.keys import EngineKeys
+from kvrouter.engines.routes import PASSED_ROUTES, PassedRoute
 from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
@@ -69,6 +70,9 @@ class FrontendSettings(RoutingSettings):
     cors_origins: tuple[Origin, ...] = ()
     """Origins whose web pages may call the HTTP API, such as https://chat.example.org, separated by commas; * for
     all, empty for none."""
+    engine_routes: tuple[PassedRoute, ...] = PASSED_ROUTES
+    """Further inference routes that are passed on to engines with an OpenAI API, separated by commas; empty for
+    none."""
     max_output_tokens: int = Field(default=1 << 20, ge=1)
     """Most output tokens that a request may ask for."""
     sharding: bool | None = None

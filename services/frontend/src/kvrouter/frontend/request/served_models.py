@@ -88,6 +88,14 @@ class ServedModels:
             return [view for view in found if view.name in self._forwarding] or found
         return [view for view in found if view.name not in self._only_forwarding] or found
 
+    def engines(self, model: str) -> Sequence[WorkerRegistration]:
+        """Returns the workers of a model's components that requests are forwarded to; none if they go elsewhere.
+
+        Permissions are not checked.
+        """
+        views = [view for view in self._components().values() if view.descriptor.model == model]
+        return [each for view in views if view.name in self._forwarding for each in view.workers.values()]
+
     def worker_at(self, endpoint: str) -> WorkerRegistration | None:
         """Returns the registered worker with an address; None if there is none."""
         views = self._directory.components.values()
