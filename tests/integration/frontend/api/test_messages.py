@@ -144,6 +144,7 @@ async def test_errors_have_the_form_of_the_api(
         ({"nonsense": 1}, "nonsense"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"messages": []}, "messages"),
+        ({"messages": [], "system": "Help."}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.tool_use_id"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),

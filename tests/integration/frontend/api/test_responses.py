@@ -140,6 +140,7 @@ async def test_what_no_chat_expresses_is_refused_by_name(running: tuple[System, 
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"input": []}, "input"),
+        ({"input": "", "instructions": "Help."}, "input"),
     ]
     async with client_of(system) as client:
         for fields, name in wrong:

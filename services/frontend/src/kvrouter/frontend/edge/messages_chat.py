@@ -26,6 +26,8 @@ def chat_messages(fields: PromptFields) -> list[dict[str, Any]]:
     Raises:
         BadRequest: a message or block is malformed, or of a kind that no chat has.
     """
+    if not fields.messages:
+        raise invalid("messages", "expected at least one message", "Send a message of the user.")
     conversation = _Conversation()
     conversation.add_system(_system_text(fields.system, "system"))
     for index, message in enumerate(fields.messages):

@@ -22,6 +22,8 @@ def chat_messages(fields: ResponsesFields) -> list[dict[str, Any]]:
     Raises:
         BadRequest: an item is malformed, or of a kind that no chat has.
     """
+    if not fields.input:
+        raise invalid("input", "expected a text or at least one item", "Send a message of the user.")
     messages = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     if isinstance(fields.input, str):
         return [*messages, {"role": "user", "content": fields.input}]
