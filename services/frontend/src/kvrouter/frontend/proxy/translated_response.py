@@ -24,7 +24,7 @@ from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 
 _OK = 200
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 16 << 20
 """Maximum size of a whole response, or of one event: both are translated when they are complete."""
 
 
