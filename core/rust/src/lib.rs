@@ -27,8 +27,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::python::{
-        ActiveSequences, ApplySummary, EventBatch, EventRecorder, ForecastModel, MemoryBudget, PredictedIndex,
-        PrefixIndex, find_json_value, first_token_outside, json_flaw, local_hashes, read_tokens, sequence_hashes,
-        tokens_from_json, tokens_to_json,
+        ActiveSequences, ApplySummary, CacheRecency, EventBatch, EventRecorder, ForecastModel, MemoryBudget,
+        PredictedIndex, PrefixIndex, find_json_value, first_token_outside, json_flaw, local_hashes, read_tokens,
+        sequence_hashes, tokens_from_json, tokens_to_json,
     };
 }

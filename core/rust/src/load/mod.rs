@@ -3,5 +3,7 @@
 pub(crate) mod active_blocks;
 pub(crate) mod active_sequences;
 pub(crate) mod block_users;
+pub(crate) mod cache_recency;
 pub(crate) mod forecast;
+pub(crate) mod recent_blocks;
 pub(crate) mod tombstones;

@@ -1,6 +1,7 @@
 //! The Python module `kvrouter.core._native`. It converts between Python objects and the core, and contains no logic.
 
 mod buffers;
+mod cache_recency;
 mod dump;
 mod event_batch;
 mod event_recorder;
@@ -15,6 +16,7 @@ mod sequences;
 mod shared;
 mod vocabulary;
 
+pub use cache_recency::CacheRecency;
 pub use event_batch::EventBatch;
 pub use event_recorder::EventRecorder;
 pub use forecast::ForecastModel;

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvrouter.core.interface import (
     ApplySummary,
     BookingRequest,
+    CachedRank,
     IndexStats,
     InvalidDump,
     LoadColumns,
@@ -35,6 +36,7 @@ _NAMES = (
     "PrefixIndex",
     "PredictedIndex",
     "ActiveSequences",
+    "CacheRecency",
     "find_json_value",
     "first_token_outside",
     "json_flaw",
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     # Type checkers see the reference. Tests check that the native core has the same interface.
     from kvrouter.core.reference import (
         ActiveSequences,
+        CacheRecency,
         EventBatch,
         EventRecorder,
         MemoryBudget,
@@ -129,6 +132,8 @@ __all__ = [
     "ActiveSequences",
     "ApplySummary",
     "BookingRequest",
+    "CacheRecency",
+    "CachedRank",
     "EventBatch",
     "EventRecorder",
     "IndexStats",

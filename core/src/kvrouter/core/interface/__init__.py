@@ -4,6 +4,7 @@ Hashes are passed packed: ``bytes`` of little-endian u64, or any contiguous buff
 integers. Their functions raise TypeError for anything else. Ranks are pairs ``(worker_id, dp_rank)``.
 """
 
+from kvrouter.core.interface.cache_recency import CachedRank, CacheRecency
 from kvrouter.core.interface.event_recorder import (
     MAX_BATCH_BYTES,
     BatchHead,
@@ -30,6 +31,8 @@ __all__ = [
     "BatchHead",
     "BlockNote",
     "BookingRequest",
+    "CacheRecency",
+    "CachedRank",
     "EventBatch",
     "EventRecorder",
     "EventsGone",

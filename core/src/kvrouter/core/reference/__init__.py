@@ -4,6 +4,7 @@ Randomized tests compare the Rust core with it. It also runs on machines without
 """
 
 from kvrouter.core.reference.active_sequences import ActiveSequences
+from kvrouter.core.reference.cache_recency import CacheRecency
 from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_recorder import EventRecorder
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
@@ -16,6 +17,7 @@ from kvrouter.core.reference.vocabulary import first_token_outside
 
 __all__ = [
     "ActiveSequences",
+    "CacheRecency",
     "EventBatch",
     "EventRecorder",
     "MemoryBudget",

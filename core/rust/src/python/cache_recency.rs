@@ -1,0 +1,57 @@
+//! Python class for the recency of cached blocks.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::buffers::words;
+use super::exclusive::Exclusive;
+use crate::index::tree::ranks::Name;
+use crate::load::cache_recency::{CachedRank, Recency};
+
+/// Implements `kvrouter.core.interface.CacheRecency`.
+#[pyclass(frozen, module = "kvrouter.core._native")]
+pub struct CacheRecency {
+    recency: Exclusive<Recency>,
+}
+
+#[pymethods]
+impl CacheRecency {
+    #[new]
+    #[pyo3(signature = (rank_sample=1024, max_sample=1 << 20, history_sample=1 << 16))]
+    fn new(rank_sample: i128, max_sample: i128, history_sample: i128) -> PyResult<Self> {
+        if rank_sample.min(max_sample).min(history_sample) < 1 {
+            return Err(PyValueError::new_err(format!(
+                "expected samples of 1 block or more, received {rank_sample}, {max_sample} and {history_sample}"
+            )));
+        }
+        let bound = |value: i128| u64::try_from(value).unwrap_or(u64::MAX);
+        let recency = Recency::new(bound(rank_sample), bound(max_sample), bound(history_sample) as usize);
+        Ok(Self { recency: Exclusive::new(recency) })
+    }
+
+    fn set_ranks(&self, py: Python<'_>, ranks: Vec<CachedRank>) {
+        self.recency.with(py, true, |recency| recency.set_ranks(&ranks));
+    }
+
+    fn record(&self, py: Python<'_>, rank: Name, sequence_hashes: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
+        let blocks = words(sequence_hashes)?;
+        self.recency.with(py, false, |recency| recency.record(rank, &blocks, now));
+        Ok(())
+    }
+
+    fn columns<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyBytes>> {
+        let packed = self.recency.with(py, false, |recency| {
+            let (unused, chance) = recency.columns(now);
+            let mut packed = Vec::with_capacity(size_of_val(unused) + size_of_val(chance));
+            packed.extend(unused.iter().flat_map(|blocks| blocks.to_ne_bytes()));
+            packed.extend(chance.iter().flat_map(|chance| chance.to_ne_bytes()));
+            packed
+        });
+        Ok(PyBytes::new(py, &packed))
+    }
+
+    fn __len__(&self, py: Python<'_>) -> usize {
+        self.recency.with(py, false, |recency| recency.len())
+    }
+}
