@@ -73,6 +73,11 @@ def any_fits(weighed: forecast.Weighed, context: SchedulingContext) -> forecast.
     return weighed._replace(fit=context.prefill_requests == 0)
 
 
+def no_eviction(weighed: forecast.Weighed, _: SchedulingContext) -> forecast.Weighed:
+    """Evicted blocks cost nothing."""
+    return weighed._replace(eviction=np.zeros_like(weighed.eviction))
+
+
 def unchanged(given: SchedulingContext) -> SchedulingContext:
     """The policy sees what there is."""
     return given
@@ -100,6 +105,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "b": lambda: constant(forecast, "BASE", 0.0),
     "crowd": lambda: constant(forecast, "CROWD", 0.0),
     "batch": lambda: terms(no_batch, unchanged),
+    "eviction": lambda: terms(no_eviction, unchanged),
     "progress": lambda: terms(idle_fits, no_progress),
     "decode": lambda: constant(forecast, "decode_ms", np.zeros_like),
     "steps": lambda: constant(forecast, "prefill_ms", in_proportion),

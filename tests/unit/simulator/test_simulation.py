@@ -15,6 +15,7 @@ from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.simulator.engines import fleet
 from kvrouter.simulator.results.outcome import Outcome, RunStatistics, run_statistics, spread
 from kvrouter.simulator.simulation import Setting, simulate
+from kvrouter.simulator.workloads.generators import generate
 from kvrouter.simulator.workloads.workload import Prompts, Request, Workload
 
 ENGINES = [EngineConfig(num_blocks=600, hash_seed=number, max_sequences=64) for number in range(4)]
@@ -135,3 +136,13 @@ def test_quantiles_are_interpolated() -> None:
 
 def summed(outcome: Outcome) -> RunStatistics:
     return run_statistics(outcome, slo_ttft_s=2.0, slo_itl_s=0.05)
+
+
+def test_conversations_with_one_system_prompt_spread_over_all_caches() -> None:
+    engines = [EngineConfig(num_blocks=6000, hash_seed=number) for number in range(4)]
+    workload = generate("agents", 600).faster(0.02)
+    outcome = simulate(workload, Setting(engines, RoutingOptions("forecast"), regret=False), Prompts(workload, 16))
+    served = [sum(request.engine == engine for request in outcome.served) for engine in range(4)]
+    cached = sum(request.cached_tokens for request in outcome.served)
+    assert min(served) > 600 / 8, "without a price of evictions, one of them serves no request"
+    assert cached > 0.5 * sum(request.prompt_tokens for request in outcome.served), "without it, 38%"

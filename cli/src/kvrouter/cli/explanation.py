@@ -22,6 +22,7 @@ _TERMS = {
     "work_ms": "for requests behind it",
     "output_ms": "for its output",
     "shortage_ms": "for lack of KV blocks",
+    "eviction_ms": "for blocks that it evicts",
     "prefill_blocks": "for prompts to compute",
     "decode_blocks": "for blocks of running requests",
     "tokens": "more prompt tokens to compute",

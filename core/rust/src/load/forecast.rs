@@ -39,6 +39,8 @@ pub struct Candidate {
     pub head_tokens: i64,
     pub head_since: f64,
     pub relative_latency: f64,
+    pub unused_blocks: i64,
+    pub reuse_chance: f64,
 }
 
 /// Cost terms of a candidate, in ms unless stated otherwise.
@@ -48,6 +50,7 @@ pub struct Terms {
     pub work: f64,
     pub output: f64,
     pub shortage: f64,
+    pub eviction: f64,
     /// At the component's speed.
     pub own: f64,
     /// Factor for the rank's speed in the forecast.
@@ -98,12 +101,16 @@ impl Model {
         };
         let lacking = over(candidate.active_blocks, candidate.total_blocks) - self.room;
         let price = self.base * scarcity + self.crowd * candidate.active_requests as f64;
+        let new_blocks = (new_tokens + request.block_size - 1) / request.block_size;
+        let evicted = (new_blocks - candidate.unused_blocks).max(0) * request.block_size;
+        let [_, token_ms, _] = self.prefill;
         Terms {
             forecast: rest + latency * time(ahead.saturating_add(new_tokens)),
             batch,
             work: price * own,
             output: self.output_tokens * (latency - calibration) * quadratic(self.decode, share),
             shortage: self.shortage_ms * lacking.max(0.0),
+            eviction: evicted as f64 * (calibration * token_ms) * candidate.reuse_chance,
             own,
             relative,
             new_tokens,

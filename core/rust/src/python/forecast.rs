@@ -12,7 +12,7 @@ use crate::load::forecast::{Candidate, Model, Request};
 pub struct ForecastModel(Model);
 
 /// Columns of whole numbers that `terms` takes, in order.
-type Columns<'py> = [Bound<'py, PyAny>; 9];
+type Columns<'py> = [Bound<'py, PyAny>; 10];
 
 fn column<T: Element>(py: Python<'_>, column: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<T>> {
     let values = PyBuffer::get(column)?.to_vec(py)?;
@@ -52,6 +52,7 @@ impl ForecastModel {
         request: (i64, i64, f64, f64),
         head_since: &Bound<'py, PyAny>,
         relative_latency: &Bound<'py, PyAny>,
+        reuse_chance: &Bound<'py, PyAny>,
         columns: Columns<'py>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let (prompt_tokens, block_size, calibration, now) = request;
@@ -62,16 +63,19 @@ impl ForecastModel {
         let count = head_since.len()?;
         let since: Vec<f64> = column(py, head_since, count)?;
         let latencies: Vec<f64> = column(py, relative_latency, count)?;
+        let chances: Vec<f64> = column(py, reuse_chance, count)?;
         let columns: Vec<Vec<i64>> = columns.iter().map(|each| column(py, each, count)).collect::<PyResult<_>>()?;
-        let [overlap, leading, active, requests, total, budget, prefill, prefilling, head] = columns.as_slice() else {
-            return Err(PyValueError::new_err("expected nine columns of integers"));
+        let [overlap, leading, active, requests, total, budget, prefill, prefilling, head, unused] = columns.as_slice()
+        else {
+            return Err(PyValueError::new_err("expected ten columns of integers"));
         };
         let at = |column: &[i64], place: usize| column.get(place).copied().unwrap_or_default();
         let candidates: Vec<Candidate> = since
             .into_iter()
             .zip(latencies)
+            .zip(chances)
             .enumerate()
-            .map(|(place, (head_since, relative_latency))| Candidate {
+            .map(|(place, ((head_since, relative_latency), reuse_chance))| Candidate {
                 overlap_blocks: at(overlap, place),
                 leading_active_blocks: at(leading, place),
                 active_blocks: at(active, place),
@@ -83,12 +87,14 @@ impl ForecastModel {
                 head_tokens: at(head, place),
                 head_since,
                 relative_latency,
+                unused_blocks: at(unused, place),
+                reuse_chance,
             })
             .collect();
         let model = &self.0;
         let shares: Vec<f64> = candidates.iter().map(|candidate| model.share(&request, candidate)).collect();
         let mean_share = shares.iter().sum::<f64>() / count.max(1) as f64;
-        let mut rows = vec![0.0f64; 9 * count];
+        let mut rows = vec![0.0f64; 10 * count];
         for (place, (candidate, share)) in candidates.iter().zip(shares).enumerate() {
             let terms = model.terms(&request, candidate, share, mean_share);
             let values = [
@@ -97,6 +103,7 @@ impl ForecastModel {
                 terms.work,
                 terms.output,
                 terms.shortage,
+                terms.eviction,
                 terms.own,
                 terms.relative,
                 terms.new_tokens as f64,

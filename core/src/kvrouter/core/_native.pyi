@@ -62,7 +62,12 @@ class ForecastModel:
         fit_tokens: int,
     ) -> None: ...
     def terms(
-        self, request: tuple[int, int, float, float], head_since: Any, relative_latency: Any, columns: tuple[Any, ...]
+        self,
+        request: tuple[int, int, float, float],
+        head_since: Any,
+        relative_latency: Any,
+        reuse_chance: Any,
+        columns: tuple[Any, ...],
     ) -> bytes: ...
 
 class EventRecorder:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kvrouter.core import Rank
+from kvrouter.core import CachedRank, Rank
 from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.request.prompt import Prompt
@@ -26,7 +26,7 @@ def key(number: int, stage: Stage = WHOLE) -> Key:
 
 def booked_load(accounting: Accounting | None = None, **limits: int) -> BookedLoad:
     manager = BookedLoad(BLOCK, accounting or Accounting(), **limits)
-    manager.set_ranks([(1, 0), (2, 0)])
+    manager.set_ranks([CachedRank((1, 0), 1, 0), CachedRank((2, 0), 1, 0)])
     return manager
 
 
@@ -53,7 +53,7 @@ class Load(RuleBasedStateMachine):
     @rule(ranks=st.sets(ranks))
     def register(self, ranks: set[Rank]) -> None:
         self.registered = ranks
-        self.booked_load.set_ranks(ranks)
+        self.booked_load.set_ranks([CachedRank(rank, 1, 0) for rank in ranks])
 
     @rule(number=keys, rank=ranks, blocks=st.integers(0, 4), seed=st.integers(0, 1), tail=st.integers(1, BLOCK - 1))
     def book(self, number: int, rank: Rank, blocks: int, seed: int, tail: int) -> None:
@@ -159,3 +159,22 @@ def test_a_failed_booking_leaves_no_rank_behind() -> None:
 
 def test_an_unspecified_stage_is_the_whole_request() -> None:
     assert key_of(BookingKey(request_id="a", attempt=2)) == ("a", 2, Stage.STAGE_WHOLE)
+
+
+def test_booked_prompts_fill_the_caches_of_their_ranks() -> None:
+    now = 0.0
+    load = BookedLoad(BLOCK, Accounting(), clock=lambda: now)
+    load.set_ranks([CachedRank((1, 0), 1, 8), CachedRank((2, 0), 1, 100), CachedRank((3, 0), 1, 0)])
+    assert [list(column) for column in load.cache_contents()] == [[8, 100, 0], [0, 0, 0]]
+    for number, rank in enumerate([(1, 0), (2, 0), (3, 0), (9, 9)]):
+        load.book(key(number), rank, prompt(6, seed=number), 6 * BLOCK)
+    assert list(load.cache_contents().unused_blocks) == [2, 94, 0]
+    for number in range(4):
+        load.free(key(number))
+    now = 5.0
+    load.book(key(5), (2, 0), prompt(6, seed=1), 6 * BLOCK)
+    contents = load.cache_contents()
+    assert list(contents.unused_blocks) == [2, 94, 0], "blocks stay when their requests end"
+    assert contents.reuse_chance[1] > contents.reuse_chance[0] > contents.reuse_chance[2] == 0.0
+    load.set_ranks([CachedRank((1, 0), 2, 8), CachedRank((2, 0), 1, 100)])
+    assert list(load.cache_contents().unused_blocks) == [8, 94], "a restarted rank has an empty cache"

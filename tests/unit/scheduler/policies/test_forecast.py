@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.forecast.policy import OUTPUT_TOKENS, decode_ms, prefill_ms
+from kvrouter.scheduler.policies.forecast.policy import OUTPUT_TOKENS, PREFILL_N1_MS, decode_ms, prefill_ms
 from kvrouter.scheduler.policies.interface import Choice, Wait
 
 from ..context_maker import context
@@ -46,6 +46,8 @@ def test_of_equal_ranks_either_is_taken() -> None:
         {"overlap_blocks": [0, 50]},
         {"leading_active_blocks": [0, 50], "active_requests": [1, 1]},
         {"active_blocks": [990, 900], "active_requests": [3, 3]},
+        {"reuse_chance": [0.5, 0.4]},
+        {"reuse_chance": [0.5, 0.5], "unused_blocks": [60, 80]},
         {"active_blocks": [7600, 1030], "active_requests": [25, 3], "prefill_tokens": [10_000, 0]},
     ],
     ids=[
@@ -54,6 +56,8 @@ def test_of_equal_ranks_either_is_taken() -> None:
         "less cached",
         "less on its way into the cache",
         "short of blocks",
+        "blocks that are likely to be used again",
+        "less unused room in its cache",
         "seven times the bookings that it has blocks for",
     ],
 )
@@ -185,3 +189,16 @@ def test_product_weighs_tokens_by_requests() -> None:
 )
 def test_sticky(changes: dict[str, Any], index: int) -> None:
     assert decide("sticky", **changes).index == index
+
+
+def test_the_price_of_an_eviction_is_the_time_to_compute_the_blocks_again_by_their_chance() -> None:
+    choice = decide("forecast", unused_blocks=[40, 100], reuse_chance=[0.25, 1.0], latency_calibration=2.0)
+    assert list(choice.explanation.terms["eviction_ms"]) == pytest.approx([60 * 16 * 2 * PREFILL_N1_MS * 0.25, 0.0])
+
+
+def test_reuse_is_left_for_a_cache_of_less_use() -> None:
+    common = {"overlap_blocks": [50, 0], "unused_blocks": [0, 0]}
+    assert decide("forecast", **common).index == 0
+    assert decide("forecast", **common, reuse_chance=[0.9, 0.0]).index == 0, "half of the prompt is worth more"
+    nearly_none = {"overlap_blocks": [10, 0], "unused_blocks": [0, 0]}
+    assert decide("forecast", **nearly_none, reuse_chance=[0.9, 0.0]).index == 1

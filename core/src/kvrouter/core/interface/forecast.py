@@ -18,6 +18,7 @@ class ForecastModel(Protocol):
         request: tuple[int, int, float, float],
         head_since: Any,
         relative_latency: Any,
+        reuse_chance: Any,
         columns: tuple[Any, ...],
     ) -> bytes:
         """Returns rows of float64, each with an entry for each candidate.
@@ -26,13 +27,14 @@ class ForecastModel(Protocol):
             request: (prompt tokens, block size, latency calibration, seconds of the clock).
             head_since: A buffer of float64, the seconds at which each candidate began to compute a prompt.
             relative_latency: A buffer of float64, the relative latency of each candidate.
-            columns: Nine buffers of int64, columns of a scheduling context: overlap blocks, leading active blocks,
-                active blocks, active requests, total blocks, tokens per step, prefill tokens, prefill requests, and
-                tokens of the prompt being computed.
+            reuse_chance: A buffer of float64, the mean chance that a block in each candidate's KV cache is used again.
+            columns: Ten buffers of int64, columns of a scheduling context: overlap blocks, leading active blocks,
+                active blocks, active requests, total blocks, tokens per step, prefill tokens, prefill requests,
+                tokens of the prompt being computed, and unused blocks.
 
         Returns:
-            Nine rows: time to first token, batch, work, output, shortage and own work, each in ms; the factor for the
-            rank's speed in the first; tokens to compute; and 1 where the first token may be used for latency
+            Ten rows: time to first token, batch, work, output, shortage, eviction and own work, each in ms; the factor
+            for the rank's speed in the first; tokens to compute; and 1 where the first token may be used for latency
             calibration, else 0.
 
         Raises:

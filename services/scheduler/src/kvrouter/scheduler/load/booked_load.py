@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from kvrouter.core import ActiveSequences, BookingRequest, LoadColumns, Rank
+from kvrouter.core import ActiveSequences, BookingRequest, CachedRank, CacheRecency, LoadColumns, Rank
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.latency import LatencyCalibration
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
@@ -126,6 +126,15 @@ class RankLoad(NamedTuple):
     """Bookings."""
 
 
+class CacheContents(NamedTuple):
+    """Estimated contents of the KV caches, as columns of shape (ranks,), in the order of the registered ranks."""
+
+    unused_blocks: Column
+    """Blocks without content."""
+    reuse_chance: Amounts
+    """Mean chance that a block is used again; 0 while it is unknown."""
+
+
 class Loads(NamedTuple):
     """Load as columns of shape (ranks,), in the order of the registered ranks."""
 
@@ -158,6 +167,7 @@ class BookedLoad:
         self._accounting = accounting
         # The booking table remembers freed keys, over all components.
         self._sequences = ActiveSequences(block_size, max_bookings=max_bookings, tombstones=0)
+        self._recency = CacheRecency()
         self._registered: frozenset[Rank] = frozenset()
         self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
         """The ranks known to the core, and the indexes of the registered ones; None if they all are."""
@@ -173,9 +183,10 @@ class BookedLoad:
         """Returns the number of live bookings."""
         return len(self._sequences)
 
-    def set_ranks(self, registered: Iterable[Rank]) -> None:
-        """Replaces the registered ranks."""
-        before, self._registered = self._registered, frozenset(registered)
+    def set_ranks(self, registered: Sequence[CachedRank]) -> None:
+        """Replaces the registered ranks, in order of rank."""
+        self._recency.set_ranks(registered)
+        before, self._registered = self._registered, frozenset(cached.rank for cached in registered)
         for rank in self._registered - before:
             self._sequences.add_rank(rank)
         for rank in before - self._registered:
@@ -194,6 +205,14 @@ class BookedLoad:
         active, prefill, requests, leading = self._registered_of(columns)
         heads = self._prefills.heads(self._clock())
         return Loads(active + added if added else active, prefill, requests, leading, heads)
+
+    def cache_contents(self) -> CacheContents:
+        """Returns what booked prompts have left in the KV cache of each registered rank, in order of rank."""
+        packed = self._recency.columns(self._clock())
+        count = len(self._registered)
+        return CacheContents(
+            np.ndarray((count,), np.int64, packed), np.ndarray((count,), np.float64, packed, 8 * count)
+        )
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""
@@ -252,6 +271,7 @@ class BookedLoad:
                 self._bookings[rank] = bookings = self._bookings.get(rank, 0) + 1
                 self._peaks.booked(rank, bookings)
                 now = self._clock()
+                self._recency.record(rank, prompt.sequence_hashes, now)
                 self.time_in_flight.began(now)
                 if prefill_tokens:
                     self._prefills.enter(rank, key, prefill_tokens, now)

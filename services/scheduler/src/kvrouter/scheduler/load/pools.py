@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
-from kvrouter.core import Rank
+from kvrouter.core import CachedRank, Rank
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits, PredictionCheck
@@ -68,7 +68,9 @@ class Pool:
     def _set_ranks(self, view: ComponentView) -> None:
         self.view = view
         self.worker_set = WorkerSet(candidates_of(view.workers.values()))
-        self.booked_load.set_ranks(self.worker_set.ranks)
+        self.booked_load.set_ranks(
+            [CachedRank(each.rank, each.incarnation, each.total_blocks) for each in self.candidates]
+        )
         self.cache_hits.set_ranks(self.worker_set.ranks)
         incarnations = [(candidate.rank, candidate.incarnation) for candidate in self.candidates]
         self.reports.set_ranks(incarnations)

@@ -70,6 +70,10 @@ class SchedulingContext(NamedTuple):
     """Requests booked without a first token."""
     relative_latency: Amounts
     """Ratio of the rank's prefill times to those of the component; 1 while it is unknown."""
+    unused_blocks: Column
+    """Blocks of the rank's KV cache without content."""
+    reuse_chance: Amounts
+    """Mean chance that a block in the rank's KV cache is used again; 0 while it is unknown."""
     now: float
     """Time of the decision by the same clock, in seconds."""
     latency_calibration: float = 1.0
@@ -101,6 +105,8 @@ _COLUMNS = (
     "head_prefill_since",
     "prefill_requests",
     "relative_latency",
+    "unused_blocks",
+    "reuse_chance",
 )
 """Fields of a context with an entry for each candidate, besides the ranks."""
 

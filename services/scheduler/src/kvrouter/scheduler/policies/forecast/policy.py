@@ -1,7 +1,7 @@
 """Mode ``forecast``: the rank of least cost in time, without a weight to set.
 
     cost(w)   = F(w) + batch(w) + (b + CROWD * n(w)) * work(w) + OUTPUT_TOKENS * slower(w)
-                + SHORTAGE_MS * short(w)                                                          [ms]
+                + SHORTAGE_MS * short(w) + evict(w)                                               [ms]
 
     F(w)      = rest(w) + T(ahead(w) + new(w))  forecast of the time to first token               [ms]
     batch(w)  = added time of the step in which the prompts ahead end * number of those prompts   [ms]
@@ -9,6 +9,7 @@
     work(w)   = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
     slower(w) = c * (r^(1 - z) - 1) * decode(u) time of decoding in a step beyond the component's  [ms]
     short(w)  = max(0, u'(w) - ROOM)            lacking KV cache                                  [share]
+    evict(w)  = max(0, blocks(new(w)) - unused(w)) * block size * c * PREFILL_N1_MS * chance(w)   [ms]
 
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
     ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
@@ -17,12 +18,14 @@
     n         = requests in flight                                                                [requests]
     c         = latency calibration: measured time over forecast time, of the component           [1]
     r         = relative latency: measured time of the rank over the component's                  [1]
+    unused    = blocks of the KV cache without content                                            [blocks]
+    chance    = mean chance that a block in the rank's KV cache is used again                     [1]
     z         = (mean over all ranks of u)^4: 0 while there is KV cache for all, 1 without any left [1]
     T(x)      = c * r^(1 - z) * sum of (prefill(step) + decode(u)) over the steps for x tokens    [ms]
 
 All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
 same step, CROWD of the requests decoding there, b of requests to come, ``slower`` of this request's output,
-SHORTAGE_MS of requests stopped for lack of KV blocks.
+SHORTAGE_MS of requests stopped for lack of KV blocks, ``evict`` of requests that will compute evicted blocks again.
 
 Speed counts where a request waits, not in the price of work: a fast rank computes a prompt in less time, but its time
 is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
@@ -40,7 +43,8 @@ Missing signals:
 - slots unknown (infinite): the rank always has a free one;
 - token budget unknown (0): DEFAULT_BUDGET;
 - active blocks not tracked: u is 0 everywhere, prefill decides;
-- relative latency unknown: 1, the speed of the component.
+- relative latency unknown: 1, the speed of the component;
+- contents of caches unknown: ``evict`` is 0.
 """
 
 from __future__ import annotations
@@ -118,6 +122,7 @@ class Weighed(NamedTuple):
     work: Amounts
     output: Amounts
     shortage: Amounts
+    eviction: Amounts
     own: Amounts
     """Time to compute the prompt, at the component's speed."""
     relative: Amounts
@@ -137,7 +142,7 @@ class Rule(Policy):
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
         weighed = weigh_natively(context) if NATIVE is not None else weigh(context, used_shares(context))
-        costs = weighed.forecast + weighed.batch + weighed.work + weighed.output + weighed.shortage
+        costs = weighed.forecast + weighed.batch + weighed.work + weighed.output + weighed.shortage + weighed.eviction
         slots, is_kept = context.free_slots, context.is_kept
         is_limited = bool(is_kept.any())
         is_open = (slots >= 1) & ~is_kept if is_limited or slots.min() < 1 else None
@@ -152,7 +157,7 @@ class Rule(Policy):
                 f"Formula for {rank_label(context.ranks[index])}: {costs[index]:.1f} ms = "
                 f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + "
                 f"{weighed.work[index]:.1f} for others + {weighed.output[index]:.1f} for its output + "
-                f"{weighed.shortage[index]:.1f} for lack of blocks "
+                f"{weighed.shortage[index]:.1f} for lack of blocks + {weighed.eviction[index]:.1f} for evicted blocks "
                 f"({int(weighed.new_tokens[index])} tokens to compute{full})"
             )
 
@@ -162,6 +167,7 @@ class Rule(Policy):
             "work_ms": weighed.work,
             "output_ms": weighed.output,
             "shortage_ms": weighed.shortage,
+            "eviction_ms": weighed.eviction,
             "new_tokens": weighed.new_tokens,
             "relative_latency": context.relative_latency,
             "free_slots": slots,
@@ -227,6 +233,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     rest = np.where(under_way, np.maximum(latency * head_ms - spent, 0.0), latency * decode / 2 - spent)
     batch = np.where(waiting > 0, latency * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0)
     lacking = _over(context.active_blocks, context.total_blocks) - ROOM
+    evicted = np.maximum(-(-new // size) - context.unused_blocks, 0)
     own = latency_calibration * new_ms
     return Weighed(
         forecast=rest + latency * all_ms,
@@ -234,6 +241,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
         work=(BASE * scarcity + CROWD * context.active_requests) * own,
         output=OUTPUT_TOKENS * (latency - latency_calibration) * decoding,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
+        eviction=evicted * size * (latency_calibration * PREFILL_N1_MS) * context.reuse_chance,
         own=own,
         relative=relative,
         new_tokens=new,
@@ -248,6 +256,7 @@ def weigh_natively(context: SchedulingContext) -> Weighed:
         (context.prompt_tokens, context.block_size, context.latency_calibration, context.now),
         context.head_prefill_since,
         context.relative_latency,
+        context.reuse_chance,
         (
             context.overlap_blocks,
             context.leading_active_blocks,
@@ -258,6 +267,7 @@ def weigh_natively(context: SchedulingContext) -> Weighed:
             context.prefill_tokens,
             context.prefill_requests,
             context.head_prefill_tokens,
+            context.unused_blocks,
         ),
     )
     return Weighed(*np.ndarray((len(Weighed._fields), len(context.ranks)), np.float64, rows))
