@@ -242,7 +242,8 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "routing": ("engines",),
         "results": ("engines",),
         "simulation": ("engines", "results", "routing", "workloads"),
-        "plan": ("results", "simulation", "workloads"),
+        "floor": ("engines", "results", "workloads"),
+        "plan": ("floor", "results", "simulation", "workloads"),
         "tuning": ("results", "simulation", "workloads"),
     },
 }

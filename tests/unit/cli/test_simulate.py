@@ -172,3 +172,15 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert ended.value.code == 2, said
     assert said.count("\n") == 1
     return said
+
+
+def test_the_floor_is_beside_the_policies(tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    assert "floor" in invoke("--sweep", "1,2", "--floor", "--seeds", "2", "--json", str(file))
+    runs = json.loads(file.read_text())["runs"]
+    assert [(run["policy"], run["load"]) for run in runs if run["policy"] == "floor"] == [
+        ("floor", 1.0),
+        ("floor", 2.0),
+    ]
+    mean = {run["policy"]: run["statistics"]["ttft_ms"]["mean"] for run in runs}
+    assert mean["floor"] < mean["forecast"]

@@ -10,7 +10,8 @@ from typing import Any
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.options import MAX_WEIGHT, RoutingOptions
-from kvrouter.simulator.results.outcome import run_statistics
+from kvrouter.simulator.floor import floor
+from kvrouter.simulator.results.outcome import Outcome, run_statistics
 from kvrouter.simulator.results.report import Run
 from kvrouter.simulator.simulation import Setting, simulate
 from kvrouter.simulator.workloads.workload import Prompts, Workload
@@ -18,6 +19,10 @@ from rich.console import Console
 
 NAMES = tuple(mode for mode, policy in POLICIES.items() if not policy.needs_worker)
 """Policies that can be simulated: all except those that need a worker in the request."""
+
+
+FLOOR = "floor"
+"""Name of the floor among the policies of a result."""
 
 
 class InvalidPolicy(ValueError):
@@ -38,6 +43,8 @@ class Plan:
     slo_ttft_s: float
     slo_itl_s: float
     temperature: float = 0.0
+    floor: bool = False
+    """Whether the floor is shown beside the policies: one cache of the size of all, without queueing."""
 
     def described(self) -> Mapping[str, Any]:
         """Returns the common settings as JSON values."""
@@ -71,6 +78,14 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
     options = {name: routing_options(name, plan.temperature) for name in plan.policies}
     runs: list[Run] = []
     waits: dict[tuple[float, str], list[float]] = {}
+
+    def add(name: str, load: float, seed: int, outcome: Outcome, started: float) -> None:
+        summed = run_statistics(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
+        runs.append(Run(name, load, seed, summed, time.perf_counter() - started))
+        waits[load, name] = sorted(request.ttft_s for request in outcome.served if request.was_served)
+        if console is not None and console.is_terminal:
+            console.print(f"[dim]x{load:g} {name} seed {seed}: {runs[-1].wall_s:.1f} s[/dim]", highlight=False)
+
     for load in plan.loads:
         workload = plan.workload.faster(load)
         for name in plan.policies:
@@ -78,12 +93,11 @@ def run_plan(plan: Plan, console: Console | None = None) -> tuple[list[Run], dic
                 started = time.perf_counter()
                 chosen = replace(options[name], remote_prefill=plan.setting.options.remote_prefill)
                 setting = replace(plan.setting, options=chosen, seed=seed)
-                outcome = simulate(workload, setting, prompts)
-                summed = run_statistics(outcome, slo_ttft_s=plan.slo_ttft_s, slo_itl_s=plan.slo_itl_s)
-                runs.append(Run(name, load, seed, summed, time.perf_counter() - started))
-                waits[load, name] = sorted(request.ttft_s for request in outcome.served if request.was_served)
-                if console is not None and console.is_terminal:
-                    console.print(f"[dim]x{load:g} {name} seed {seed}: {runs[-1].wall_s:.1f} s[/dim]", highlight=False)
+                add(name, load, seed, simulate(workload, setting, prompts), started)
+        if plan.floor:
+            started = time.perf_counter()
+            engines = plan.setting.prefill_engines or plan.setting.engines
+            add(FLOOR, load, plan.seeds[0], floor(workload, engines, prompts), started)
     return runs, waits
 
 

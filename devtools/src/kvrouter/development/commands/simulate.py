@@ -117,6 +117,10 @@ def simulate_command(
     ] = None,
     slo_ttft_ms: SloTtftMs = 2000,
     slo_itl_ms: SloItlMs = 50,
+    floor: Annotated[
+        bool,
+        typer.Option("--floor", help="Show the floor beside the policies: one cache of the size of all, no queueing."),
+    ] = False,
     regret: Annotated[bool, typer.Option(help="Compare each choice with the best one in hindsight.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all results to, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="File to draw a picture to: .png, .svg or .pdf.")] = None,
@@ -202,6 +206,7 @@ def simulate_command(
         slo_ttft_s=simulate.seconds("--slo-ttft-ms", slo_ttft_ms),
         slo_itl_s=simulate.seconds("--slo-itl-ms", slo_itl_ms),
         temperature=simulate.number("--temperature", str(temperature)),
+        floor=floor,
     )
     if save is not None:
         save.write_text("".join(traces.lines(plan.workload.faster(loads[0]))), encoding="utf-8")
