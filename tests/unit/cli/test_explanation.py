@@ -111,3 +111,20 @@ def test_differences_are_those_of_the_rounded_costs_and_blocks_are_counted_in_en
 def test_a_retry_says_that_a_worker_failed_before_and_that_output_counts() -> None:
     assert remainder(retry()) == ["rank 6:0 left out: it failed in attempt 1, or the request excludes it"]
     assert "computes 16 tokens of the prompt and of the output so far" in shown(comparison_table(retry()))
+
+
+def test_a_rank_left_out_that_has_most_blocks_cached_is_named() -> None:
+    decision = Decision(
+        chosen=Rank(worker_id=1),
+        prompt_blocks=9,
+        candidates=[
+            candidate(1, 1.0, 4),
+            candidate(2, 0.0, 3, excluded="draining"),
+            candidate(3, 0.0, 7, excluded="busy"),
+            candidate(4, 0.0, 2, excluded="busy"),
+        ],
+    )
+    assert remainder(decision) == [
+        "rank 2:0 left out: draining",
+        "2 ranks left out: busy (rank 3:0 has most blocks cached: 7 of 9)",
+    ]

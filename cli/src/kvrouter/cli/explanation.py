@@ -83,12 +83,17 @@ def remainder(decision: Decision) -> list[str]:
     if len(weighed) > 1 + _OTHERS:
         more = len(weighed) - 1 - _OTHERS
         lines.append(f"{more:,} more rank{'' if more == 1 else 's'}")
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, list[CandidateTerms]] = {}
     for each in excluded:
-        by_reason.setdefault(each.excluded, []).append(rank_name(each.rank))
-    for reason, names in by_reason.items():
-        who = f"rank {names[0]}" if len(names) == 1 else f"{len(names):,} ranks"
-        lines.append(f"{who} left out: {_why_left_out(decision, reason)}")
+        by_reason.setdefault(each.excluded, []).append(each)
+    reachable = max((each.overlap_blocks for each in weighed), default=0)
+    for reason, those in by_reason.items():
+        best = max(those, key=lambda each: each.overlap_blocks)
+        who = f"rank {rank_name(best.rank)}" if len(those) == 1 else f"{len(those):,} ranks"
+        lost = ""
+        if best.overlap_blocks > reachable and not decision.attempt:  # in a retry, the worker that failed has most
+            lost = f" (rank {rank_name(best.rank)} has most blocks cached: {_cached(decision, best)})"
+        lines.append(f"{who} left out: {_why_left_out(decision, reason)}{lost}")
     return lines
 
 

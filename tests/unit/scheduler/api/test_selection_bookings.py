@@ -170,3 +170,18 @@ async def test_a_lease_runs_out_and_is_counted() -> None:
     parts.bookings.expire()
     assert parts.idle()
     assert parts.figure("kvrouter_scheduler_expired_leases_total") == 1
+
+
+async def test_what_the_best_ranks_had_cached_is_counted() -> None:
+    held = ResidentBlocks({(1, 0): 1, (2, 0): 3, (3, 0): 4})
+    parts = Parts(view(worker(1), worker(2), worker(3)), indexer=held)
+    await parts.select(selecting("a", routing(5, constraints=constraints(worker_id=1))))
+    await parts.select(selecting("b", routing(5, constraints=constraints(excluded_worker_ids=[3]))))
+
+    def cached(rank: str) -> float:
+        return parts.figure("kvrouter_scheduler_cached_tokens_total", model=MODEL, rank=rank) / BLOCK
+
+    assert (cached("chosen"), cached("eligible"), cached("any")) == (1 + 3, 1 + 3, 4 + 4)
+    parts.indexer = None
+    await parts.select(selecting("c", routing(5)))
+    assert cached("any") == 8, "without an answer of an Indexer nothing is known"

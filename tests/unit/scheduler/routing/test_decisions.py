@@ -29,8 +29,7 @@ class Draining:
         return {(1, 5): "draining"}
 
     def overlap_of(self, rank: Rank) -> int:
-        assert rank != (1, 5)
-        return 1
+        return 3 if rank == (1, 5) else 1
 
     def prefill_decision(self, rank: Rank) -> None:
         assert rank != (1, 5)
@@ -63,6 +62,7 @@ def test_a_decision_tells_every_candidate_in_order() -> None:
         (1, 5, "draining"),
         (2, 0, ""),
     ]
+    assert [each.overlap_blocks for each in message.candidates] == [1, 3, 1], "of those left out as well"
     assert (message.chosen.worker_id, message.chosen.dp_rank) == (1, 0)
     assert message.candidates[2].cost == 1.0
     assert dict(message.candidates[2].terms) == {"prefill_blocks": 0.0, "decode_blocks": 1.0}

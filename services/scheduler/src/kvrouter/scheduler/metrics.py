@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
@@ -14,6 +15,17 @@ from prometheus_client.registry import Collector
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _QUEUED_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
+
+
+class ReachableTokens(NamedTuple):
+    """Cached tokens of a prompt."""
+
+    chosen: int
+    """On the rank of the request."""
+    eligible: int
+    """On the rank with most of them that could have been chosen."""
+    any: int
+    """On any rank."""
 
 
 class SchedulerMetrics:
@@ -90,8 +102,25 @@ class SchedulerMetrics:
         self.predictions = counter(
             "kvrouter_scheduler_predictions", "Requests whose prediction was exact, low or high.", ["verdict"]
         )
+        self.cached_tokens = counter(
+            "kvrouter_scheduler_cached_tokens",
+            "Prompt tokens that the index had at the booking: on the chosen rank, on the best eligible one, and on the "
+            "best of any.",
+            ["model", "rank"],
+        )
+        self._cached: dict[str, tuple[Counter, ...]] = {}
         self._judged = cache(self.predictions.labels)
         self._audited: dict[str, tuple[Counter, Counter]] = {}
+
+    def count_cached(self, model: str, tokens: ReachableTokens) -> None:
+        """Counts the cached tokens of a booked request."""
+        counters = self._cached.get(model)
+        if counters is None:
+            label = model_label(model, self._cached)
+            counters = tuple(self.cached_tokens.labels(label, rank) for rank in ReachableTokens._fields)
+            self._cached[label] = counters
+        for counter, count in zip(counters, tokens, strict=True):
+            counter.inc(count)
 
     def audit(self, model: str, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the worker's report."""

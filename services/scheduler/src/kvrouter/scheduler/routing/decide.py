@@ -127,7 +127,10 @@ class Decision(NamedTuple):
         """Returns the decision as a message, with candidates in order of rank."""
         weighed = [] if self.context is None else [self._terms(index) for index in range(len(self.context.ranks))]
         excluded = self.snapshot.excluded(() if self.context is None else self.context.ranks)
-        left_out = [CandidateTerms(rank=rank_message(rank), excluded=why) for rank, why in excluded.items()]
+        left_out = [
+            CandidateTerms(rank=rank_message(rank), excluded=why, overlap_blocks=self.snapshot.overlap_of(rank))
+            for rank, why in excluded.items()
+        ]
         return self._message(sorted([*weighed, *left_out], key=rank_of))
 
     def to_short_message(self) -> DecisionMessage:

@@ -187,6 +187,9 @@ class Router:
         if not self.booking_leases.book(booking, self.clock()):
             return False
         context.pool.booked_load.measure_prefill(key, placement.rank, placement.prefill_tokens)
+        if queried_indexer:
+            reachable = decision.snapshot.reachable_tokens(placement.rank, context.pool.booked_load.block_size)
+            self.metrics.count_cached(context.pool.model, reachable)
         return True
 
     def earlier_outcome(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:

@@ -12,6 +12,7 @@ from kvrouter.scheduler.load.booked_load import Loads
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.load.thresholds import Load
+from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
@@ -73,6 +74,14 @@ class CandidateSnapshot(NamedTuple):
             return int(self.overlap_blocks.max())
         held = zip(self.worker_set.ranks, self.overlap_blocks, strict=True)
         return max((int(blocks) for rank, blocks in held if rank[0] not in failed), default=0)
+
+    def reachable_tokens(self, rank: Rank, block_size: int) -> ReachableTokens:
+        """Returns the cached tokens of the prompt on a rank, on the best eligible rank, and on the best of all."""
+        blocks = self.overlap_blocks
+        eligible = int(blocks[self.free].max(initial=0))
+        return ReachableTokens(
+            self.overlap_of(rank) * block_size, eligible * block_size, int(blocks.max()) * block_size
+        )
 
     def prefills_remotely(self, rank: Rank) -> bool:
         """Returns whether a prefill worker would compute the prompt for a candidate."""
