@@ -15,7 +15,7 @@ from kvrouter.engines.events.zmq_messages import EventMessage, encode_sequence, 
 from kvrouter.mocker.serving.http import ServedEngine
 from kvrouter.v1.common_pb2 import CopyCounting
 
-from ...unit.publisher.adapters.engine_frames import Engine
+from ...unit.engines.events.engine_frames import Engine
 
 BLOCK = 4
 EVENTS = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0", "topic": "kv"}

@@ -22,7 +22,7 @@ from kvrouter.mocker.vllm.transfers import LEASE_SECONDS, KvTransfers
 from kvrouter.v1.common_pb2 import CopyCounting
 from prometheus_client import CollectorRegistry
 
-from ...unit.publisher.adapters.engine_frames import Engine
+from ...unit.engines.events.engine_frames import Engine
 from .engine_server import BLOCK, EVENTS, Client, Subscription, applied, blocks_of, replayed, until
 
 PROMPT = list(range(1, 19))

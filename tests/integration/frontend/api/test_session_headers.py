@@ -12,7 +12,7 @@ import pytest
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.frontend.edge.session_headers import SESSION_HEADERS, session_of
 from kvrouter.scheduler.api import request_reader
-from kvrouter.v1.scheduler_pb2 import RoutingRequest
+from kvrouter.v1.common_pb2 import RoutingRequest
 
 from ..endpoint_picker.picking import Gateway
 from ..gateway import MODEL, System, running_system
