@@ -208,11 +208,13 @@ async def test_a_rank_is_named_in_a_header(gateway: Gateway) -> None:
 async def test_busy_workers_are_429_with_a_time_to_retry(gateway: Gateway) -> None:
     await gateway.add_engine(1)
     await gateway.system.frontend.set_busy_threshold(BUSY, deadline=Deadline.after(10))
-    await gateway.stream().routed(BODY)
+    running = gateway.stream()
+    await running.routed(BODY)
     status, sent, error = await gateway.stream().refused(BODY)
     assert (status, error["type"]) == (429, "rate_limit_error")
     assert int(sent["retry-after"]) >= 1
     assert sent["x-request-id"] == "r-1"
+    await running.end()
 
 
 @pytest.mark.parametrize(
