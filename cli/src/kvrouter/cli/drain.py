@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TypeVar, cast
 
 from kvrouter.cli.component_names import named_component
@@ -18,6 +19,7 @@ from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import DependencyAway, KvRouterError
+from kvrouter.v1.pages import all_pages
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, GetStatusRequest, UndrainWorkerRequest
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -115,9 +117,11 @@ async def _running(schedulers: list[Scheduler], component: Component, worker_id:
     most = 0
     for scheduler in schedulers:
         try:
-            status = await scheduler.get_status(GetStatusRequest(component=component), deadline=_soon())
+            request, deadline = GetStatusRequest(component=component), _soon()
+            pages = all_pages(partial(scheduler.get_status, deadline=deadline), request)
+            components = [each async for page in pages for each in page.components]
         except KvRouterError as error:
             raise CommandFailed(f"a Scheduler does not answer: {error.message}") from None
-        ranks = [rank for each in status.components for rank in each.ranks if rank.rank.worker_id == worker_id]
+        ranks = [rank for each in components for rank in each.ranks if rank.rank.worker_id == worker_id]
         most = max(most, sum(rank.active_requests for rank in ranks))
     return most

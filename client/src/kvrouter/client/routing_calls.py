@@ -41,6 +41,7 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceSelectWorkerRequest,
     ListModelsRequest,
 )
+from kvrouter.v1.pages import all_pages
 
 MAX_REQUEST_ID_BYTES = 112
 """Longest id of a request; the rest of a booking id's 128 bytes makes it unique."""
@@ -211,8 +212,9 @@ class RoutingCalls(ABC):
 
     async def list_models(self) -> list[Model]:
         """Returns the served models."""
-        answer = await self._ready().unary("ListModels", ListModelsRequest(), self._timeout)
-        return [model_of(model) for model in answer.models]
+        calls, request = self._ready(), ListModelsRequest()
+        pages = all_pages(lambda asked: calls.unary("ListModels", asked, self._timeout), request)
+        return [model_of(model) async for page in pages for model in page.models]
 
     async def __aenter__(self) -> Self:
         if self._loop is not None or self._closed:

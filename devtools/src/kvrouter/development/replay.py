@@ -30,6 +30,7 @@ from kvrouter.runtime.rpc import remote
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import ListModelsRequest, Model
+from kvrouter.v1.pages import all_pages
 from rich.console import Console
 
 _CALL_SECONDS = 10.0
@@ -156,10 +157,11 @@ async def _replay_openai(url: str, command: ReplayCommand, salt: str, console: C
 
 async def _model(frontend: Frontend, address: str, command: ReplayCommand) -> Model:
     try:
-        models = (await frontend.list_models(ListModelsRequest(), deadline=Deadline.after(_CALL_SECONDS))).models
+        deadline = Deadline.after(_CALL_SECONDS)
+        pages = all_pages(lambda asked: frontend.list_models(asked, deadline=deadline), ListModelsRequest())
+        by_name = {model.name: model async for page in pages for model in page.models}
     except KvRouterError as error:
         raise CommandFailed(f"the Frontend at {address} does not answer: {error.message}") from None
-    by_name = {model.name: model for model in models}
     return by_name[_chosen(address, by_name, command.model)]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from kvrouter.runtime.overview.services import ServiceQueries
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.v1.common_pb2 import AvoidedWorker, BookingKey, Component, RoutingConstraints
 from kvrouter.v1.errors import UnknownComponent
+from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import FreeRequest, GetStatusRequest, GetStatusResponse, RankStatus
 
 from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, worker
@@ -57,6 +59,31 @@ async def test_a_rank_that_left_is_shown_for_as_long_as_it_is_booked() -> None:
     assert [(each.registered, each.active_blocks, each.endpoint) for each in ranks(parts)] == [(False, 4, "")]
     parts.bookings.free(FreeRequest(booking=BookingKey(request_id="a")))
     assert ranks(parts) == []
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+async def test_an_overview_of_pages_equals_the_whole(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(
+        view(*map(worker, (1, 2, 10))),
+        view(worker(1), worker(3), name=ComponentName("ns", "pool-2"), model="other"),
+        view(name=ComponentName("ns", "empty"), model="empty"),
+    )
+    for request_id in ("a", "b"):
+        await parts.select(selecting(request_id))
+    whole = ask(parts, decisions=50, queued_requests=5)
+    names = ["ns/empty", "ns/pool", "ns/pool-2"]
+    assert [f"{each.component.namespace}/{each.component.name}" for each in whole.components] == names
+    monkeypatch.setattr("kvrouter.v1.pages.MAX_PAGE", most)
+    queries = ServiceQueries(
+        lambda kind: ["s:1"] if kind == "scheduler" else [],
+        note=str,
+        tls=lambda: None,
+        local={"s:1": parts.service()},
+    )
+    (seen,) = (await queries.look()).schedulers
+    assert seen.status is not None
+    assert list(seen.status.components) == list(whole.components)
+    assert [each.decision_id for each in seen.status.decisions] == [each.decision_id for each in whole.decisions]
 
 
 async def test_a_rank_that_is_slower_than_its_component_is_shown_so() -> None:

@@ -45,7 +45,6 @@ from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import BadRequest, KvRouterError, UnknownModel
-from kvrouter.v1.frontend_pb2 import ListModelsRequest, ListModelsResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 log = structlog.get_logger(component="frontend")
@@ -159,10 +158,9 @@ class HttpApi:
         if self._frontend.access is not None:
             # Probes have no credential, so they learn no names.
             return web.json_response({"status": "ready" if ready else "not ready"}, status=200 if ready else 503)
-        models = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
         body = {
             "status": "ready" if ready else "not ready",
-            "models": {model.name: {"workers": model.workers} for model in models.models},
+            "models": {model.name: {"workers": model.workers} for model in self._frontend.served_models()},
             # A growing age means that etcd is away: workers may have come or gone since.
             "registrations_age_seconds": self._frontend.registrations_age_seconds,
         }
@@ -175,20 +173,18 @@ class HttpApi:
 
     async def models(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Lists the served models, each once, and their LoRA adapters."""
-        answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
-        return web.json_response({"object": "list", "data": list(self._model_objects(answer).values())})
+        return web.json_response({"object": "list", "data": list(self._model_objects().values())})
 
     async def model(self, request: web.Request) -> web.Response:
         """Returns one model or LoRA adapter."""
-        answer = await self._frontend.list_models(ListModelsRequest(), deadline=Deadline.never())
-        models = self._model_objects(answer)
+        models = self._model_objects()
         name = request.match_info["model"]
         if name not in models:
             raise UnknownModel(name, models)
         return web.json_response(models[name])
 
-    def _model_objects(self, answer: ListModelsResponse) -> dict[str, dict[str, Any]]:
-        return model_objects(answer.models, self._frontend.models, self._settings.engine_routes)
+    def _model_objects(self) -> dict[str, dict[str, Any]]:
+        return model_objects(self._frontend.served_models(), self._frontend.models, self._settings.engine_routes)
 
     async def passed_on(self, request: web.Request, body: bytearray) -> web.StreamResponse:
         """Passes a request of another route on to an engine, chosen by load."""

@@ -52,9 +52,12 @@ from kvrouter.v1.frontend_pb2 import (
     KeepSessionResponse,
     ListModelsRequest,
     ListModelsResponse,
+    Model,
+    WorkerHealth,
 )
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.pages import page_of
 from kvrouter.v1.scheduler_pb2 import (
     FreeRequest,
     FreeResponse,
@@ -230,10 +233,15 @@ class FrontendService:
         self._bookings.release(freeing.booking)
         return FrontendServiceFreeResponse(known=any(answer.known for answer in answers))
 
-    async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
-        """Returns the served models."""
+    def served_models(self) -> list[Model]:
+        """Returns the served models that the caller may use, in order of name."""
         models = describe_models(self._directory.components)
-        return ListModelsResponse(models=models if self.access is None else visible(self.access.caller(), models))
+        return models if self.access is None else visible(self.access.caller(), models)
+
+    async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
+        """Returns a page of the served models."""
+        page, token = page_of(self.served_models(), request, _model_key)
+        return ListModelsResponse(models=page, next_page_token=token)
 
     async def get_worker_health(
         self,
@@ -241,14 +249,15 @@ class FrontendService:
         *,
         deadline: Deadline,  # noqa: ARG002 - answered from memory
     ) -> GetWorkerHealthResponse:
-        """Returns the health of each worker, as this Frontend sees it.
+        """Returns a page of the workers' health, as this Frontend sees it.
 
         Raises:
             BadRequest.
         """
         component = component_name(request.component) if request.HasField("component") else None
         workers = self.runner.workers.health.status(component, self._prompts.difference)
-        return GetWorkerHealthResponse(workers=workers)
+        page, token = page_of(workers, request, _worker_key)
+        return GetWorkerHealthResponse(workers=page, next_page_token=token)
 
     @not_awaited_by_drain
     async def keep_session(
@@ -412,3 +421,11 @@ async def _settled(requested: Awaitable[_Answer]) -> _Answer | KvRouterError:
         return await requested
     except KvRouterError as error:
         return error
+
+
+def _model_key(model: Model) -> str:
+    return f"{model.name} {model.component.namespace}/{model.component.name}"
+
+
+def _worker_key(worker: WorkerHealth) -> str:
+    return f"{worker.component.namespace}/{worker.component.name} {worker.worker_id:020}"

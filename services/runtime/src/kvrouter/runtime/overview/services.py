@@ -18,9 +18,10 @@ from kvrouter.runtime.overview.system import FrontendView, IndexerView, Schedule
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.errors import KvRouterError, NotFound, PermissionDenied, Unauthenticated
-from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest
+from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, GetWorkerHealthResponse
 from kvrouter.v1.indexer_pb2 import GetStatsRequest
-from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest
+from kvrouter.v1.pages import all_pages
+from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest, GetStatusResponse
 
 _SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
@@ -107,7 +108,7 @@ class ServiceQueries:
         scheduler = cast(Scheduler, self._stub(_SCHEDULER, address, "scheduler"))
         request = GetStatusRequest(decisions=_DECISIONS, queued_requests=_QUEUED)
         try:
-            return SchedulerView(address, await scheduler.get_status(request, deadline=Deadline.after(_CALL_SECONDS)))
+            return SchedulerView(address, await _whole_status(scheduler, request))
         except KvRouterError as error:
             return SchedulerView(address, failure=_why(error))
 
@@ -124,8 +125,12 @@ class ServiceQueries:
             return FrontendView(address, asks_for_key=True)
         frontend = cast(Frontend, self._stub(_FRONTEND, address, "frontend"))
         try:
-            health = await frontend.get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(_CALL_SECONDS))
-            return FrontendView(address, health)
+            deadline = Deadline.after(_CALL_SECONDS)
+            pages = all_pages(
+                lambda asked: frontend.get_worker_health(asked, deadline=deadline), GetWorkerHealthRequest()
+            )
+            workers = [worker async for page in pages for worker in page.workers]
+            return FrontendView(address, GetWorkerHealthResponse(workers=workers))
         except (Unauthenticated, PermissionDenied):
             return FrontendView(address, asks_for_key=True)
         except KvRouterError as error:
@@ -143,6 +148,18 @@ class ServiceQueries:
     async def _close(self, addresses: Iterable[str]) -> None:
         for address in list(addresses):
             await self._channels.pop(address).close()
+
+
+async def _whole_status(scheduler: Scheduler, request: GetStatusRequest) -> GetStatusResponse:
+    """Returns the status of all pages as one."""
+    deadline, status = Deadline.after(_CALL_SECONDS), GetStatusResponse()
+    async for page in all_pages(lambda asked: scheduler.get_status(asked, deadline=deadline), request):
+        if status.components and page.components and status.components[-1].component == page.components[0].component:
+            status.components[-1].ranks.extend(page.components[0].ranks)
+            del page.components[0]
+        status.MergeFrom(page)
+    status.ClearField("next_page_token")
+    return status
 
 
 def _why(error: KvRouterError) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
+from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.load.booked_load import RankLoad
@@ -16,6 +19,7 @@ from kvrouter.scheduler.replication.sync import ReplicaSync
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.pages import page_of
 
 MAX_LISTED = 100
 """Maximum number of decisions, of ignored entries, and of queued requests of a component, in one response."""
@@ -47,38 +51,44 @@ class Status:
     _started_unix_ns: int = field(default_factory=time.time_ns, init=False)
 
     def answer(self, request: pb.GetStatusRequest, *, ready: bool) -> pb.GetStatusResponse:
-        """Returns the state of the component in the request, or of all components.
+        """Returns a page of the state of the component in the request, or of all components.
 
         Raises:
             UnknownComponent: no component has the name.
         """
-        pools = sorted(self.pools, key=lambda pool: str(pool.name))
+        pools = list(self.pools)
         only: ComponentName | None = None
         if request.HasField("component"):
             pool = self.pools.named(request.component.namespace, request.component.name)
             pools, only = [pool], pool.name
-        newest = self.decisions.newest(min(request.decisions, MAX_LISTED), only)
+        page, token = page_of(_entries(pools), request, _key)
+        listed = min(request.queued_requests, MAX_LISTED)
+        components = [
+            self._component(pool, [rank for _, rank in entries if rank is not None], listed)
+            for pool, entries in groupby(page, itemgetter(0))
+        ]
+        is_first = not request.page_token
+        newest = self.decisions.newest(min(request.decisions, MAX_LISTED), only) if is_first else ()
+        ignored = sorted(self.ignored().items())[:MAX_LISTED] if is_first else ()
         return pb.GetStatusResponse(
             scheduler_id=self.scheduler_id,
             ready=ready,
             started_unix_ns=self._started_unix_ns,
             sessions=self.booking_leases.sessions,
             bookings=len(self.booking_leases.booking_table),
-            components=[self._component(pool, min(request.queued_requests, MAX_LISTED)) for pool in pools],
+            components=components,
             decisions=[decided.to_short_message() for decided in newest],
             directory_age_ms=_milliseconds(self.directory_age()),
-            ignored_entries=[
-                pb.IgnoredEntry(key=key[:_KEY_CHARACTERS], reason=reason)
-                for key, reason in sorted(self.ignored().items())[:MAX_LISTED]
-            ],
+            ignored_entries=[pb.IgnoredEntry(key=key[:_KEY_CHARACTERS], reason=reason) for key, reason in ignored],
+            next_page_token=token,
         )
 
-    def _component(self, pool: Pool, listed: int) -> pb.ComponentStatus:
+    def _component(self, pool: Pool, page: Iterable[Rank], listed: int) -> pb.ComponentStatus:
         loads, now = pool.booked_load.load_by_rank(), self.clock()
         queued = self.queued.waiting_for(pool.name)
         thresholds, judged = self.thresholds.of(pool.model), pool.judged_load(now)
         ranks = []
-        for rank in sorted(loads.keys() | pool.worker_set.ranks):
+        for rank in page:
             load = loads.get(rank, RankLoad())
             status = pb.RankStatus(
                 rank=rank_message(rank),
@@ -110,6 +120,19 @@ class Status:
             queued=self.queued.status(pool.name, listed=listed),
             replicas=() if self.sync is None else self.sync.of(pool.name).status(),
         )
+
+
+def _entries(pools: Iterable[Pool]) -> Iterator[tuple[Pool, Rank | None]]:
+    """Yields every component and each of its ranks."""
+    for pool in pools:
+        yield pool, None
+        yield from ((pool, rank) for rank in pool.booked_load.load_by_rank().keys() | pool.worker_set.ranks)
+
+
+def _key(entry: tuple[Pool, Rank | None]) -> str:
+    pool, rank = entry
+    # A space precedes all characters of names, so a component precedes its ranks, and they those of "NAME-2".
+    return str(pool.name) if rank is None else f"{pool.name} {rank[0]:020} {rank[1]:010}"
 
 
 def _milliseconds(seconds: float | None) -> int | None:

@@ -1,0 +1,51 @@
+"""Pages of a list that a unary call returns."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Protocol, TypeVar
+
+MAX_PAGE = 1000
+"""Maximum number of entries of a page."""
+
+_Item = TypeVar("_Item")
+
+
+class PagedRequest(Protocol):
+    """A request for a page."""
+
+    page_size: int
+    page_token: str
+
+
+class PagedResponse(Protocol):
+    """A page."""
+
+    next_page_token: str
+
+
+_Request = TypeVar("_Request", bound=PagedRequest)
+_Response = TypeVar("_Response", bound=PagedResponse)
+
+
+def page_of(items: Iterable[_Item], request: PagedRequest, key: Callable[[_Item], str]) -> tuple[list[_Item], str]:
+    """Returns a page of items in order of their keys, and the token of the next page; empty after the last one.
+
+    A token is the key of the last item before its page, so items that come or go between two calls neither repeat nor
+    hide others.
+    """
+    ordered = sorted(items, key=key)
+    start = bisect_right(ordered, request.page_token, key=key) if request.page_token else 0
+    end = start + min(request.page_size or MAX_PAGE, MAX_PAGE)
+    return ordered[start:end], key(ordered[end - 1]) if end < len(ordered) else ""
+
+
+async def all_pages(call: Callable[[_Request], Awaitable[_Response]], request: _Request) -> AsyncIterator[_Response]:
+    """Yields the pages of a list from the one that the request names. Changes the request."""
+    while True:
+        page = await call(request)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
