@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -55,6 +56,17 @@ TYPED_ERRORS: list[errors.KvRouterError] = [
 ]
 
 
+def documented() -> dict[str, dict[str, str]]:
+    """Returns the rows of the table of error types in the reference, by type."""
+    text = (Path(__file__).parents[4] / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+    lines = text.split("## Error types")[1].split("\n## ")[0].strip().splitlines()
+    columns, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].strip("`"): dict(zip(columns, row, strict=True)) for row in rows}
+
+
+ROWS = documented()
+
+
 @pytest.mark.parametrize("error", TYPED_ERRORS, ids=lambda error: type(error).__name__)
 async def test_a_typed_error_comes_out_of_the_stub_as_it_went_in(error: errors.KvRouterError) -> None:
     worker = Worker()
@@ -99,6 +111,23 @@ async def standard_details(error: errors.KvRouterError) -> tuple[Any, dict[type[
             if packed.Is(kind.DESCRIPTOR):
                 found[kind] = kind.FromString(packed.value)
     return status, found
+
+
+@pytest.mark.parametrize("error", TYPED_ERRORS, ids=lambda error: type(error).__name__)
+async def test_standard_details_are_those_that_the_reference_lists(error: errors.KvRouterError) -> None:
+    status, found = await standard_details(error)
+    row = ROWS[type(error).__name__]
+    assert status.code == grpc.StatusCode[row["gRPC code"]].value[0]
+    reason = found[standard.ErrorInfo]
+    # Without a reason of the contract, the reason is the code.
+    assert (reason.reason, reason.domain) == (row["reason"].replace("-", row["gRPC code"]), "kvrouter")
+    assert (standard.RetryInfo in found) == (row["`RetryInfo`"] == "yes")
+    names_field = bool(error.field) and row["gRPC code"] in ("INVALID_ARGUMENT", "OUT_OF_RANGE")
+    assert (standard.BadRequest in found) == names_field
+    assert (standard.ResourceInfo in found) == bool(error.info.resource_name)
+    helps = [link.description for link in found[standard.Help].links] if standard.Help in found else []
+    assert helps == [error.advice] * bool(error.advice)
+    assert status.message.endswith(error.advice)
 
 
 async def test_standard_libraries_read_reason_and_retry_time() -> None:
