@@ -16,9 +16,9 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-COMMIT = "506f2202977d95f954af0e9e41e62f0caec1a178"
+COMMIT = "f9d17276b7b92bc996ae91e469e7b856e2341361"
 """Nothing is released yet: this commit is the last one that changed the contract."""
-_DISTRIBUTIONS = ("protos", "core", "net", "services/publisher_sdk", "client", ".", "devtools")
+_DISTRIBUTIONS = ("protos", "core", "net", "services/publisher_sdk", "services/engines", "client", ".", "devtools")
 
 
 class NoHistory(Exception):
