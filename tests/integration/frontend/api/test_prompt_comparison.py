@@ -73,5 +73,5 @@ def check_overviews(worker: WorkerHealth) -> None:
     status = GetStatusResponse(ready=True, components=[ComponentStatus(component=worker.component)])
     state = SystemState(datetime.now(tz=UTC), [SchedulerView("s:1", status)], frontends=[frontend])
     assert any(worker.prompt_difference in each.what for each in problems(state, HitWindow(60)))
-    notes = rank_notes(RankStatus(registered=True), None, [worker])
+    notes = rank_notes(RankStatus(registered=True), None, [worker], is_indexed=False)
     assert [worker.prompt_difference in each.what for each in notes] == [True]
