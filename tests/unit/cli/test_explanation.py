@@ -8,7 +8,7 @@ import pytest
 from kvrouter.cli.explain import lookups, matching_ids
 from kvrouter.cli.explanation import candidates_table, comparison_table, remainder, summary
 from kvrouter.cli.terminal import PlainConsole
-from kvrouter.cli.top.decisions_table import request_name
+from kvrouter.cli.top.decisions_table import request_name, why
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 from rich.table import Table
@@ -128,3 +128,11 @@ def test_a_rank_left_out_that_has_most_blocks_cached_is_named() -> None:
         "rank 2:0 left out: draining",
         "2 ranks left out: busy (rank 3:0 has most blocks cached: 7 of 9)",
     ]
+
+
+def test_top_shows_what_evictions_add_to_the_cost() -> None:
+    decision = Decision(mode="forecast", chosen=Rank(worker_id=1), reason="lowest cost")
+    decision.candidates.extend([candidate(1, 40.0, 4, eviction_ms=12.0), candidate(2, 50.0, 0, eviction_ms=0.0)])
+    assert why(decision) == "forecast: lowest cost 40.0, 12.0 of it for evictions; next 2:0 50.0 (0 cached)"
+    decision.candidates[0].terms["eviction_ms"] = 0.0
+    assert why(decision) == "forecast: lowest cost 40.0; next 2:0 50.0 (0 cached)"

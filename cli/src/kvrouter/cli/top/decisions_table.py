@@ -15,6 +15,8 @@ from rich.text import Text
 _ID_CHARS, _ID_HEAD = 24, 8
 _NARROW_ID_CHARS, _NARROW_ID_HEAD = 13, 4
 
+_LEAST_SHOWN_MS = 0.05
+
 
 def decisions_table(decisions: Sequence[Decision], *, several_components: bool, wide: bool = True) -> Table:
     """Returns a table of decisions; ``kvrouter explain`` shows each in full. A narrow one shortens ids and times."""
@@ -55,6 +57,9 @@ def why(decision: Decision, *, wide: bool = True) -> str:
     words = f"{decision.mode}: {decision.reason}"
     if decision.candidates and decision.HasField("chosen"):
         words += f" {_number(decision.candidates[0].cost)}"
+        eviction_ms = decision.candidates[0].terms.get("eviction_ms", 0.0)
+        if eviction_ms >= _LEAST_SHOWN_MS:
+            words += f", {_number(eviction_ms)} of it for evictions"
         others = [each for each in decision.candidates[1:] if math.isfinite(each.cost)]
         words += "".join(
             f"; next {rank_name(each.rank, wide=wide)} {_number(each.cost)} ({_queued(each)})" for each in others
