@@ -78,29 +78,32 @@ def tools() -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": f"f{number}"} | described} for number in range(8)]
 
 
-def attacks(model: str) -> dict[str, dict[str, Any]]:
-    """Returns the requests of each attack over HTTP, as arguments of ``ClientSession.post``."""
+def attacks(model: str) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Returns what makes the request of each attack over HTTP, as arguments of ``ClientSession.post``."""
 
     def body(content: Any) -> dict[str, Any]:
         return {"data": json.dumps(content).encode(), "headers": {"Content-Type": "application/json"}}
 
-    bomb = gzip.compress(json.dumps(chat(model, " " * _BODY_BYTES)).encode())
+    def bomb() -> dict[str, Any]:
+        compressed = gzip.compress(json.dumps(chat(model, " " * _BODY_BYTES)).encode())
+        return {"data": compressed, "headers": {"Content-Type": "application/json", "Content-Encoding": "gzip"}}
+
+    def with_schema() -> dict[str, Any]:
+        named = {"name": "s", "schema": schema(10)}
+        return body(chat(model, "x", response_format={"type": "json_schema", "json_schema": named}))
+
     return {
-        "huge-bodies": body(chat(model, "x" * _BODY_BYTES)),
-        "gzip-bombs": {"data": bomb, "headers": {"Content-Type": "application/json", "Content-Encoding": "gzip"}},
-        "heads": {"data": b"{}", "headers": {f"x-{number}": "y" * 500 for number in range(12)}},
-        "long-texts": body(chat(model, text(60_000, space=""))),
-        "longest-texts": body(chat(model, text(_TEXT_BYTES))),
-        "escaped-texts": body(chat(model, "\u6c49" * (_TEXT_BYTES // 6))),
-        "token-lists": body({"model": model, "prompt": [7] * 200_000, "max_tokens": 1}),
-        "sequences": body(chat(model, text(2000), n=64, logprobs=True, top_logprobs=20, max_tokens=512)),
-        "tools": body(chat(model, text(200), tools=tools())),
-        "schemas": body(
-            chat(
-                model, "x", response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema(10)}}
-            )
-        ),
-        "braces": body(chat(model, "x", metadata=json.loads("[" * 500 + "]" * 500))),
+        "huge-bodies": lambda: body(chat(model, "x" * _BODY_BYTES)),
+        "gzip-bombs": bomb,
+        "heads": lambda: {"data": b"{}", "headers": {f"x-{number}": "y" * 500 for number in range(12)}},
+        "long-texts": lambda: body(chat(model, text(60_000, space=""))),
+        "longest-texts": lambda: body(chat(model, text(_TEXT_BYTES))),
+        "escaped-texts": lambda: body(chat(model, "\u6c49" * (_TEXT_BYTES // 6))),
+        "token-lists": lambda: body({"model": model, "prompt": [7] * 200_000, "max_tokens": 1}),
+        "sequences": lambda: body(chat(model, text(2000), n=64, logprobs=True, top_logprobs=20, max_tokens=512)),
+        "tools": lambda: body(chat(model, text(200), tools=tools())),
+        "schemas": with_schema,
+        "braces": lambda: body(chat(model, "x", metadata=json.loads("[" * 500 + "]" * 500))),
     }
 
 
@@ -192,14 +195,17 @@ def kinds(model: str) -> list[str]:
 
 
 async def attack(kind: str, model: str, http: str, target: str, key: str, seconds: float) -> None:
-    """Attacks, and prints the number of requests."""
+    """Says when its request is made, attacks, and prints the number of requests."""
+    make = attacks(model).get(kind, dict)
+    request = make()
+    print("ready", flush=True)
     until = time.time() + seconds
     if kind == "slow-bodies":
         sent = await attack_slowly(http, key, until)
     elif kind.startswith("grpc"):
         sent = await attack_grpc(kind, model, target, key, until)
     else:
-        sent = await attack_http(http, key, attacks(model)[kind], until)
+        sent = await attack_http(http, key, request, until)
     print(sent)
 
 
@@ -245,7 +251,9 @@ async def measure_attacks(
                 env=os.environ | {"KVROUTER_BENCH_KEY": keys["limited"]},
                 stdout=asyncio.subprocess.PIPE,
             )
-            await asyncio.sleep(2)
+            assert process.stdout is not None
+            await process.stdout.readline()
+            await asyncio.sleep(1)
             beside = await quiet_times(session, model, seconds)
             sent, _ = await process.communicate()
             base, p99 = (float(np.percentile(times, 99)) * 1000 for times in (alone, beside))

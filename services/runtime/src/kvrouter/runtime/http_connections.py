@@ -75,8 +75,8 @@ def ending(status: int, cause: str) -> bytes:
 
 
 END_OF_HEADERS = b"\r\n\r\n"
-_TURNS_PER_SECOND = 500
-"""Requests of strangers in a second: some 15% of a core, if each takes 0.3 ms."""
+_TURNS_PER_SECOND = 200
+"""Requests of strangers in a second: some 6% of a core, if each takes 0.3 ms."""
 _BURST = 100
 """Requests of strangers served at once."""
 _TICK_SECONDS = 0.02
