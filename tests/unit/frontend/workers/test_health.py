@@ -227,6 +227,16 @@ def test_a_lost_worker_that_registers_again_is_not_lost() -> None:
     assert states(found) == [HEALTHY, HEALTHY], "it was started again elsewhere"
 
 
+def test_a_worker_has_died_if_it_is_lost_before_its_registration_is_known() -> None:
+    found = health()
+    fate = found.begin("new:1").fate(connection_lost=True)
+    assert fate is not None
+    assert fate.died
+    call = found.begin("a:1")
+    found.update(components({2: "b:1"}))
+    assert call.fate(connection_lost=True) is None, "it has signed off"
+
+
 def test_requests_leave_a_drained_worker_and_those_that_come_after_the_drain_stay() -> None:
     found = health()
     before = found.begin("a:1")

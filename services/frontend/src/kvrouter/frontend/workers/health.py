@@ -146,7 +146,9 @@ class WorkerHealth:
 
     def death_of(self, worker: ObservedWorker) -> WorkerFate | None:
         """Returns the death of a worker whose connection was lost; None if it was draining or had signed off."""
-        if worker.is_draining or not (worker.registered or worker.suspected):
+        has_signed_off = worker.former and not (worker.registered or worker.suspected)
+        # One that never was registered here was chosen by a Scheduler which learned of it earlier.
+        if worker.is_draining or has_signed_off:
             return None
         now = self._clock()
         if not worker.incarnation and (not worker.died_at or now - worker.died_at > _ONE_DEATH_SECONDS):
