@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-COMMIT = "f9d17276b7b92bc996ae91e469e7b856e2341361"
+COMMIT = "c4ef2da452b5da034188563f5997b7ef0d144a5b"
 """Nothing is released yet: this commit is the last one that changed the contract."""
 _DISTRIBUTIONS = ("protos", "core", "net", "services/publisher_sdk", "services/engines", "client", ".", "devtools")
 

@@ -18,6 +18,7 @@ NAMES = {
     "PrefixIndex",
     "PredictedIndex",
     "ActiveSequences",
+    "CacheRecency",
     "find_json_value",
     "first_token_outside",
     "json_flaw",
