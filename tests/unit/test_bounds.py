@@ -14,8 +14,7 @@ PAGE = (ROOT / "docs/reference/bounds.md").read_text(encoding="utf-8")
 
 def test_the_reference_has_every_bound_by_name() -> None:
     names = {name for text in SOURCES.values() for name in re.findall(r"\bbounds\.add\(\s*\"(\w+)\"", text)}
-    of_ports = ("http_connections", "http_waiting_bytes", "tls_handshakes")
-    names |= {f"{port}_{what}" for port in ("frontend", "ops") for what in of_ports}
+    names |= {f"{port}_http_{what}" for port in ("frontend", "ops") for what in ("connections", "waiting_bytes")}
     assert len(names) > 15
     third_column = "".join(re.findall(r"^\|[^|]*\|[^|]*\|([^|(]*)", PAGE, re.MULTILINE))
     assert names == set(re.findall(r"`(\w+)`", third_column))

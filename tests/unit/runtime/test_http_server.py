@@ -15,7 +15,7 @@ from aiohttp import web
 from kvrouter.devtools.system.certificates import DevelopmentAuthority
 from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.runtime import http_connections as http_strangers
-from kvrouter.runtime import http_handshakes, http_server
+from kvrouter.runtime import http_server
 from kvrouter.runtime.http_connections import JsonRequestHandler
 from kvrouter.runtime.http_server import HttpLimits, note_admitted, serving_http, share_of_descriptors
 from prometheus_client import CollectorRegistry
@@ -314,55 +314,10 @@ async def test_strangers_are_replaced_first() -> None:
         await known.readuntil(b"quick")
 
 
-HALF_A_HANDSHAKE = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100)
-
-
-@pytest.fixture
-def tls(tmp_path: Path) -> Tls:
+async def test_half_a_handshake_is_cut_off(tmp_path: Path) -> None:
     paths = DevelopmentAuthority(tmp_path).issue("server")
-    return Tls(TlsOptions(str(paths.cert), str(paths.key), str(paths.authority)))
-
-
-async def test_handshakes_under_way_are_bounded(tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_handshakes, "MAX_HANDSHAKES", 3)
-    async with serving(header_seconds=60, tls=tls) as served:
-        connections = [await served.connect(HALF_A_HANDSHAKE) for _ in range(5)]
-        for reader, _ in connections[:2]:
-            with suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 60) == b""
-        assert not any(reader.at_eof() for reader, _ in connections[2:])
-        connections[2][1].close()
-        bound = {"bound": "test_tls_handshakes", "when_full": "evicts"}
-        async with asyncio.timeout(60):
-            while served.registry.get_sample_value("kvrouter_bound_used", bound) != 2:
-                await asyncio.sleep(0.01)
-        url = f"https://127.0.0.1:{served.port}/quick"
-        async with aiohttp.ClientSession() as session, session.get(url, ssl=tls.client_context()) as response:
-            assert await response.text() == "quick"
-        assert not any(reader.at_eof() for reader, _ in connections[3:])
-
-
-async def test_an_encrypted_connection_has_a_small_buffer(tls: Tls) -> None:
-    sizes: list[int] = []
-
-    async def measured(request: web.Request, handler: Any) -> web.StreamResponse:
-        transport: Any = request.transport
-        sizes.append(len(transport._ssl_protocol._ssl_buffer))
-        response: web.StreamResponse = await handler(request)
-        return response
-
-    async with serving(header_seconds=60, tls=tls, middlewares=[web.middleware(measured)]) as served:
-        url = f"https://127.0.0.1:{served.port}"
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"{url}/quick", ssl=tls.client_context()) as response,
-        ):
-            assert await response.text() == "quick"
-    assert sizes == [16 << 10]
-
-
-async def test_half_a_handshake_is_cut_off(tls: Tls) -> None:
+    tls = Tls(TlsOptions(str(paths.cert), str(paths.key), str(paths.authority)))
     async with serving(tls=tls) as served:
-        reader, _ = await served.connect(HALF_A_HANDSHAKE)
+        reader, _ = await served.connect(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100))
         with suppress(ConnectionError):
             assert await reader.read() == b""

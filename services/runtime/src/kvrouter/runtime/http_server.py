@@ -22,7 +22,6 @@ from kvrouter.net.tls import Tls, warn_if_exposed
 from kvrouter.net.token_bucket import TokenBucket
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.http_connections import END_OF_HEADERS, MAX_HELD_BYTES, JsonRequestHandler, StrangerTurns, ending
-from kvrouter.runtime.http_handshakes import MAX_HANDSHAKES, Handshakes
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 MAX_CONNECTIONS = 16_384
@@ -93,9 +92,6 @@ async def serving_http(
         BindFailed: the port is in use or the address is not one of this machine's.
     """
     connections = _Connections(limits, registry, name, recognizes)
-    handshakes = None if tls is None else Handshakes(tls.server_context(), limits.header_seconds)
-    if handshakes is not None:
-        bounds_of(registry).add(f"{name}_tls_handshakes", lambda: len(handshakes), MAX_HANDSHAKES, when_full="evicts")
     warn_if_exposed(f"{host or '*'}:{port}", tls)
     application.middlewares.insert(0, connections.follow_request)
     options["access_log"] = None
@@ -106,17 +102,14 @@ async def serving_http(
         assert handlers is not None  # noqa: S101 - set up above
         loop = asyncio.get_running_loop()
         of_handlers = {name: value for name, value in options.items() if name not in _OF_SERVER}
-
-        def connect() -> _Connection:
-            return _Connection(JsonRequestHandler(handlers, loop=loop, **of_handlers), connections)
-
         try:
             server = await loop.create_server(
-                connect if handshakes is None else lambda: handshakes.encrypted(connect),
+                lambda: _Connection(JsonRequestHandler(handlers, loop=loop, **of_handlers), connections),
                 host,
                 port,
                 reuse_port=reuse_port,
                 backlog=1024,
+                **({} if tls is None else _encrypted(tls, limits)),
             )
         except OSError:
             raise BindFailed(f"{host or ''}:{port}") from None
@@ -124,10 +117,12 @@ async def serving_http(
             yield server.sockets[0].getsockname()[:2]
         finally:
             server.close()
-            if handshakes is not None:
-                handshakes.close()
     finally:
         await runner.cleanup()
+
+
+def _encrypted(tls: Tls, limits: HttpLimits) -> dict[str, Any]:
+    return {"ssl": tls.server_context(), "ssl_handshake_timeout": limits.header_seconds}
 
 
 class _Connections:
