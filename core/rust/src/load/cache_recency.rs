@@ -267,7 +267,7 @@ mod tests {
         let mut recency = Recency::new(4, 16, 8);
         let ranks: Vec<CachedRank> = (0..100).map(|worker| ((worker, 0), 1, 1000)).collect();
         recency.set_ranks(&ranks);
-        for number in 0..100_000u64 {
+        for number in 0..1_000_000u64 {
             recency.record((number % 100, 0), &[number.wrapping_mul(0x9e37_79b9_7f4a_7c15)], number as f64);
         }
         assert!(recency.len() <= 100 + 8, "one block at least for each rank");
