@@ -7,6 +7,7 @@ from zlib import crc32
 
 import pytest
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
+from kvrouter.scheduler.routing.affinity import MOST_RUNNING
 from kvrouter.v1.common_pb2 import BlockScope
 
 from ..harness import Parts, constraints, routing, selecting, view, worker
@@ -29,6 +30,18 @@ async def test_it_stays_in_every_mode(mode: str) -> None:
     for number in range(9):
         await sent(scheduler, f"other{number}")
         assert await sent(scheduler, f"next{number}", "talk") == first
+        scheduler.booking_table.free((f"next{number}", 0, 1))
+
+
+async def test_many_requests_at_once_are_no_conversation() -> None:
+    scheduler = parts()
+    names = [f"r{number}" for number in range(MOST_RUNNING + 4)]
+    ranks = [await sent(scheduler, name, "constant") for name in names]
+    assert len(set(ranks[: MOST_RUNNING + 1])) == 1
+    assert set(ranks[MOST_RUNNING + 1 :]) == {1, 2, 3}
+    for name in names[1:]:
+        scheduler.booking_table.free((name, 0, 1))
+    assert await sent(scheduler, "later", "constant") == ranks[-1]
 
 
 async def test_without_a_conversation_nothing_sticks() -> None:
