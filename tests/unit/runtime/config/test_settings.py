@@ -13,23 +13,24 @@ from pydantic import AliasChoices, Field, ValidationError
 class GatewaySettings(ServiceSettings):
     """Options for these tests."""
 
-    weight: float = Field(
-        default=1.0,
-        ge=0,
-        description="Weight of prefill, 100%.",
-        validation_alias=AliasChoices("weight", "kv-overlap-score-weight"),
-    )
-    track_blocks: bool = Field(default=True, description="Whether blocks are tracked.")
-    threshold: float | None = Field(default=None, description="Share, or none.")
-    models: tuple[str, ...] = Field(default=(), description="Names.")
-    labels: dict[str, str] = Field(default={}, description="Labels.")
+    weight: float = Field(default=1.0, ge=0, validation_alias=AliasChoices("weight", "kv-overlap-score-weight"))
+    """Weight of prefill, 100%."""
+    track_blocks: bool = True
+    """Whether blocks are tracked."""
+    threshold: float | None = None
+    """Share, or none."""
+    models: tuple[str, ...] = ()
+    """Names."""
+    labels: dict[str, str] = Field(default={})
+    """Labels."""
 
 
 class OtherSettings(ServiceSettings):
     """Options of another service in the same process."""
 
     section = "scheduler"
-    depth: int = Field(default=3, description="Depth.")
+    depth: int = 3
+    """Depth."""
 
 
 def read(*argv: str, **environ: str) -> GatewaySettings:

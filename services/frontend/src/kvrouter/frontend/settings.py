@@ -13,10 +13,10 @@ from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.reasoning import ReasoningFormatName
 from kvrouter.frontend.text.tool_formats import ToolFormatName
 from kvrouter.net.model_files import NAMES
-from kvrouter.runtime.config.fields import ENGINE_KEYS_FILE, EngineKeysFile, can_be_written
+from kvrouter.runtime.config.fields import EngineKeysFile, can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings
 from kvrouter.runtime.config.static_workers import StaticEndpoints
-from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, StringConstraints, model_validator
 
 
 def _checked_file(text: str) -> str:
@@ -52,8 +52,6 @@ Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 class FrontendSettings(RoutingSettings):
     """Options of ``kvrouter-frontend``; each is a flag, an environment variable and a key of the configuration file."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     host: str = Field(default="127.0.0.1", validation_alias=AliasChoices("host", "http-host"))
     """Host that the HTTP API listens on."""
@@ -142,7 +140,7 @@ class FrontendSettings(RoutingSettings):
     cache_salt_key_file: str = ""
     """File with the secret that keys the salts of caches, made with `kvrouter keys create-salt-key`; the same for
     all Frontends. Needed where a tenant is isolated."""
-    engine_keys_file: EngineKeysFile = Field(default="", description=ENGINE_KEYS_FILE)
+    engine_keys_file: EngineKeysFile = ""
     permitted_engine_fields: tuple[EngineField, ...] = ()
     """Further fields that clients with a key may send to engines, separated by commas; none internal."""
     jwt_keys: str = ""

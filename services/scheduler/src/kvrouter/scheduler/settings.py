@@ -21,127 +21,68 @@ class SchedulerSettings(RoutingSettings):
         default=1.0,
         ge=0,
         le=MAX_WEIGHT,
-        description="Weight of prefill blocks relative to decode blocks in mode kv; with 0 that queries no Indexer.",
         validation_alias=AliasChoices("overlap_score_weight", "kv_overlap_score_weight"),
     )
-    router_temperature: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Softmax temperature in mode kv; 0 takes the cheapest rank."
-    )
+    """Weight of prefill blocks relative to decode blocks in mode kv; with 0 that queries no Indexer."""
+    router_temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Softmax temperature in mode kv; 0 takes the cheapest rank."""
     active_decode_blocks_threshold: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="Share of its KV blocks in use, 0 to 1, above which a rank is busy; none is off.",
-        validation_alias=AliasChoices("active_decode_blocks_threshold", "busy_threshold"),
+        default=None, ge=0, le=1, validation_alias=AliasChoices("active_decode_blocks_threshold", "busy_threshold")
     )
-    active_prefill_tokens_threshold: int | None = Field(
-        default=None,
-        ge=0,
-        description="Prompt tokens booked and not yet computed above which a rank is busy; none is off.",
-    )
+    """Share of its KV blocks in use, 0 to 1, above which a rank is busy; none is off."""
+    active_prefill_tokens_threshold: int | None = Field(default=None, ge=0)
+    """Prompt tokens booked and not yet computed above which a rank is busy; none is off."""
     track_active_blocks: bool = Field(
-        default=True,
-        description="Whether blocks of requests in flight count as load.",
-        validation_alias=AliasChoices("track_active_blocks", "router_track_active_blocks"),
+        default=True, validation_alias=AliasChoices("track_active_blocks", "router_track_active_blocks")
     )
+    """Whether blocks of requests in flight count as load."""
     assume_kv_reuse: bool = Field(
-        default=True,
-        description="Whether requests in flight share equal blocks; otherwise each request counts all of its blocks.",
-        validation_alias=AliasChoices("assume_kv_reuse", "router_assume_kv_reuse"),
+        default=True, validation_alias=AliasChoices("assume_kv_reuse", "router_assume_kv_reuse")
     )
-    track_output_blocks: bool = Field(default=True, description="Whether blocks of generated tokens count as load.")
-    indexer_timeout_ms: int = Field(
-        default=50,
-        ge=1,
-        description="Longest wait for an Indexer before a request is routed on load alone, in milliseconds.",
-    )
-    session_grace_seconds: float = Field(
-        default=10.0, ge=0, description="Time for which the bookings of a broken session are kept, in seconds."
-    )
-    replica_sync: bool = Field(
-        default=False,
-        description="Whether Schedulers replicate their bookings to each other over NATS.",
-        validation_alias=AliasChoices("replica_sync", "router_replica_sync"),
-    )
-    replica_heartbeat_seconds: float = Field(
-        default=1.0,
-        gt=0,
-        description="Interval between heartbeats that Schedulers send each other to detect lost bookings, in seconds.",
-    )
-    load_report_age_seconds: float = Field(
-        default=10.0, gt=0, description="Age above which a load report is ignored, in seconds."
-    )
-    conversations_kept: int = Field(
-        default=65_536,
-        ge=0,
-        description="Number of conversations whose rank is remembered, the most recent ones; 0 remembers none.",
-    )
-    kv_events: bool = Field(
-        default=True,
-        description="Whether overlaps come from the workers' events, and are predicted from routed requests only for "
-        "workers without events; if not, for all.",
-    )
-    router_ttl: float = Field(
-        default=120.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Time after a request for which its blocks are predicted to be resident, in seconds.",
-    )
-    router_max_tree_size: int = Field(
-        default=1 << 20,
-        ge=1,
-        description="Most blocks that are predicted to be resident, summed over the ranks of a component.",
-    )
-    router_prune_target_ratio: float = Field(
-        default=0.8,
-        ge=0,
-        le=1,
-        description="Share of the most predicted blocks, 0 to 1, that is kept when there are more.",
-    )
-    max_queued_requests: int = Field(
-        default=MAX_QUEUED_REQUESTS,
-        ge=0,
-        le=8192,
-        description="Most requests of a component that wait for a rank with room in mode forecast; 0 queues none.",
-    )
-    overload_lag_ms: float = Field(
-        default=20.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Mean lateness of the event loop above which sharding is advised, in milliseconds; 0 is never.",
-    )
-    remote_prefill_min_tokens: int = Field(
-        default=512,
-        ge=0,
-        description="Least prompt tokens that the decode worker lacks for a prefill worker to compute the prompt.",
-    )
-    prefill_us_per_token: float | None = Field(
-        default=None,
-        ge=0,
-        allow_inf_nan=False,
-        description="Time in which a decode worker computes a prompt token, compared with the transfer, microseconds;"
-        " learned from first tokens by default.",
-    )
-    kv_bytes_per_token: int = Field(
-        default=131_072, ge=0, description="KV cache of a token that a prefill worker transfers, in bytes."
-    )
-    kv_transfer_gb_per_second: float = Field(
-        default=25.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Bandwidth of transfers from prefill to decode workers, in 10^9 bytes per second, until measured.",
-    )
-    kv_transfer_latency_ms: float = Field(
-        default=5.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Time of a transfer besides that of its bytes, in milliseconds, until measured.",
-    )
-    decisions_kept: int = Field(default=1024, ge=1, description="Number of past decisions that Explain can show.")
+    """Whether requests in flight share equal blocks; otherwise each request counts all of its blocks."""
+    track_output_blocks: bool = True
+    """Whether blocks of generated tokens count as load."""
+    indexer_timeout_ms: int = Field(default=50, ge=1)
+    """Longest wait for an Indexer before a request is routed on load alone, in milliseconds."""
+    session_grace_seconds: float = Field(default=10.0, ge=0)
+    """Time for which the bookings of a broken session are kept, in seconds."""
+    replica_sync: bool = Field(default=False, validation_alias=AliasChoices("replica_sync", "router_replica_sync"))
+    """Whether Schedulers replicate their bookings to each other over NATS."""
+    replica_heartbeat_seconds: float = Field(default=1.0, gt=0)
+    """Interval between heartbeats that Schedulers send each other to detect lost bookings, in seconds."""
+    load_report_age_seconds: float = Field(default=10.0, gt=0)
+    """Age above which a load report is ignored, in seconds."""
+    conversations_kept: int = Field(default=65_536, ge=0)
+    """Number of conversations whose rank is remembered, the most recent ones; 0 remembers none."""
+    kv_events: bool = True
+    """Whether overlaps come from the workers' events, and are predicted from routed requests only for workers
+    without events; if not, for all."""
+    router_ttl: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+    """Time after a request for which its blocks are predicted to be resident, in seconds."""
+    router_max_tree_size: int = Field(default=1 << 20, ge=1)
+    """Most blocks that are predicted to be resident, summed over the ranks of a component."""
+    router_prune_target_ratio: float = Field(default=0.8, ge=0, le=1)
+    """Share of the most predicted blocks, 0 to 1, that is kept when there are more."""
+    max_queued_requests: int = Field(default=MAX_QUEUED_REQUESTS, ge=0, le=8192)
+    """Most requests of a component that wait for a rank with room in mode forecast; 0 queues none."""
+    overload_lag_ms: float = Field(default=20.0, ge=0, allow_inf_nan=False)
+    """Mean lateness of the event loop above which sharding is advised, in milliseconds; 0 is never."""
+    remote_prefill_min_tokens: int = Field(default=512, ge=0)
+    """Least prompt tokens that the decode worker lacks for a prefill worker to compute the prompt."""
+    prefill_us_per_token: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Time in which a decode worker computes a prompt token, compared with the transfer, microseconds; learned from
+    first tokens by default."""
+    kv_bytes_per_token: int = Field(default=131_072, ge=0)
+    """KV cache of a token that a prefill worker transfers, in bytes."""
+    kv_transfer_gb_per_second: float = Field(default=25.0, gt=0, allow_inf_nan=False)
+    """Bandwidth of transfers from prefill to decode workers, in 10^9 bytes per second, until measured."""
+    kv_transfer_latency_ms: float = Field(default=5.0, ge=0, allow_inf_nan=False)
+    """Time of a transfer besides that of its bytes, in milliseconds, until measured."""
+    decisions_kept: int = Field(default=1024, ge=1)
+    """Number of past decisions that Explain can show."""
 
-    log_formulas: bool = Field(
-        default=False, description="Whether the cost formula of every candidate of every decision is logged."
-    )
+    log_formulas: bool = False
+    """Whether the cost formula of every candidate of every decision is logged."""
 
     @field_validator("router_mode")
     @classmethod

@@ -7,13 +7,7 @@ from typing import ClassVar, Literal
 
 from kvrouter.engines.servers.description import NO_EVENTS
 from kvrouter.engines.servers.detection import EngineKindOption
-from kvrouter.runtime.config.fields import (
-    ENGINE_KEYS_FILE,
-    EngineKeysFile,
-    RoleOption,
-    TransportOption,
-    check_socket_endpoint,
-)
+from kvrouter.runtime.config.fields import EngineKeysFile, RoleOption, TransportOption, check_socket_endpoint
 from kvrouter.runtime.config.settings import Name, ServiceSettings
 from kvrouter.sidecar.engines_file import checked_url, read_engines
 from pydantic import Field, field_validator, model_validator
@@ -35,83 +29,54 @@ class EngineSettings(ServiceSettings):
     """Options with one value for each engine, in the order of the engines."""
 
     engine: tuple[str, ...]
-    engine_kind: EngineKindOption = Field(default="auto", description="Which engine it is; auto asks it.")
-    engine_keys_file: EngineKeysFile = Field(default="", description=ENGINE_KEYS_FILE)
-    forward: Literal["yes", "no"] = Field(
-        default="yes",
-        description="Whether Frontends forward requests of the OpenAI API to the engine's own; otherwise the Frontend "
-        "tokenizes them and the engine gets tokens, so that streams continue on another engine if one dies.",
-    )
-    kv_topic: str = Field(default="", description="Topic of the events; others are ignored. Empty for any topic.")
-    component: Name = Field(default="workers", description="Name of the component that the engines join.")
-    model: str = Field(default="", description="Name of the model that clients send; by default the engine is asked.")
-    block_size: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="Tokens per KV block of the engine; by default the engine is asked."
-    )
-    dp_size: int | None = Field(
-        default=None, ge=1, le=1024, description="Number of data-parallel ranks; by default the engine is asked."
-    )
-    total_blocks: int | None = Field(
-        default=None, ge=0, description="KV blocks of each rank in device memory; by default the engine is asked."
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=0,
-        lt=1 << 32,
-        description="Most prompt and output tokens together, 0 for no limit; by default the engine is asked.",
-    )
-    max_sequences: int | None = Field(
-        default=None,
-        ge=0,
-        lt=1 << 32,
-        description="Requests that each rank runs at once, 0 if unknown; by default the engine is asked.",
-    )
-    role: RoleOption | None = Field(
-        default=None, description="Role of the engine; by default the engine is asked, and both if it does not say."
-    )
-    tokenizer: str = Field(
-        default="", description="Path or name of the model's tokenizer; by default where the engine loaded its model."
-    )
-    bootstrap_endpoint: tuple[str, ...] = Field(
-        default=(),
-        description="Address at which decode workers meet each prefill engine, host:port; by default the engine is "
-        "asked.",
-    )
-    copy_counting: Literal["counted", "set"] = Field(
-        default="counted", description="Whether the engine reports each physical copy of a block, or a set of blocks."
-    )
-    full_reports: bool = Field(
-        default=False,
-        description="Whether requests make the engine report their hits too (kv_cache_report_mode: full).",
-    )
-    offloaded_blocks: int = Field(
-        default=1,
-        ge=1,
-        le=1 << 20,
-        description="Blocks in a chunk that the engine offloads and reports by its last hash alone.",
-    )
-    lora_ids: dict[str, str] = Field(
-        default_factory=dict, description="Names of LoRA adapters by number, for engines that report numbers only."
-    )
-    labels: dict[str, str] = Field(default_factory=dict, description="Labels for routing constraints.")
-    load_seconds: float = Field(
-        default=1.0,
-        gt=0,
-        le=3600,
-        description="Interval at which the engine's load, LoRA adapters and sleep are read, in seconds.",
-    )
-    answer_seconds: float = Field(
-        default=5.0, gt=0, description="Longest time for the engine to answer about itself, in seconds."
-    )
-    replay_seconds: float = Field(
-        default=10.0, gt=0, description="Longest time between two messages of a replay, in seconds."
-    )
-    queued_messages: int = Field(
-        default=100_000, ge=1, description="Messages that wait in each subscription; further ones are replayed."
-    )
-    engine_grace_seconds: float = Field(
-        default=5.0, ge=0, description="Time without an answer of the engine before routers avoid it, in seconds."
-    )
+    engine_kind: EngineKindOption = "auto"
+    """Which engine it is; auto asks it."""
+    engine_keys_file: EngineKeysFile = ""
+    forward: Literal["yes", "no"] = "yes"
+    """Whether Frontends forward requests of the OpenAI API to the engine's own; otherwise the Frontend tokenizes
+    them and the engine gets tokens, so that streams continue on another engine if one dies."""
+    kv_topic: str = ""
+    """Topic of the events; others are ignored. Empty for any topic."""
+    component: Name = "workers"
+    """Name of the component that the engines join."""
+    model: str = ""
+    """Name of the model that clients send; by default the engine is asked."""
+    block_size: int | None = Field(default=None, ge=1, le=1 << 20)
+    """Tokens per KV block of the engine; by default the engine is asked."""
+    dp_size: int | None = Field(default=None, ge=1, le=1024)
+    """Number of data-parallel ranks; by default the engine is asked."""
+    total_blocks: int | None = Field(default=None, ge=0)
+    """KV blocks of each rank in device memory; by default the engine is asked."""
+    max_model_len: int | None = Field(default=None, ge=0, lt=1 << 32)
+    """Most prompt and output tokens together, 0 for no limit; by default the engine is asked."""
+    max_sequences: int | None = Field(default=None, ge=0, lt=1 << 32)
+    """Requests that each rank runs at once, 0 if unknown; by default the engine is asked."""
+    role: RoleOption | None = None
+    """Role of the engine; by default the engine is asked, and both if it does not say."""
+    tokenizer: str = ""
+    """Path or name of the model's tokenizer; by default where the engine loaded its model."""
+    bootstrap_endpoint: tuple[str, ...] = ()
+    """Address at which decode workers meet each prefill engine, host:port; by default the engine is asked."""
+    copy_counting: Literal["counted", "set"] = "counted"
+    """Whether the engine reports each physical copy of a block, or a set of blocks."""
+    full_reports: bool = False
+    """Whether requests make the engine report their hits too (kv_cache_report_mode: full)."""
+    offloaded_blocks: int = Field(default=1, ge=1, le=1 << 20)
+    """Blocks in a chunk that the engine offloads and reports by its last hash alone."""
+    lora_ids: dict[str, str] = Field(default_factory=dict)
+    """Names of LoRA adapters by number, for engines that report numbers only."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels for routing constraints."""
+    load_seconds: float = Field(default=1.0, gt=0, le=3600)
+    """Interval at which the engine's load, LoRA adapters and sleep are read, in seconds."""
+    answer_seconds: float = Field(default=5.0, gt=0)
+    """Longest time for the engine to answer about itself, in seconds."""
+    replay_seconds: float = Field(default=10.0, gt=0)
+    """Longest time between two messages of a replay, in seconds."""
+    queued_messages: int = Field(default=100_000, ge=1)
+    """Messages that wait in each subscription; further ones are replayed."""
+    engine_grace_seconds: float = Field(default=5.0, ge=0)
+    """Time without an answer of the engine before routers avoid it, in seconds."""
 
     @field_validator("engine", "engine_advertise", check_fields=False)
     @classmethod
@@ -152,36 +117,23 @@ class SidecarSettings(EngineSettings):
 
     per_engine = ("kv_events", "kv_replay", "engine_advertise", "bootstrap_endpoint")
 
-    engine: tuple[str, ...] = Field(
-        min_length=1, description="URL of the engine's HTTP API, http://host:port. May be repeated for several engines."
-    )
-    kv_events: tuple[str, ...] = Field(
-        default=(),
-        description="Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if it "
-        "publishes no events. By default the engine is asked.",
-    )
-    kv_replay: tuple[str, ...] = Field(
-        default=(), description="Endpoint of rank 0's replay socket for each engine; only with --kv-events."
-    )
-    engine_advertise: tuple[str, ...] = Field(
-        default=(),
-        description="URL at which others reach each engine; none for that of --engine, with the host of --advertise if "
-        "it is a loopback address.",
-    )
-    worker_id: int | None = Field(
-        default=None,
-        ge=0,
-        lt=1 << 63,
-        description="Id of the first engine's worker in its component; further engines have the next ids. None draws "
-        "them at random.",
-    )
-    transport: TransportOption = Field(
-        default="default", description="Transport of the events; default is the component's."
-    )
-    journal_path: Path | None = Field(
-        default=None,
-        description="Directory from which a restarted sidecar resumes, with a worker id; none for no journal.",
-    )
+    engine: tuple[str, ...] = Field(min_length=1)
+    """URL of the engine's HTTP API, http://host:port. May be repeated for several engines."""
+    kv_events: tuple[str, ...] = ()
+    """Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if it publishes no
+    events. By default the engine is asked."""
+    kv_replay: tuple[str, ...] = ()
+    """Endpoint of rank 0's replay socket for each engine; only with --kv-events."""
+    engine_advertise: tuple[str, ...] = ()
+    """URL at which others reach each engine; none for that of --engine, with the host of --advertise if it is a
+    loopback address."""
+    worker_id: int | None = Field(default=None, ge=0, lt=1 << 63)
+    """Id of the first engine's worker in its component; further engines have the next ids. None draws them at
+    random."""
+    transport: TransportOption = "default"
+    """Transport of the events; default is the component's."""
+    journal_path: Path | None = None
+    """Directory from which a restarted sidecar resumes, with a worker id; none for no journal."""
 
     _are_endpoints = field_validator("kv_events", "kv_replay")(check_event_sockets)
 
@@ -200,27 +152,18 @@ class LocalEnginesSettings(EngineSettings):
     section = "engines"
     per_engine = ("engine_events", "engine_replay", "bootstrap_endpoint")
 
-    engine: tuple[str, ...] = Field(
-        default=(),
-        description="URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated.",
-    )
-    engines_file: Path | None = Field(
-        default=None,
-        description="File with the URLs of more engines, one on each line, which may change while the process runs.",
-    )
-    state: Path | None = Field(
-        default=None,
-        description="Directory in which the process keeps what engines have cached, to resume from it after a restart; "
-        "none keeps nothing.",
-    )
-    engine_events: tuple[str, ...] = Field(
-        default=(),
-        description="Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if its "
-        "events are not to be used. By default the engine is asked.",
-    )
-    engine_replay: tuple[str, ...] = Field(
-        default=(), description="Endpoint of rank 0's replay socket for each engine; only with --engine-events."
-    )
+    engine: tuple[str, ...] = ()
+    """URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated."""
+    engines_file: Path | None = None
+    """File with the URLs of more engines, one on each line, which may change while the process runs."""
+    state: Path | None = None
+    """Directory in which the process keeps what engines have cached, to resume from it after a restart; none keeps
+    nothing."""
+    engine_events: tuple[str, ...] = ()
+    """Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if its events are not
+    to be used. By default the engine is asked."""
+    engine_replay: tuple[str, ...] = ()
+    """Endpoint of rank 0's replay socket for each engine; only with --engine-events."""
 
     _are_endpoints = field_validator("engine_events", "engine_replay")(check_event_sockets)
 

@@ -12,53 +12,31 @@ from pydantic import Field, SecretStr, model_validator
 class EngineServerSettings(ServiceSettings):
     """Options that say which server the mocker is, and how that behaves."""
 
-    openai: bool = Field(
-        default=False,
-        description="Behave like a vLLM server, on --bind, instead of a worker; without etcd and NATS.",
-    )
-    sglang: bool = Field(
-        default=False,
-        description="Behave like an SGLang server, on --bind, instead of a worker; without etcd and NATS.",
-    )
-    kv_events_config: str = Field(
-        default="",
-        description="Sockets of the KV events of a vLLM or SGLang server, as JSON with that engine's keys; none "
-        "publishes nothing.",
-    )
-    lora_modules: dict[str, str] = Field(
-        default_factory=dict, description="LoRA adapters that a vLLM or SGLang server has, and their paths."
-    )
-    model_path: str = Field(
-        default="", description="Path that a vLLM or SGLang server names for the model; empty for its name."
-    )
-    enable_prompt_tokens_details: bool = Field(
-        default=False,
-        description="Whether a vLLM or SGLang server reports cached tokens in the usage of the OpenAI API.",
-    )
-    priority_scheduling: bool = Field(
-        default=False,
-        description="Whether a vLLM server accepts priorities; they do not change the order of the simulation.",
-    )
-    incremental_streaming_output: bool = Field(
-        default=False, description="Whether chunks of an SGLang server have the new tokens only, instead of all."
-    )
-    load_publish_endpoint: str = Field(
-        default="",
-        description="Endpoint on which rank 0 of an SGLang server publishes its load, auto for the ports after those "
-        "of the KV events; none publishes none.",
-    )
-    disaggregation_bootstrap_port: int = Field(
-        default=8998,
-        ge=0,
-        le=65_535,
-        description="Port on which an SGLang server with the role prefill meets decode servers; 0 takes a free one.",
-    )
-    api_key: SecretStr = Field(
-        default=SecretStr(""), description="Key that a vLLM or SGLang server demands, at the paths at which it does."
-    )
-    loading_seconds: float = Field(
-        default=0.0, ge=0, description="Time in which a vLLM or SGLang server answers 503 after its start, in seconds."
-    )
+    openai: bool = False
+    """Behave like a vLLM server, on --bind, instead of a worker; without etcd and NATS."""
+    sglang: bool = False
+    """Behave like an SGLang server, on --bind, instead of a worker; without etcd and NATS."""
+    kv_events_config: str = ""
+    """Sockets of the KV events of a vLLM or SGLang server, as JSON with that engine's keys; none publishes nothing."""
+    lora_modules: dict[str, str] = Field(default_factory=dict)
+    """LoRA adapters that a vLLM or SGLang server has, and their paths."""
+    model_path: str = ""
+    """Path that a vLLM or SGLang server names for the model; empty for its name."""
+    enable_prompt_tokens_details: bool = False
+    """Whether a vLLM or SGLang server reports cached tokens in the usage of the OpenAI API."""
+    priority_scheduling: bool = False
+    """Whether a vLLM server accepts priorities; they do not change the order of the simulation."""
+    incremental_streaming_output: bool = False
+    """Whether chunks of an SGLang server have the new tokens only, instead of all."""
+    load_publish_endpoint: str = ""
+    """Endpoint on which rank 0 of an SGLang server publishes its load, auto for the ports after those of the KV
+    events; none publishes none."""
+    disaggregation_bootstrap_port: int = Field(default=8998, ge=0, le=65_535)
+    """Port on which an SGLang server with the role prefill meets decode servers; 0 takes a free one."""
+    api_key: SecretStr = SecretStr("")
+    """Key that a vLLM or SGLang server demands, at the paths at which it does."""
+    loading_seconds: float = Field(default=0.0, ge=0)
+    """Time in which a vLLM or SGLang server answers 503 after its start, in seconds."""
 
     @model_validator(mode="after")
     def _is_one_engine(self) -> EngineServerSettings:

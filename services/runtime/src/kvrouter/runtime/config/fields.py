@@ -7,13 +7,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from kvrouter.engines.keys import EngineKeys
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import InvalidName, check_name
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 
 def _checked_name(text: str) -> str:
@@ -77,18 +77,19 @@ OptionalAddress = Annotated[str, AfterValidator(_checked_optional_address)]
 """host:port, with an IPv6 host in brackets, or empty."""
 
 
-ENGINE_KEYS_FILE: Final = (
-    'File with the keys that engines demand at their HTTP APIs, lines COMPONENT = "KEY" of TOML, of mode 0600 or 0640; '
-    "a change is used at once."
-)
-
-
 def _checked(path: str) -> str:
     EngineKeys(path)
     return path
 
 
-EngineKeysFile = Annotated[str, AfterValidator(_checked)]
+EngineKeysFile = Annotated[
+    str,
+    AfterValidator(_checked),
+    Field(
+        description="File with the keys that engines demand at their HTTP APIs, lines "
+        'COMPONENT = "KEY" of TOML, of mode 0600 or 0640; a change is used at once.'
+    ),
+]
 """Path of a file that ``EngineKeys`` can read; empty for none."""
 
 

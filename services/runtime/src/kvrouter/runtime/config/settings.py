@@ -43,111 +43,77 @@ def _made_up_id() -> str:
 class ServiceSettings(BaseModel):
     """Options every service has."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True, use_attribute_docstrings=True
+    )
 
     section: ClassVar[str] = ""
     """The service's own table in the file; empty for the class's name before ``Settings``, in lower case."""
 
-    namespace: Name = Field(
-        default="kvrouter", description="Namespace of the deployment; only processes of one namespace see each other."
-    )
-    etcd: str = Field(
-        default="127.0.0.1:2379",
-        description="Endpoints of etcd, host:port, separated by commas.",
-        json_schema_extra={"env": ["ETCD_ENDPOINTS"]},
-    )
-    nats: str = Field(
-        default="nats://127.0.0.1:4222",
-        description="URLs of NATS, separated by commas.",
-        json_schema_extra={"env": ["NATS_SERVER"]},
-    )
-    etcd_user: str = Field(default="", description="User in etcd, with --etcd-password-file; empty for none.")
-    etcd_password_file: str = Field(
-        default="", description="File with the password of --etcd-user, of mode 0600 or 0640."
-    )
-    etcd_ca_file: str = Field(
-        default="",
-        description="PEM file with the authorities of etcd's certificate, for https://; by default --tls-ca-file.",
-    )
-    nats_user: str = Field(default="", description="User in NATS, with --nats-password-file; empty for none.")
-    nats_password_file: str = Field(
-        default="", description="File with the password of --nats-user, of mode 0600 or 0640."
-    )
-    nats_token_file: str = Field(default="", description="File with a token for NATS, of mode 0600 or 0640.")
-    nats_nkey_file: str = Field(default="", description="File with an NKEY seed for NATS, of mode 0600 or 0640.")
-    nats_credentials_file: str = Field(
-        default="", description="Credentials file (.creds) for NATS, of mode 0600 or 0640."
-    )
-    nats_ca_file: str = Field(
-        default="",
-        description="PEM file with the authorities of NATS' certificate, for tls://; by default --tls-ca-file.",
-    )
-    nats_inbox_prefix: str = Field(
-        default="", description="Prefix of this process's reply subjects in NATS, for permissions; empty for _INBOX."
-    )
-    bind: Address = Field(
-        default="127.0.0.1:0", description="Address of the gRPC server, host:port; port 0 takes a free one."
-    )
-    advertise: str = Field(
-        default="",
-        description="Host or host:port at which other processes reach the gRPC server; empty for the host of --bind.",
-    )
-    http_bind: OptionalAddress = Field(
-        default="127.0.0.1:0",
-        description="Address of /metrics, /health and /ready, host:port; port 0 takes a free one, empty serves none.",
-    )
-    http_header_seconds: float = Field(
-        default=10.0, gt=0, description="Longest time for the headers of an HTTP request, in seconds."
-    )
-    tls_cert_file: str = Field(
-        default="",
-        description="PEM file with the certificate of this process; turns TLS on for its servers and connections.",
-    )
-    tls_key_file: str = Field(
-        default="", description="PEM file with the private key of --tls-cert-file, of mode 0600 or 0640."
-    )
-    tls_ca_file: str = Field(
-        default="", description="PEM file with the authorities that certificates of other processes must come from."
-    )
-    tls_client_auth: Literal["none", "required"] = Field(
-        default="none", description="Whether gRPC clients must present a certificate of --tls-ca-file."
-    )
-    http_tls_client_auth: Literal["none", "optional", "required"] | None = Field(
-        default=None,
-        description="Whether HTTP clients must present a certificate of --tls-ca-file; by default as gRPC ones.",
-    )
-    tls_peer_domain: str = Field(
-        default="",
-        description="Domain of the roles in certificates, such as kvrouter.internal; empty checks addresses instead.",
-    )
-    service_token_file: str = Field(
-        default="",
-        description="File with the token that processes of this system show each other, of mode 0600 or 0640; several "
-        "lines accept several; a line sha256:DIGEST accepts without showing. Empty expects none.",
-    )
-    instance_id: Name = Field(
-        default_factory=_made_up_id, description="Id of this process, unique among live processes."
-    )
-    lease_seconds: int = Field(
-        default=10, ge=2, le=3600, description="Time after which a process that died is considered gone, in seconds."
-    )
-    drain_seconds: float = Field(
-        default=30.0, ge=0, description="Longest time for running calls to finish after SIGTERM, in seconds."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Lowest level that is logged."
-    )
-    log_format: Literal["json", "console"] | None = Field(
-        default=None, description="Format of log lines; by default console at a terminal, else json."
-    )
+    namespace: Name = "kvrouter"
+    """Namespace of the deployment; only processes of one namespace see each other."""
+    etcd: str = Field(default="127.0.0.1:2379", json_schema_extra={"env": ["ETCD_ENDPOINTS"]})
+    """Endpoints of etcd, host:port, separated by commas."""
+    nats: str = Field(default="nats://127.0.0.1:4222", json_schema_extra={"env": ["NATS_SERVER"]})
+    """URLs of NATS, separated by commas."""
+    etcd_user: str = ""
+    """User in etcd, with --etcd-password-file; empty for none."""
+    etcd_password_file: str = ""
+    """File with the password of --etcd-user, of mode 0600 or 0640."""
+    etcd_ca_file: str = ""
+    """PEM file with the authorities of etcd's certificate, for https://; by default --tls-ca-file."""
+    nats_user: str = ""
+    """User in NATS, with --nats-password-file; empty for none."""
+    nats_password_file: str = ""
+    """File with the password of --nats-user, of mode 0600 or 0640."""
+    nats_token_file: str = ""
+    """File with a token for NATS, of mode 0600 or 0640."""
+    nats_nkey_file: str = ""
+    """File with an NKEY seed for NATS, of mode 0600 or 0640."""
+    nats_credentials_file: str = ""
+    """Credentials file (.creds) for NATS, of mode 0600 or 0640."""
+    nats_ca_file: str = ""
+    """PEM file with the authorities of NATS' certificate, for tls://; by default --tls-ca-file."""
+    nats_inbox_prefix: str = ""
+    """Prefix of this process's reply subjects in NATS, for permissions; empty for _INBOX."""
+    bind: Address = "127.0.0.1:0"
+    """Address of the gRPC server, host:port; port 0 takes a free one."""
+    advertise: str = ""
+    """Host or host:port at which other processes reach the gRPC server; empty for the host of --bind."""
+    http_bind: OptionalAddress = "127.0.0.1:0"
+    """Address of /metrics, /health and /ready, host:port; port 0 takes a free one, empty serves none."""
+    http_header_seconds: float = Field(default=10.0, gt=0)
+    """Longest time for the headers of an HTTP request, in seconds."""
+    tls_cert_file: str = ""
+    """PEM file with the certificate of this process; turns TLS on for its servers and connections."""
+    tls_key_file: str = ""
+    """PEM file with the private key of --tls-cert-file, of mode 0600 or 0640."""
+    tls_ca_file: str = ""
+    """PEM file with the authorities that certificates of other processes must come from."""
+    tls_client_auth: Literal["none", "required"] = "none"
+    """Whether gRPC clients must present a certificate of --tls-ca-file."""
+    http_tls_client_auth: Literal["none", "optional", "required"] | None = None
+    """Whether HTTP clients must present a certificate of --tls-ca-file; by default as gRPC ones."""
+    tls_peer_domain: str = ""
+    """Domain of the roles in certificates, such as kvrouter.internal; empty checks addresses instead."""
+    service_token_file: str = ""
+    """File with the token that processes of this system show each other, of mode 0600 or 0640; several lines accept
+    several; a line sha256:DIGEST accepts without showing. Empty expects none."""
+    instance_id: Name = Field(default_factory=_made_up_id)
+    """Id of this process, unique among live processes."""
+    lease_seconds: int = Field(default=10, ge=2, le=3600)
+    """Time after which a process that died is considered gone, in seconds."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """Longest time for running calls to finish after SIGTERM, in seconds."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    log_format: Literal["json", "console"] | None = None
+    """Format of log lines; by default console at a terminal, else json."""
 
-    otlp_endpoint: str = Field(
-        default="",
-        description="URL of the OpenTelemetry collector that receives traces over OTLP/HTTP; empty traces nothing.",
-    )
-    trace_sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="Share of the traces to record, where the client did not decide it."
-    )
+    otlp_endpoint: str = ""
+    """URL of the OpenTelemetry collector that receives traces over OTLP/HTTP; empty traces nothing."""
+    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the traces to record, where the client did not decide it."""
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -231,24 +197,19 @@ class ServiceSettings(BaseModel):
 class RoutingSettings(ServiceSettings):
     """Options of routing services, with listed workers as an alternative to etcd and NATS."""
 
-    max_prompt_tokens: int = Field(
-        default=1 << 20, ge=1, description="Largest prompt, in tokens, whatever the model allows."
-    )
-    static_workers: tuple[str, ...] = Field(
-        default=(),
-        description="Workers of a system without etcd and NATS, separated by commas: addresses host:port, or URLs of "
-        "servers that have only an OpenAI API; or a file.",
-    )
-    static_model: str = Field(default="", description="Name of the model that the workers listed by address serve.")
-    static_component: Name = Field(
-        default="workers", description="Name of the component that the workers listed by address form."
-    )
-    static_block_size: int = Field(
-        default=16, ge=1, le=1 << 20, description="Tokens per KV block of the workers listed by address."
-    )
-    static_probe_seconds: float = Field(
-        default=1.0, gt=0, le=3600, description="Interval between liveness probes of listed workers, in seconds."
-    )
+    max_prompt_tokens: int = Field(default=1 << 20, ge=1)
+    """Largest prompt, in tokens, whatever the model allows."""
+    static_workers: tuple[str, ...] = ()
+    """Workers of a system without etcd and NATS, separated by commas: addresses host:port, or URLs of servers that
+    have only an OpenAI API; or a file."""
+    static_model: str = ""
+    """Name of the model that the workers listed by address serve."""
+    static_component: Name = "workers"
+    """Name of the component that the workers listed by address form."""
+    static_block_size: int = Field(default=16, ge=1, le=1 << 20)
+    """Tokens per KV block of the workers listed by address."""
+    static_probe_seconds: float = Field(default=1.0, gt=0, le=3600)
+    """Interval between liveness probes of listed workers, in seconds."""
 
     @model_validator(mode="after")
     def _lists_workers(self) -> RoutingSettings:
