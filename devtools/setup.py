@@ -1,5 +1,7 @@
 """Reads the version from the file that all distributions share. All other metadata is in pyproject.toml."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from setuptools import setup

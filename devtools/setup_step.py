@@ -6,6 +6,8 @@ A terminal shows one line that changes; elsewhere there is a line every ten seco
 if it fails. Uses the standard library only, because nothing is installed yet.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import selectors

@@ -1,5 +1,7 @@
 """Sends one request to a running Frontend (`make up`) and prints the worker that served it, and its output."""
 
+from __future__ import annotations
+
 import argparse
 
 import grpc

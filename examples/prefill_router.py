@@ -7,6 +7,8 @@ prompt, books the prompt at both, and reports the first token of each. With `pre
 worker is chosen elsewhere, and a fleet of prefill workers is enough.
 """
 
+from __future__ import annotations
+
 import sys
 import uuid
 from contextlib import ExitStack

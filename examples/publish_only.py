@@ -3,6 +3,8 @@
 python examples/publish_only.py kvrouter/published 127.0.0.1:2379 nats://127.0.0.1:4222
 """
 
+from __future__ import annotations
+
 import asyncio
 import sys
 

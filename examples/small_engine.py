@@ -5,6 +5,8 @@ Run it with the NATS and etcd of a running system (``kvrouter up`` prints their 
     python examples/small_engine.py kvrouter/small 127.0.0.1:2379 nats://127.0.0.1:4222
 """
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -5,6 +5,8 @@ Run it where TensorRT-LLM is installed, with the NATS and etcd of a running syst
     python examples/tensorrt_llm_engine.py my-model 127.0.0.1:2379 nats://127.0.0.1:4222
 """
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -7,6 +7,8 @@ run is compared with the complete policy on the same workload and seed. A run de
 that has changed, begin with --fresh.
 """
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json

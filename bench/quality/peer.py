@@ -3,6 +3,8 @@
 python peer.py TRACE --piece-tokens 512 --loads 2,4 --weights 1,4,64 [--workers 16] [--repeats 1] [--queue]
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

@@ -7,6 +7,8 @@ compares the engines (prefix reuse within 0.5 points, median within 2%, p99 and 
 within 3%, up to --agree-up-to: past the knee Dynamo itself varies by a fifth between runs).
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os

@@ -8,6 +8,8 @@ use --fresh after a change of the code. Runs proceed seed by seed, so that table
 values into medians with their range.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

@@ -1,5 +1,7 @@
 """The Helm chart, rendered by helm and validated against the schemas of Kubernetes. No cluster is needed."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil

@@ -1,5 +1,7 @@
 """The steps of the container image, executed in an empty root file system: no container engine is needed."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -1,5 +1,7 @@
 """The systemd unit, judged by systemd-analyze. No service manager is needed."""
 
+from __future__ import annotations
+
 import shutil
 import subprocess
 from pathlib import Path

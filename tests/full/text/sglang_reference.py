@@ -5,6 +5,8 @@
 Input and output are those of ``vllm_reference.py``. What the code asks of a running server has SGLang's defaults.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from types import SimpleNamespace

@@ -6,6 +6,8 @@
 the texts of the chats with each template.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from typing import Any

@@ -6,6 +6,8 @@
 vLLM's release, and for each chat its token ids or an error.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import sys

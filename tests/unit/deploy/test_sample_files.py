@@ -1,5 +1,7 @@
 """Every option, metric and command that a deployment file names exists."""
 
+from __future__ import annotations
+
 import re
 import tomllib
 from pathlib import Path

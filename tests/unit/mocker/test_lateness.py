@@ -1,5 +1,7 @@
 """What a driver does when its process is later than its engine."""
 
+from __future__ import annotations
+
 import asyncio
 from itertools import pairwise
 

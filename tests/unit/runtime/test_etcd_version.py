@@ -1,5 +1,7 @@
 """Which versions of etcd hold users to their permissions."""
 
+from __future__ import annotations
+
 import pytest
 from kvrouter.runtime.process.context import is_outdated
 

@@ -1,5 +1,7 @@
 """Hashes are converted between messages and packed buffers without loss, also for senders that do not pack."""
 
+from __future__ import annotations
+
 import struct
 
 import pytest

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import math
 
 from kvrouter.devtools.replay.probes import bucket_counts, faulty_events, quantile_bound

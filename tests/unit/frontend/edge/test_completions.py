@@ -1,5 +1,7 @@
 """The HTTP shape of requests and answers."""
 
+from __future__ import annotations
+
 import json
 import struct
 from array import array

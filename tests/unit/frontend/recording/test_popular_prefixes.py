@@ -1,5 +1,7 @@
 """Popular prefixes are counted in bounded memory, and the longest common one stands for its beginnings."""
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Sequence
 

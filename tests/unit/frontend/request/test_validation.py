@@ -1,5 +1,7 @@
 """What the gateway refuses before it does anything."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Which Scheduler receives a live booking after a session moved, and what it receives."""
 
+from __future__ import annotations
+
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.core import local_hashes

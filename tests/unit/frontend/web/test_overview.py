@@ -1,5 +1,7 @@
 """The page's data: history, problems and JSON, from what services report."""
 
+from __future__ import annotations
+
 import json
 from datetime import UTC, datetime, timedelta
 

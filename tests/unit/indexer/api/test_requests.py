@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 from kvrouter.indexer.api.requests import check_prompt, encoded_dump_response, scope_of
 from kvrouter.runtime.request_fields import component_name

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from kvrouter.core import ApplySummary
 from kvrouter.indexer.index.repair import Repair, repair_after
 

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from kvrouter.indexer.snapshots.rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.v1.registry_pb2 import AppliedRecord
 from kvrouter.v1.snapshot_pb2 import SnapshotRef, StreamIdentity

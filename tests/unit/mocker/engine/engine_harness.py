@@ -1,5 +1,7 @@
 """What the engine's tests share: small engines, prompts, a driver in virtual time, and what must always hold."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 from kvrouter.mocker.engine.block_pool import BlockPool
 from kvrouter.mocker.engine.types import UNSCOPED

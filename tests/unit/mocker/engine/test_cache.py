@@ -1,5 +1,7 @@
 """What the cache reuses, stores and evicts, example by example. Engines have 10 blocks of 4 tokens."""
 
+from __future__ import annotations
+
 import pytest
 from kvrouter.mocker.engine.types import UNSCOPED, Cleared, Removed, Scope, Stored, pack_tokens
 

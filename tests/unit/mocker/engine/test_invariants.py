@@ -1,5 +1,7 @@
 """What holds for any engine and any requests. Tokens and blocks are few, so hits, copies and shortage are common."""
 
+from __future__ import annotations
+
 from collections import Counter
 
 from hypothesis import given, settings

@@ -1,5 +1,7 @@
 """The engine in Rust against its oracle: outputs, events, times, loads and tables are equal after every action."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Where an output ends: by itself, at its maximum, at a stop token, or after an output that is given."""
 
+from __future__ import annotations
+
 from itertools import count
 from statistics import mean
 from typing import Any

@@ -1,5 +1,7 @@
 """A request's life in the engine: what is refused, what comes out, how it ends."""
 
+from __future__ import annotations
+
 import pytest
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.types import DuplicateRequest, EngineRequest, PromptTooLong, QueueFull

@@ -1,5 +1,7 @@
 """How steps are put together, example by example. Engines have 10 blocks of 4 tokens and 16 tokens a step."""
 
+from __future__ import annotations
+
 import pytest
 from kvrouter.mocker.engine.time_model import TimeModel
 

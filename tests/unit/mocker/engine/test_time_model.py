@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 from kvrouter.mocker.engine.time_model import TimeModel
 

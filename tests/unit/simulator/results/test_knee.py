@@ -1,5 +1,7 @@
 """Where the share of requests within their objectives falls below 90%."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

@@ -4,6 +4,8 @@ Run by path, as ``python -ISs exec_with_parent.py PARENT_PID COMMAND...``: a pro
 fork and exec, where locks that other threads held can hang. Outside Linux the command outlives its parent.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import signal

@@ -3,6 +3,8 @@
 Imports wait until more than its help is asked for.
 """
 
+from __future__ import annotations
+
 import asyncio
 
 from kvrouter.runtime.config.stored_help import exit_with_help

@@ -1,5 +1,7 @@
 """Assembles a Frontend from its parts and runs it."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress

@@ -1,5 +1,7 @@
 """The HTTP API of the gateway: chats, completions, models, busy thresholds, health and metrics."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,5 +1,7 @@
 """Metrics of the Frontend."""
 
+from __future__ import annotations
+
 from functools import partial
 
 from kvrouter.frontend.model_metrics import MetricsByModel

@@ -5,6 +5,8 @@ encoding of a request is decoded as its twin (``packed.proto``), and the other w
 is a packed buffer, and its request has no token ids.
 """
 
+from __future__ import annotations
+
 from kvrouter.core import Scope, local_hashes
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.packed_pb2 import PackedPrompt, PackedWorkerPrompt

@@ -1,5 +1,7 @@
 """Implements the Frontend's contract with sessions at Schedulers and channels to workers."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing

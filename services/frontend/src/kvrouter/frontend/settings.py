@@ -1,5 +1,7 @@
 """Options of ``kvrouter-frontend``."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path

@@ -4,6 +4,8 @@ A call this module does not list as a client's needs the role admin, so a new ca
 decides otherwise.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,5 +1,7 @@
 """Authenticates API keys by the entries of a key file."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass
 

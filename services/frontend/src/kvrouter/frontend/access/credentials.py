@@ -1,5 +1,7 @@
 """Finds the credential of a call in its headers or metadata."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason

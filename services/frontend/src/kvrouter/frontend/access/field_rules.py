@@ -1,5 +1,7 @@
 """Which fields of a request to an engine its client may set. Pure: each rule raises ``RuleBroken``, or returns."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any

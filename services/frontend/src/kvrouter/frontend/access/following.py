@@ -1,5 +1,7 @@
 """Follows the files of API keys and of the key of salts: a change counts within a second, an unusable one never."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -4,6 +4,8 @@ Only the listed algorithms are accepted, and each only with a key of its own kin
 for the secret of an HMAC. Verified tokens are remembered until they expire.
 """
 
+from __future__ import annotations
+
 import re
 import time
 from collections.abc import Mapping, Sequence

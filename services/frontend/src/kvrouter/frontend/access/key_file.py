@@ -7,6 +7,8 @@ A key is ``kvr-ID.SECRET`` with 256 random bits. A fast salted hash is sufficien
 guessed as a password can. Only the owner of the file may write it, and only its owner and group may read it.
 """
 
+from __future__ import annotations
+
 import fcntl
 import hashlib
 import hmac

@@ -1,5 +1,7 @@
 """Refusals of callers: counted by reason, and logged at a bounded rate without the credential."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from enum import StrEnum

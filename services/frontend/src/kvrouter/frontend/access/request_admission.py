@@ -5,6 +5,8 @@ tokens. Here it is admitted once its prompt is known: its tokens replace the est
 count it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Rules for the requests of a caller. Pure: each one raises, or returns after keying the request's salt."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 
 import msgspec

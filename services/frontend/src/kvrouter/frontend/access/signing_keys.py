@@ -1,5 +1,7 @@
 """Keeps the signing keys of an issuer current: from a file followed, or from a URL fetched again."""
 
+from __future__ import annotations
+
 import asyncio
 from pathlib import Path
 from urllib.parse import urlsplit

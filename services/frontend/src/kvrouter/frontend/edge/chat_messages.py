@@ -1,5 +1,7 @@
 """The messages of a chat as templates expect them."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

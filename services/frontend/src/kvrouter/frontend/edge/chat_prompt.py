@@ -1,5 +1,7 @@
 """The prompt of a chat: its messages, rendered with the model's template."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The body of ``POST /v1/chat/completions``."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import msgspec

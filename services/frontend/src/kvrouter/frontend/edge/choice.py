@@ -1,5 +1,7 @@
 """One sequence of a response: its tokens as text, its stop strings, and why it ended."""
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass

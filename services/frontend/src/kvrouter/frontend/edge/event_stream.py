@@ -8,6 +8,8 @@ A message of a worker has tokens for many clients. Each write is a system call, 
 less back to back than between the work making the events. All that one client gets in a step is one write.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate

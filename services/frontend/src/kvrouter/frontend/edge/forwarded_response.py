@@ -1,5 +1,7 @@
 """The response of a forwarded request: an engine's, byte for byte."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The output of a request for a gRPC client: buffered, with text and stop strings if it is requested."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from kvrouter.frontend.edge.event_stream import too_much_unread

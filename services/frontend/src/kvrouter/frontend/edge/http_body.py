@@ -3,6 +3,8 @@
 aiohttp's own decompression must be off: with compressed data ending early, its handler waits forever.
 """
 
+from __future__ import annotations
+
 import asyncio
 import zlib
 

@@ -1,5 +1,7 @@
 """Errors of the HTTP API, in the format of the OpenAI API."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Decodes JSON bodies of the HTTP API into typed structures, and reports the first error with the field's path."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar

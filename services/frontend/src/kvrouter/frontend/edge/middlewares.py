@@ -1,5 +1,7 @@
 """The middlewares of the HTTP API: pages of other origins (CORS), authentication, and traces."""
 
+from __future__ import annotations
+
 from collections.abc import Awaitable, Callable, Collection, Set
 from typing import Any
 

@@ -3,6 +3,8 @@
 Elements are parsed one by one, so a list of millions ends at the first too many.
 """
 
+from __future__ import annotations
+
 import re
 
 import msgspec

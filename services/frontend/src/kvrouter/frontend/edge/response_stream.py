@@ -1,5 +1,7 @@
 """A response as a stream of chunks: how it begins and ends, and the output its client does not read."""
 
+from __future__ import annotations
+
 import asyncio
 from abc import ABC, abstractmethod
 from typing import Any

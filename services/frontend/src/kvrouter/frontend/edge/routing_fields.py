@@ -1,5 +1,7 @@
 """How a request was routed, as responses of the HTTP API say it: in headers, and in the field ``kvrouter``."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import msgspec

@@ -1,5 +1,7 @@
 """Reads the required form of an output: OpenAI's ``response_format`` and the fields of vLLM."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from typing import Any

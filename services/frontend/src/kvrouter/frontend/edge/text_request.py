@@ -1,5 +1,7 @@
 """A chat or completion whose prompts are not tokenized yet."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Responses of chats and completions with text, whole and as a stream of chunks."""
 
+from __future__ import annotations
+
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Runs chats and completions: tokenizes their prompts, and runs a request for each sequence."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Responses of ``/v1/completions`` for token ids, whole and as a stream: in vLLM's format, with an empty ``text``."""
 
+from __future__ import annotations
+
 from array import array
 from typing import Any
 

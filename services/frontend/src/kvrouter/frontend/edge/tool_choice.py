@@ -1,5 +1,7 @@
 """Reads which tools an output may or must call: OpenAI's ``tools`` and ``tool_choice``."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

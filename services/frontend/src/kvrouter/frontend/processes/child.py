@@ -5,6 +5,8 @@ child answers each with a line of JSON, a ``Report``, on standard output; the fi
 when its input ends, so it does not outlive its parent.
 """
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections.abc import Callable

@@ -4,6 +4,8 @@ Counters and histograms are summed, including the counts of processes that died 
 falls for a restart. Gauges keep one series for each process, with the label ``process``: only some of them add up.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest

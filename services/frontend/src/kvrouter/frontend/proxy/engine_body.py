@@ -4,6 +4,8 @@
   ``do_remote_decode``, and its response has those of the decode engine. SGLang's engines get the same bootstrap fields.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Any

@@ -1,5 +1,7 @@
 """Connections to the OpenAI APIs of engines, and how requests on them fail."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,5 +1,7 @@
 """The body of an engine's response, as it passes through to the client of a forwarded or picked request."""
 
+from __future__ import annotations
+
 from kvrouter.frontend.proxy.transfer_filter import TransferFilter
 from kvrouter.frontend.proxy.usage import Usage, UsageReader
 

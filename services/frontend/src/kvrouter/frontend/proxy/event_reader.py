@@ -1,5 +1,7 @@
 """Reads an engine's stream of server-sent events, whose pieces end anywhere."""
 
+from __future__ import annotations
+
 import re
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n")

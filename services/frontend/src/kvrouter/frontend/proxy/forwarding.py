@@ -5,6 +5,8 @@ each event of a stream counts as a token. Such a request is retried until the cl
 response of up to 1 MiB is sent when it is complete.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus

@@ -4,6 +4,8 @@ Forwarded chats find their prefix only if the Frontend renders and tokenizes the
 say how they do it at ``/tokenize``. An engine without it is not compared.
 """
 
+from __future__ import annotations
+
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping

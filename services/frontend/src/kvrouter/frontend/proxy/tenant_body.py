@@ -1,5 +1,7 @@
 """Makes the request of a client with a key into that for an engine: harmless headers and fields, and the keyed salt."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 from contextvars import copy_context

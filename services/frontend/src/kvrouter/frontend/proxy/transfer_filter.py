@@ -4,6 +4,8 @@ The value of such a field becomes null, as in a response without a transfer. An 
 it quotes the request, is replaced by one without the quotation. All other bytes stay as they are.
 """
 
+from __future__ import annotations
+
 import re
 
 import msgspec

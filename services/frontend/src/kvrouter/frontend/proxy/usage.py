@@ -4,6 +4,8 @@ The usage has the cached tokens, which are compared with the prediction. In a st
 choices, before the end.
 """
 
+from __future__ import annotations
+
 import msgspec
 from kvrouter.frontend.proxy.event_reader import data_of
 

@@ -11,6 +11,8 @@ Ids stay unique when a restarted process appends to the file: they start at the 
 the file is smaller than that, since writing an id takes at least one byte.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections import OrderedDict

@@ -1,5 +1,7 @@
 """Counts which prefixes of prompts are the most popular, in bounded memory."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 

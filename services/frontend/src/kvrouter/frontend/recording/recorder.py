@@ -1,5 +1,7 @@
 """Records requests in the background. Requests never wait for the disk; if it is too slow, records are dropped."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import deque
 

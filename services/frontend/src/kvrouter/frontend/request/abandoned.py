@@ -1,5 +1,7 @@
 """Aborts prefills whose blocks no decode worker will fetch, since they occupy their worker's memory until then."""
 
+from __future__ import annotations
+
 import asyncio
 from functools import partial
 

@@ -1,5 +1,7 @@
 """Decides whether a request whose worker failed gets a further attempt, or waits until its pool has restarted."""
 
+from __future__ import annotations
+
 import asyncio
 
 from kvrouter.frontend.workers.failures import WorkerFailure

@@ -1,5 +1,7 @@
 """The input of a request's attempts: the prompt with the output so far, to the Scheduler as hashes."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt

@@ -1,5 +1,7 @@
 """Decides whether a request with output continues on another worker, and with which input."""
 
+from __future__ import annotations
+
 import json
 
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions

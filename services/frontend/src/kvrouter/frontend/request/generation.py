@@ -6,6 +6,8 @@ another worker, with its output so far at the end of its prompt. An error that i
 never counts against the worker. Workers this gateway found unhealthy are avoided unless no other is eligible.
 """
 
+from __future__ import annotations
+
 import itertools
 import os
 import time

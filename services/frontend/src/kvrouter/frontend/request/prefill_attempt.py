@@ -1,5 +1,7 @@
 """One attempt to have a prompt computed by one prefill worker."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Callable

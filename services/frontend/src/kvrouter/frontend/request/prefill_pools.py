@@ -3,6 +3,8 @@
 Both workers, of SGLang for example, receive the prefill worker's bootstrap address and the number of a room to meet in.
 """
 
+from __future__ import annotations
+
 import json
 import secrets
 from collections.abc import Callable, Iterable

@@ -1,5 +1,7 @@
 """The progress of one attempt: passes its output on, and reports to the Scheduler each change of the load."""
 
+from __future__ import annotations
+
 import time
 from array import array
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """The pools of a model that can serve one request, and the choice among them at each attempt."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Runs requests: checks them, admits them, runs them at workers, and counts them."""
 
+from __future__ import annotations
+
 from contextlib import suppress
 from typing import Protocol
 

@@ -1,5 +1,7 @@
 """Messages about the routing of a request: for the Scheduler, and for the client."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from kvrouter.frontend.request.prefill_stage import PrefillStage

@@ -1,5 +1,7 @@
 """Finds a model's component, its tokenizer, and the API of its workers."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 
 from kvrouter.engines.openai_server import is_openai_server

@@ -1,5 +1,7 @@
 """Attributes of the spans of a request. They contain no prompt and no output."""
 
+from __future__ import annotations
+
 from kvrouter.frontend.request.progress import Progress
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.workers.failures import WorkerFailure

@@ -1,5 +1,7 @@
 """Validates requests before anything is booked or sent for them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -6,6 +6,8 @@ elsewhere. Re-asserts then add the bookings the Scheduler lacks. Updates are num
 again until a Scheduler has acknowledged them.
 """
 
+from __future__ import annotations
+
 from collections import deque
 
 import grpc

@@ -1,5 +1,7 @@
 """Keeps the sessions of clients open at every Scheduler, so the bookings of a client that dies are freed."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress

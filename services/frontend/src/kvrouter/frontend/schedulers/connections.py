@@ -1,5 +1,7 @@
 """How a session reaches its Scheduler: an object in this process is called directly, another one on its call stream."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Collection
 from typing import Protocol, cast

@@ -1,5 +1,7 @@
 """Runs a call up to its first wait, so only waiting calls pay for their set-up."""
 
+from __future__ import annotations
+
 from collections.abc import Coroutine, Generator
 from types import coroutine
 from typing import Any, Generic, TypeVar

@@ -1,5 +1,7 @@
 """Calls the registered Indexers on behalf of clients that ask about the index."""
 
+from __future__ import annotations
+
 from contextlib import AsyncExitStack
 from typing import cast
 

@@ -1,5 +1,7 @@
 """The links to the Schedulers of all components: one per component, or one per shard if the component is sharded."""
 
+from __future__ import annotations
+
 import asyncio
 import secrets
 import time

@@ -11,6 +11,8 @@ component where
 Equal costs, and policies without a cost, leave the choice to chance, in proportion to the numbers of workers.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Sequence
 from random import Random

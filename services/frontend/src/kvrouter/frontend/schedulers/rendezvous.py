@@ -1,5 +1,7 @@
 """Chooses the deciding Scheduler of a component by rendezvous hashing."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 from collections.abc import Collection, Iterable

@@ -1,5 +1,7 @@
 """Chooses the Scheduler of a link: the component's, unless it recently failed to answer."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Collection

@@ -1,5 +1,7 @@
 """One opening of a link's session."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Coroutine
 from typing import Any

@@ -9,6 +9,8 @@ deadline and keep their arrival time. A call to a Scheduler that has not discove
 has.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Callable, Collection

@@ -19,6 +19,8 @@ Each Frontend counts its own requests only. Frontends agree on a prefix whose sh
 Frontend may skip a prefix another uses: two Schedulers then each see a part of its load, without further harm.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter, deque
 from hashlib import blake2b

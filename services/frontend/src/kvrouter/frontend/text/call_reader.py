@@ -1,5 +1,7 @@
 """Reads the tool calls in one JSON value as its text arrives, so their arguments can be passed on in pieces."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Generator

@@ -1,5 +1,7 @@
 """Renders chats with the model's own template, as ``transformers`` does."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -5,6 +5,8 @@ short ones. In each, owners take turns of a slice, in proportion to their weight
 cost of waking the thread.
 """
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections.abc import Callable, Generator

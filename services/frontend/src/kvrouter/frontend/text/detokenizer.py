@@ -1,5 +1,7 @@
 """Turns output tokens into text as they arrive."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 

@@ -3,6 +3,8 @@
 A mark at the end of the message's text is rendered with it, and the prompt ends there, as in ``transformers``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4

@@ -1,5 +1,7 @@
 """Chooses the files of a model's tokenizer among those its workers register, and fetches them from the workers."""
 
+from __future__ import annotations
+
 import hashlib
 import random
 from collections import Counter

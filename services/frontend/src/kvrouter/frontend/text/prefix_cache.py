@@ -5,6 +5,8 @@ pieces. Where it is cut depends only on the text before and just after the cut. 
 common pieces.
 """
 
+from __future__ import annotations
+
 import re
 import threading
 from collections import OrderedDict

@@ -1,5 +1,7 @@
 """Separates the reasoning of a model's output from its answer as the output arrives."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 

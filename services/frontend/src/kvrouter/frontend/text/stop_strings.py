@@ -1,5 +1,7 @@
 """Finds stop strings in text that arrives in pieces."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 

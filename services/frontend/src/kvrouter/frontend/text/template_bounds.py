@@ -5,6 +5,8 @@ block of statements running costs a step, and every operation making a new text 
 could exceed its bound is refused before it is executed.
 """
 
+from __future__ import annotations
+
 import re
 import threading
 import time

@@ -1,5 +1,7 @@
 """Loads the tokenizers and chat templates of the served models: from the operator's directories or the workers."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import Counter as Votes
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence

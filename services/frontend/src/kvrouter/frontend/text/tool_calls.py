@@ -3,6 +3,8 @@
 Text that only looks like a call passes as text.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol

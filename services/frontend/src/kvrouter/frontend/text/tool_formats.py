@@ -1,5 +1,7 @@
 """The formats in which models write tool calls."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 

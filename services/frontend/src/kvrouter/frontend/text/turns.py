@@ -8,6 +8,8 @@ An owner beginning to wait counts as having received as much as the one that has
 from having been idle. The jobs of one owner run one after the other.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field

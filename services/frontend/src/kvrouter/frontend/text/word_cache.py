@@ -3,6 +3,8 @@
 A word ends where ``Cutter`` may cut. So the tokens of a text are those of its words.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """How hit rate and load developed over the last hour, sampled at even intervals."""
 
+from __future__ import annotations
+
 from collections import deque
 from dataclasses import dataclass
 

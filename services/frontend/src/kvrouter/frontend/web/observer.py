@@ -1,5 +1,7 @@
 """Looks at the system: at even intervals for the history, and when somebody reads the page."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Sequence

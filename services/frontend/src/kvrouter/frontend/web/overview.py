@@ -1,5 +1,7 @@
 """The contents of the page, as JSON."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,5 +1,7 @@
 """The problems of a system, with their remedies."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -1,5 +1,7 @@
 """The routes of the web page, below ``/ui/``."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Final

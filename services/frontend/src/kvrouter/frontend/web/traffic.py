@@ -1,5 +1,7 @@
 """Latency, throughput and errors of this Frontend's clients in the last minute."""
 
+from __future__ import annotations
+
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -4,6 +4,8 @@ A worker of failing requests looks idle, and without a breaker would attract mor
 failures that are the worker's fault are reported here; cancelled or invalid requests change nothing.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from random import Random
 

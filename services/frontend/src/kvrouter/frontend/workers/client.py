@@ -1,5 +1,7 @@
 """Starts attempts of requests at workers."""
 
+from __future__ import annotations
+
 import asyncio
 from typing import Protocol
 

@@ -1,5 +1,7 @@
 """The connections to one worker: a channel for ordinary calls, and a call stream if the worker serves one."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress

@@ -4,6 +4,8 @@ A worker's fault costs an attempt and counts against the worker. A request's fau
 passed to the client and does not count against the worker. An expired deadline does not count either.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum

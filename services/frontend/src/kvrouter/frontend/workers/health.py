@@ -4,6 +4,8 @@ An unhealthy worker gets a request only if no healthy one is eligible: a request
 Workers are identified by address, so a worker that restarts elsewhere has a clean record.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence, Set
 from random import Random

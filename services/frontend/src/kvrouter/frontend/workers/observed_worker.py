@@ -1,5 +1,7 @@
 """A Frontend's observations of one worker, and the state following from them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -1,5 +1,7 @@
 """Remembers the prompts in flight when workers died, and refuses those that saw two deaths."""
 
+from __future__ import annotations
+
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable

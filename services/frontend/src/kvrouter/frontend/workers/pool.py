@@ -1,5 +1,7 @@
 """Connections to all workers."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping

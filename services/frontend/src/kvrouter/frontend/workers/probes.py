@@ -6,6 +6,8 @@ answer, and a frozen process does not give it. HTTP/2 keepalive would not do: gR
 Listed servers that have only an OpenAI API are not probed here: their discovery asks for their models.
 """
 
+from __future__ import annotations
+
 import asyncio
 from random import Random
 

@@ -1,5 +1,7 @@
 """The workers that died while they ran one request."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import structlog

@@ -1,5 +1,7 @@
 """Which pools restart as a whole: they had workers taking requests a moment ago, and have none now."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping
 

@@ -4,6 +4,8 @@ The processes of one Frontend share them in the same way. A lost message costs o
 acknowledged or repeated.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress

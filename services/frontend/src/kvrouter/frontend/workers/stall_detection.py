@@ -4,6 +4,8 @@ A worker is compared with itself: with the rate of its output, and with the time
 would stop slow engines, or notice a hung one late.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 _SLOWDOWN = 20.0

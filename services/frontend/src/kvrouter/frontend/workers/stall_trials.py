@@ -3,6 +3,8 @@
 Only output shows that an engine generates again: a probe is answered by the worker's event loop.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 from functools import partial

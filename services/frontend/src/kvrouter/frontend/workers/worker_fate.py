@@ -4,6 +4,8 @@ A worker *dies* when its process, connection or lease is lost while it was not d
 because it stopped answering learns of its death only when its lease ends.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 MAX_WATCHERS = 4096

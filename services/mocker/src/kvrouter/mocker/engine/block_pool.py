@@ -10,6 +10,8 @@ time or when a last block was computed again. As in vLLM, each copy is stored an
 is reused.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b

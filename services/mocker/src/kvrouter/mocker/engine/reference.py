@@ -32,6 +32,8 @@ A request whose blocks were received from a prefill worker is admitted like any 
 Only its last token is computed, at the cost of decoding one. After a preemption its whole prompt is computed again.
 """
 
+from __future__ import annotations
+
 from collections import deque
 
 from kvrouter.mocker.engine.block_pool import Block, BlockPool

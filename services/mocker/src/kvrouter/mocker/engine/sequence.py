@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import sys
 
 from kvrouter.mocker.engine.block_pool import Block, engine_hash, root_hash

@@ -10,6 +10,8 @@ per sequence, because attention reads every context. With many shared blocks p w
 to 1 and falls beyond.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 

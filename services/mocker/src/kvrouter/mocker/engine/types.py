@@ -1,5 +1,7 @@
 """Inputs and outputs of an engine: requests, steps, cache events, outputs, load, refusals."""
 
+from __future__ import annotations
+
 import sys
 from array import array
 from collections.abc import Iterable

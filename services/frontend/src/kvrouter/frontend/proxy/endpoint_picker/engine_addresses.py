@@ -4,6 +4,8 @@ Names in the registered URLs are resolved in the background. The first IPv4 addr
 address. If a name cannot be resolved any more, its last address stays.
 """
 
+from __future__ import annotations
+
 import asyncio
 import socket
 import time

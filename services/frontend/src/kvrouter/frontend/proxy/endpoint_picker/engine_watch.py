@@ -1,5 +1,7 @@
 """Sees the death of the engine a gateway's request runs at, which counts against the request's prompt."""
 
+from __future__ import annotations
+
 import asyncio
 from contextlib import suppress
 from http import HTTPStatus

@@ -5,6 +5,8 @@ rank, and returns headers naming its endpoint, then the body. The response passe
 ends early if the client disconnects or the gateway dies; the booking is freed whenever it ends.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus

@@ -1,5 +1,7 @@
 """A request of the gateway: its headers and body, the endpoint chosen for it, and its accounts until it ends."""
 
+from __future__ import annotations
+
 import uuid
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -3,6 +3,8 @@
 Metadata of the endpoint picker protocol says which endpoints may serve, which should, and which one did.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from envoy.config.core.v3.base_pb2 import HeaderMap, Metadata

@@ -1,5 +1,7 @@
 """A rank picked for a request, and the progress of the request there."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Messages to the gateway."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec

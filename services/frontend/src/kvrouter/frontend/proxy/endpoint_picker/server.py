@@ -1,5 +1,7 @@
 """The gRPC server of the endpoint picker: external processing, health, and reflection, on an address of its own."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
