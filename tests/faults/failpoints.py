@@ -30,14 +30,9 @@ AFTER: dict[str, tuple[object, str]] = {"uploaded": (SnapshotFiles, "write"), "p
 """The function that ends with a step."""
 
 
-def arm(failpoint: str) -> None:
-    """Lets this process die or pause when it has completed a step."""
-    step, _, action = failpoint.partition(":")
+def intercepted(step: str, reach: Callable[[], None]) -> tuple[object, str, Callable[..., Any]]:
+    """Returns an owner, the name of its function at a step, and a form of that function that calls ``reach`` there."""
     owner, name = (BEFORE | AFTER)[step]
-
-    def reach() -> None:
-        os.kill(os.getpid(), signal.SIGSTOP if action == "pause" else signal.SIGKILL)
-
     original: Callable[..., Any] = getattr(owner, name)
 
     @wraps(original)
@@ -54,7 +49,18 @@ def arm(failpoint: str) -> None:
         reach()
         return original(*arguments, **named)
 
-    setattr(owner, name, awaited if inspect.iscoroutinefunction(original) else called)
+    return owner, name, awaited if inspect.iscoroutinefunction(original) else called
+
+
+def arm(failpoint: str) -> None:
+    """Lets this process die or pause when it has completed a step."""
+    step, _, action = failpoint.partition(":")
+
+    def reach() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP if action == "pause" else signal.SIGKILL)
+
+    owner, name, function = intercepted(step, reach)
+    setattr(owner, name, function)
 
 
 if __name__ == "__main__":

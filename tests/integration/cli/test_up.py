@@ -18,6 +18,7 @@ from typing import Any
 import grpc.aio
 import pytest
 from google.protobuf.json_format import MessageToDict
+from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
 
@@ -165,7 +166,7 @@ async def test_the_line_to_paste_works_and_ctrl_c_leaves_nothing(
 
 async def generated(said: str) -> dict[str, Any]:
     """Sends the gRPC request of the guide; returns the first response."""
-    request = FrontendServiceGenerateRequest(model="mock-model", token_ids=range(1, 9))
+    request = FrontendServiceGenerateRequest(model="mock-model", token_ids=TokenIds(ids=range(1, 9)))
     request.stop_conditions.max_tokens = 2
     address = re.search(r"^Frontend, gRPC +(\S+)", said, re.MULTILINE)
     assert address is not None

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import nats
 from kvrouter.core import Rank, local_hashes
 from kvrouter.indexer.ingest.jetstream import DurableConsumer
 from kvrouter.indexer.replica.component import ComponentIndex, Limits
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome
+from kvrouter.net.nats.client import TolerantClient
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
@@ -35,7 +35,9 @@ async def connected(url: str) -> AsyncIterator[Client]:
     async def ignore(_error: Exception) -> None:
         return None
 
-    connection = await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.05, error_cb=ignore)
+    # The client of the services: nats-py's own forgets a cancellation that comes together with a response.
+    connection = TolerantClient()
+    await connection.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.05, error_cb=ignore)
     try:
         yield connection
     finally:

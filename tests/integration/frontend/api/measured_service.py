@@ -66,7 +66,7 @@ def resident(name: str) -> int:
 
 
 def main(port: int, module: str) -> None:
-    service: Any = importlib.import_module(module)
+    original = lifecycle.run
 
     def run(serve: Callable[[asyncio.Event], Awaitable[None]], settings: Any, component: str) -> None:
         async def measured(stopping: asyncio.Event) -> None:
@@ -79,12 +79,10 @@ def main(port: int, module: str) -> None:
                 probing.cancel()
                 server.close()
 
-        lifecycle.run(measured, settings, component)
+        original(measured, settings, component)
 
-    if hasattr(service, "run"):
-        service.run = run
-    else:
-        service.lifecycle = type("Measuring", (), {"run": staticmethod(run)})
+    lifecycle.run = run
+    service: Any = importlib.import_module(module)
     service.main()
 
 

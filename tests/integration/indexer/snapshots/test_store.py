@@ -7,12 +7,12 @@ from collections import deque
 from typing import Any
 
 import pytest
-from kvrouter.indexer.snapshots import coordinator, files
 from kvrouter.indexer.snapshots.coordinator import Snapshots
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 
+from ....faults.failpoints import intercepted
 from ..indexing import indexing, until
 from .test_snapshots import fill, home, more, pointer_of
 
@@ -47,9 +47,8 @@ async def test_dropped_snapshots_leave_nothing(
 async def test_snapshots_abandoned_at_a_step_do_not_add_up(
     connection: Client, component: ComponentName, etcd_endpoint: str, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    def fail(name: str) -> None:
-        if name == f"snapshot.{step}":
-            raise TimeoutError(name)
+    def fail() -> None:
+        raise TimeoutError(step)
 
     await fill(connection, component)
     async with indexing(connection, component, home=home(etcd_endpoint)) as index:
@@ -59,8 +58,7 @@ async def test_snapshots_abandoned_at_a_step_do_not_add_up(
         for _ in range(2):
             await taken.take(index.position)
         with monkeypatch.context() as patched:
-            for module in (coordinator, files):
-                patched.setattr(module, "reach", fail)
+            patched.setattr(*intercepted(step, fail))
             for _ in range(6):
                 with pytest.raises(TimeoutError):
                     await taken.take(index.position)
