@@ -77,6 +77,7 @@ class RemoteCalls:
         self._reconnect_seconds = reconnect_seconds
         self._stack = AsyncExitStack()
         self._stubs: list[FrontendServiceStub] = []
+        self._running: set[Any] = set()
         self._current = 0
 
     async def open(self) -> None:
@@ -90,7 +91,9 @@ class RemoteCalls:
             self._stubs.append(cast(Any, FrontendServiceStub)(channel))
 
     async def close(self) -> None:
-        """Closes the channels, which ends all calls."""
+        """Ends all calls and closes the channels."""
+        for rpc in list(self._running):
+            rpc.cancel()
         await self._stack.aclose()
 
     async def unary(self, method: str, request: Message, seconds: float | None) -> Any:
@@ -103,12 +106,15 @@ class RemoteCalls:
         async for attempt in self._attempts():
             with attempt:
                 number = self._current
+                rpc = self._start(number, method, request, ends_at)
                 try:
-                    return await self._start(number, method, request, ends_at)
+                    return await rpc
                 except grpc.aio.AioRpcError as error:
                     raise self._moved(number, error_of_rpc(error)) from None
                 except asyncio.CancelledError as cancelled:
                     raise _own(cancelled) from None
+                finally:
+                    self._running.discard(rpc)
         raise AssertionError("the last attempt raises")
 
     async def stream(self, method: str, request: Message, seconds: float | None) -> AsyncGenerator[Any, None]:
@@ -127,18 +133,22 @@ class RemoteCalls:
                     try:
                         response = await self._read(rpc)
                     except _MOVABLE as error:
+                        self._running.discard(rpc)
                         raise self._moved(number, error) from None
             while response is not grpc.aio.EOF:
                 yield response
                 response = await self._read(rpc)
         finally:
             if rpc is not None:
+                self._running.discard(rpc)
                 rpc.cancel()
 
     def _start(self, number: int, method: str, request: Message, ends_at: float | None) -> Any:
         key = self._api_key() if callable(self._api_key) else self._api_key
         metadata = (("authorization", f"Bearer {key}"),) if key else None
-        return getattr(self._stubs[number], method)(request, timeout=_remaining(ends_at), metadata=metadata)
+        rpc = getattr(self._stubs[number], method)(request, timeout=_remaining(ends_at), metadata=metadata)
+        self._running.add(rpc)
+        return rpc
 
     async def _read(self, rpc: Any) -> Any:
         try:
@@ -176,7 +186,7 @@ def _remaining(ends_at: float | None) -> float | None:
 
 
 def _own(cancelled: asyncio.CancelledError) -> BaseException:
-    """Returns the exception for a CancelledError of gRPC, which also raises one if the channel is closed."""
+    """Returns the exception for a CancelledError of gRPC, which also raises one if the client is closed."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return cancelled
