@@ -43,9 +43,7 @@ class Affinity:
         booking_table.subscribe(Booked, self._begun)
         booking_table.subscribe(Moved, self._placed)
         booking_table.subscribe(Freed, lambda change: self._ended(change.booking))
-        booking_table.subscribe(
-            OwnerRemoved, lambda change: self._ended(None if change.booking.owners else change.booking)
-        )
+        booking_table.subscribe(OwnerRemoved, self._left)
 
     def _begun(self, change: Booked) -> None:
         if change.booking.conversation:
