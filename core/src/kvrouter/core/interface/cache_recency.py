@@ -29,9 +29,9 @@ class CacheRecency(Protocol):
 
     The chance that a block is used again after it has been idle for a time a is
 
-        reused(a) / (reused(a) + unused(a) + 1)
+        reused(a) / (reused(a) + idle(a) + 1)
 
-    with ``reused(a)`` uses of a block after an idle time of at least a, and ``unused(a)`` blocks that were idle for at
+    with ``reused(a)`` uses of a block after an idle time of at least a, and ``idle(a)`` blocks that were idle for at
     least a and not used again, whether or not they are still in the sample. Both counts are halved whenever as many
     blocks have left the full sample as it holds. Idle times are counted in 64 bins of half an octave, from 1 ms, and
     the chance is interpolated between them. Idle blocks are counted every 5 s.

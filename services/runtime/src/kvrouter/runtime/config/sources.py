@@ -35,7 +35,7 @@ _SUCCESSORS: dict[str, str] = {
     "request-stream-usage": "the engine's --enable-force-include-usage (vLLM) or "
     "--stream-response-default-include-usage (SGLang)",
 }
-"""Options of earlier releases renamed or removed, with what replaced each; empty for nothing."""
+"""Options of earlier commits that were renamed or removed, with what replaced each; empty for nothing."""
 
 
 class _Settings(Protocol):
