@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
-from kvrouter.frontend.edge.messages_fields import MessagesFields, PromptFields
+from kvrouter.frontend.edge.messages_chat import MessagesFields, PromptFields
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.request_fields import OnlyDefault
 from kvrouter.v1.errors import BadRequest

@@ -9,8 +9,15 @@ from kvrouter.engines.fields import MESSAGES
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.json_body import check_structure, decode_json
-from kvrouter.frontend.edge.messages_chat import chat_messages, chat_tool_choice, chat_tools
-from kvrouter.frontend.edge.messages_fields import EngineMessagesFields, MessagesFields, PromptFields, Thinking
+from kvrouter.frontend.edge.messages_chat import (
+    EngineMessagesFields,
+    MessagesFields,
+    PromptFields,
+    Thinking,
+    chat_messages,
+    chat_tool_choice,
+    chat_tools,
+)
 from kvrouter.frontend.edge.messages_response import MessageEvents, WholeMessage
 from kvrouter.frontend.edge.request_fields import check_defaults
 from kvrouter.frontend.edge.translated_request import (
