@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from kvrouter.frontend.edge.request_fields import OnlyDefault
-from kvrouter.frontend.edge.responses_fields import ResponsesFields
+from kvrouter.frontend.edge.responses_chat import ResponsesFields
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.v1.errors import BadRequest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase, ResponseCreateParamsStreaming

@@ -10,8 +10,14 @@ from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.json_body import check_structure, decode_json
 from kvrouter.frontend.edge.request_fields import check_defaults
-from kvrouter.frontend.edge.responses_chat import chat_messages, chat_tool_choice, chat_tools, response_format
-from kvrouter.frontend.edge.responses_fields import EngineResponsesFields, ResponsesFields
+from kvrouter.frontend.edge.responses_chat import (
+    EngineResponsesFields,
+    ResponsesFields,
+    chat_messages,
+    chat_tool_choice,
+    chat_tools,
+    response_format,
+)
 from kvrouter.frontend.edge.responses_response import ResponseEvents, WholeResponseObject
 from kvrouter.frontend.edge.translated_request import (
     KEPT_FIELDS,
