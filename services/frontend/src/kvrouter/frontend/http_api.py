@@ -29,8 +29,8 @@ from kvrouter.frontend.edge.middlewares import (
     traced,
 )
 from kvrouter.frontend.edge.model_objects import model_objects
-from kvrouter.frontend.edge.named_events import NamedEvents
 from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, with_headers
+from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.edge.text_request import TextRequest

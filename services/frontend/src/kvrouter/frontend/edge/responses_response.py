@@ -9,7 +9,7 @@ import msgspec
 from kvrouter.frontend.edge.choice import Piece
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.named_events import NamedEvents, named_event
+from kvrouter.frontend.edge.response_stream import NamedEvents, named_event
 from kvrouter.frontend.edge.responses_chat import ResponsesFields
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.v1.frontend_pb2 import RoutingInfo

@@ -19,7 +19,7 @@ from kvrouter.frontend.edge.choice import ChoiceSink
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.json_body import check_structure, convert_fields
-from kvrouter.frontend.edge.named_events import NamedEvents
+from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText

@@ -12,8 +12,8 @@ from kvrouter.frontend.edge.event_stream import STREAM_TYPE, EventStream, StepWr
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.middlewares import cross_origin_headers
-from kvrouter.frontend.edge.named_events import NamedEvents
 from kvrouter.frontend.edge.request_fields import SharedFields
+from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.translated_request import TranslatedRequest
 from kvrouter.frontend.proxy.chat_pieces import read_answer
