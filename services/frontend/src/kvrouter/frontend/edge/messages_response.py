@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.edge.choice import Piece
-from kvrouter.frontend.edge.error_shapes import anthropic_error
 from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.http_errors import anthropic_error
 from kvrouter.frontend.edge.response_stream import NamedEvents, named_event
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.v1.frontend_pb2 import RoutingInfo
