@@ -10,9 +10,8 @@ import msgspec
 from kvrouter.core import find_json_value
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, decode_json
-from kvrouter.frontend.edge.prompt_list import parse_prompts
 from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs, unsupported
-from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
+from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt, parse_prompts
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.text.model_text import PromptSource
 from kvrouter.v1.errors import BadRequest

@@ -18,9 +18,9 @@ from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.json_body import check_structure, decode_json
 from kvrouter.frontend.edge.messages_request import MessagesRequest
-from kvrouter.frontend.edge.prompt_list import parse_prompts
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
+from kvrouter.frontend.edge.text_request import parse_prompts
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
