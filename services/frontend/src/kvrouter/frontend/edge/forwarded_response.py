@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
+from kvrouter.frontend.edge.frame import routing_headers
 from kvrouter.frontend.edge.http_errors import error_event
 from kvrouter.frontend.edge.middlewares import cross_origin_headers
-from kvrouter.frontend.edge.routing_fields import routing_headers
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 

@@ -16,7 +16,7 @@ import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
-from kvrouter.frontend.edge.routing_fields import routed_on_text
+from kvrouter.frontend.edge.frame import routed_on_text
 from kvrouter.frontend.proxy.endpoint_picker import responses
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayRequest
 from kvrouter.frontend.proxy.endpoint_picker.metadata import code_details, header_values, served_endpoint
