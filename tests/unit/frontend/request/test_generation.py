@@ -18,9 +18,8 @@ from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.connection import ResponseReceiver
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.output import Output
-from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
+from kvrouter.frontend.workers.poison_prompts import PoisonPrompts, RequestDeaths
 from kvrouter.frontend.workers.pool import WorkerPool
-from kvrouter.frontend.workers.request_deaths import RequestDeaths
 from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView

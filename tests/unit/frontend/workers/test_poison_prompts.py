@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.frontend.workers.failures import WorkerFailure
-from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, PoisonPrompts, prompt_key
-from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, PoisonPrompts, RequestDeaths, prompt_key
 from kvrouter.frontend.workers.worker_fate import MAX_WATCHERS, WorkerFate
 from kvrouter.v1.errors import PoisonPrompt
 

@@ -42,10 +42,9 @@ from kvrouter.frontend.web.opening import open_page
 from kvrouter.frontend.workers.circuit_breaker import BackOff
 from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.health import WorkerHealth
-from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, PoisonPrompts
+from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, MAX_UNSENT, PoisonPrompts, SharedDeaths
 from kvrouter.frontend.workers.pool import WorkerPool
 from kvrouter.frontend.workers.probes import WorkerProbes
-from kvrouter.frontend.workers.shared_deaths import MAX_UNSENT, SharedDeaths
 from kvrouter.frontend.workers.stall_trials import StallTrials
 from kvrouter.frontend.workers.worker_fate import MAX_WATCHERS
 from kvrouter.runtime import http_server

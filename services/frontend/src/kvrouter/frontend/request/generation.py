@@ -30,7 +30,7 @@ from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.workers.attempt import Dispatch
 from kvrouter.frontend.workers.client import Workers
 from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure
-from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.tracing import Kind, span

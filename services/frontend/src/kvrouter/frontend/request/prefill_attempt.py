@@ -11,7 +11,7 @@ from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.frontend.workers.attempt import Outcome, WorkerAttempt
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output
-from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.message_limits import DEFAULT_LIMITS
 from kvrouter.v1.worker_pb2 import TransferParams

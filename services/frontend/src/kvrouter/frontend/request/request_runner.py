@@ -25,8 +25,7 @@ from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.pool_choice import PoolChoice
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.workers.client import WorkerClient, Workers
-from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
-from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.frontend.workers.poison_prompts import PoisonPrompts, RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import KvRouterError

@@ -10,7 +10,7 @@ import aiohttp
 from kvrouter.engines.openai_server import is_alive
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
-from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _RESET = "upstream_reset_before_response_started"

@@ -24,7 +24,7 @@ from kvrouter.frontend.request.routing import routing_request
 from kvrouter.frontend.request.validation import describe_models, resolve_model
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.workers.health import WorkerHealth
-from kvrouter.frontend.workers.request_deaths import RequestDeaths
+from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
