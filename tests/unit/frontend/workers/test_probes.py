@@ -16,8 +16,7 @@ from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.connection import Probe
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.pool import WorkerPool
-from kvrouter.frontend.workers.probes import WorkerProbes
-from kvrouter.frontend.workers.stall_trials import StallTrials
+from kvrouter.frontend.workers.probes import StallTrials, WorkerProbes
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration

@@ -13,7 +13,7 @@ from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.connection import ResponseReceiver
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.pool import WorkerPool
-from kvrouter.frontend.workers.stall_trials import StallTrials
+from kvrouter.frontend.workers.probes import StallTrials
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Role

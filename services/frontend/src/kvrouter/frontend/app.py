@@ -44,8 +44,7 @@ from kvrouter.frontend.workers.client import WorkerClient
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, MAX_UNSENT, PoisonPrompts, SharedDeaths
 from kvrouter.frontend.workers.pool import WorkerPool
-from kvrouter.frontend.workers.probes import WorkerProbes
-from kvrouter.frontend.workers.stall_trials import StallTrials
+from kvrouter.frontend.workers.probes import StallTrials, WorkerProbes
 from kvrouter.frontend.workers.worker_fate import MAX_WATCHERS
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
