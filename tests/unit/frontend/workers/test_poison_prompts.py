@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.frontend.workers.failures import WorkerFailure
+from kvrouter.frontend.workers.failures import MAX_WATCHERS, WorkerFailure, WorkerFate
 from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, PoisonPrompts, RequestDeaths, prompt_key
-from kvrouter.frontend.workers.worker_fate import MAX_WATCHERS, WorkerFate
 from kvrouter.v1.errors import PoisonPrompt
 
 KEY = bytes(16)

@@ -12,6 +12,7 @@ from random import Random
 
 import structlog
 from kvrouter.frontend.workers.circuit_breaker import BackOff, CircuitBreaker
+from kvrouter.frontend.workers.failures import WorkerFate
 from kvrouter.frontend.workers.observed_worker import (
     LOST_SECONDS,
     REASONS,
@@ -24,7 +25,6 @@ from kvrouter.frontend.workers.observed_worker import (
 from kvrouter.frontend.workers.restarting_pools import RestartingPools
 from kvrouter.frontend.workers.stall_detection import StallDetector
 from kvrouter.frontend.workers.worker_call import WorkerCall
-from kvrouter.frontend.workers.worker_fate import WorkerFate
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import AvoidedWorker
 from kvrouter.v1.frontend_pb2 import WorkerHealth as WorkerHealthMessage

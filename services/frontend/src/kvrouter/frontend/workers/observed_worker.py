@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrouter.frontend.workers.circuit_breaker import CircuitBreaker
+from kvrouter.frontend.workers.failures import WorkerFate
 from kvrouter.frontend.workers.stall_detection import StallDetector
-from kvrouter.frontend.workers.worker_fate import WorkerFate
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration

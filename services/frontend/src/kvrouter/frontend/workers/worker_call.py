@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
-from kvrouter.frontend.workers.failures import WorkerFailure
+from kvrouter.frontend.workers.failures import WorkerFailure, WorkerFate
 from kvrouter.frontend.workers.observed_worker import ObservedWorker, ids_of
 from kvrouter.frontend.workers.stall_detection import MonitoredRequest
-from kvrouter.frontend.workers.worker_fate import WorkerFate
 
 if TYPE_CHECKING:
     from kvrouter.frontend.workers.health import WorkerHealth
