@@ -18,8 +18,8 @@ from kvrouter.core import read_tokens
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, fault_of
+from kvrouter.frontend.workers.observed_worker import WorkerCall
 from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputLimit
-from kvrouter.frontend.workers.worker_call import WorkerCall
 from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Stage

@@ -18,13 +18,13 @@ from kvrouter.frontend.workers.observed_worker import (
     REASONS,
     ObservedWorker,
     Registered,
+    WorkerCall,
     ids_of,
     is_healthy,
     state_of,
 )
 from kvrouter.frontend.workers.restarting_pools import RestartingPools
 from kvrouter.frontend.workers.stall_detection import StallDetector
-from kvrouter.frontend.workers.worker_call import WorkerCall
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import AvoidedWorker
 from kvrouter.v1.frontend_pb2 import WorkerHealth as WorkerHealthMessage
