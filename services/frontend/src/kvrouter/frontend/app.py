@@ -40,11 +40,10 @@ from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.text.turns import Owner
 from kvrouter.frontend.web.opening import open_page
 from kvrouter.frontend.workers.circuit_breaker import BackOff
-from kvrouter.frontend.workers.client import WorkerClient
+from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
 from kvrouter.frontend.workers.failures import MAX_WATCHERS
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, MAX_UNSENT, PoisonPrompts, SharedDeaths
-from kvrouter.frontend.workers.pool import WorkerPool
 from kvrouter.frontend.workers.probes import StallTrials, WorkerProbes
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of

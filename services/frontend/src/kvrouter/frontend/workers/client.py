@@ -1,17 +1,119 @@
-"""Starts attempts of requests at workers."""
+"""Starts attempts of requests at workers, over connections that are kept open."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Protocol
 
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import encode_with_prompt
-from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
-from kvrouter.frontend.workers.connection import Probe
+from kvrouter.frontend.workers.attempt import Dispatch, RunningCall, WorkerAttempt
+from kvrouter.frontend.workers.connection import Probe, ResponseReceiver, WorkerConnection
 from kvrouter.frontend.workers.health import WorkerHealth
-from kvrouter.frontend.workers.pool import WorkerPool
+from kvrouter.net.calls import CallStreamCounts
+from kvrouter.net.tls import Tls
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+
+class WorkerPool:
+    """One connection per worker address. Beyond ``max_connections`` the least recently used idle ones are closed."""
+
+    def __init__(
+        self,
+        client_name: str,
+        max_connections: int = 4096,
+        *,
+        counts: CallStreamCounts | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        """Connects to nobody yet.
+
+        Args:
+            client_name: Name of this Frontend in the logs of workers.
+            max_connections: Number of connections above which idle ones are closed.
+            counts: Counts all call streams.
+            tls: Encrypts connections; None for plain text.
+        """
+        self._tls = tls
+        self.counts = CallStreamCounts() if counts is None else counts
+        self._client_name = client_name
+        self.max_connections = max_connections
+        self._connections: OrderedDict[str, WorkerConnection] = OrderedDict()
+        self._serving_streams: set[str] = set()
+        """Addresses of the workers registered as serving call streams."""
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def update(self, components: Mapping[ComponentName, ComponentView]) -> None:
+        """Applies the registrations: opens call streams to workers serving them."""
+        self._serving_streams = {
+            registration.endpoint
+            for view in components.values()
+            for registration in view.workers.values()
+            if registration.serves_call_stream
+        }
+        for endpoint in self._serving_streams & self._connections.keys():
+            self._connections[endpoint].open_stream()
+
+    async def forget(self, endpoint: str) -> None:
+        """Closes the connection to a worker that left, unless a call runs on it."""
+        connection = self._connections.get(endpoint)
+        if connection is not None and connection.idle:
+            del self._connections[endpoint]
+            await connection.close()
+
+    def start(self, endpoint: str, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
+        """Calls Generate with an encoded WorkerServiceGenerateRequest.
+
+        The receiver gets encoded WorkerServiceGenerateResponse messages, then the end or the error of the call.
+        """
+        return self._connection(endpoint).generate(request, receiver, deadline=deadline)
+
+    def is_connected(self, endpoint: str) -> bool:
+        """Returns whether there is a connection to a worker."""
+        return self._connection(endpoint).is_connected
+
+    async def abort(self, endpoint: str, request_id: str) -> bool:
+        """Aborts a request at a worker. Returns whether the worker could be reached soon."""
+        return await self._connection(endpoint).abort(request_id)
+
+    async def probe(self, endpoint: str) -> Probe:
+        """Checks a worker's health; see ``WorkerConnection.probe``."""
+        connection = self._connection(endpoint)
+        await self._close_surplus()
+        return await connection.probe()
+
+    async def close(self) -> None:
+        """Cancels running calls and closes all connections."""
+        async with asyncio.TaskGroup() as group:
+            while self._connections:
+                group.create_task(self._connections.popitem()[1].close())
+
+    def _connection(self, endpoint: str) -> WorkerConnection:
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            connection = self._connections[endpoint] = WorkerConnection(
+                endpoint, self._client_name, self.counts, self._tls
+            )
+            if endpoint in self._serving_streams:
+                connection.open_stream()
+        self._connections.move_to_end(endpoint)
+        return connection
+
+    async def _close_surplus(self) -> None:
+        surplus = len(self._connections) - self.max_connections
+        if surplus <= 0:
+            return
+        idle = [endpoint for endpoint, connection in self._connections.items() if connection.idle]
+        for endpoint in idle[:surplus]:
+            await self._connections.pop(endpoint).close()
+
 
 _ANSWER_SECONDS = 0.5
 

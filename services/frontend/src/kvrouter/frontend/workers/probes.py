@@ -16,12 +16,11 @@ from random import Random
 import structlog
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.attempt import Dispatch, Outcome, WorkerAttempt
-from kvrouter.frontend.workers.client import WorkerClient
+from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
 from kvrouter.frontend.workers.connection import Probe
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import ObservedWorker
-from kvrouter.frontend.workers.pool import WorkerPool
 from kvrouter.runtime.config.fields import is_url
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
