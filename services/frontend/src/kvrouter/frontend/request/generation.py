@@ -20,10 +20,17 @@ from kvrouter.frontend.request.attempt_input import AttemptInput
 from kvrouter.frontend.request.continuation import is_inexact
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
 from kvrouter.frontend.request.prefill_stage import PrefillStage
-from kvrouter.frontend.request.progress import KeptOutput, OutputReceiver, Progress
+from kvrouter.frontend.request.progress import (
+    GENERATE,
+    KeptOutput,
+    OutputReceiver,
+    Progress,
+    describe_attempt,
+    describe_outcome,
+    of_request,
+)
 from kvrouter.frontend.request.request_pools import RequestPools
 from kvrouter.frontend.request.routing import routing_info
-from kvrouter.frontend.request.span_attributes import GENERATE, describe_attempt, describe_outcome, of_request
 from kvrouter.frontend.request.validation import can_take
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking

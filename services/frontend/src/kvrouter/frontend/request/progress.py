@@ -1,4 +1,4 @@
-"""The progress of one attempt: passes its output on, and reports to the Scheduler each change of the load."""
+"""The progress of one attempt: passes its output on, and reports each change of the load and the attempt's end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Final, Protocol
 from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output
+from kvrouter.runtime.tracing import Attribute, Span
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 
@@ -176,3 +178,43 @@ class Progress:
     def _count(self) -> None:
         self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)
         self._counted_tokens = self.output_tokens
+
+
+GENERATE = "kvrouter.v1.WorkerService/Generate"
+"""Name of the span of an attempt."""
+
+
+def of_request(model: str, request_id: str, prompt_tokens: int) -> dict[str, Attribute]:
+    """Returns the attributes of a request."""
+    return {
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": prompt_tokens,
+        "kvrouter.request_id": request_id,
+    }
+
+
+def describe_attempt(span: Span, booking: LiveBooking, endpoint: str) -> None:
+    """Sets where an attempt runs."""
+    if span.recording:
+        rank = booking.rank
+        span.set(
+            {
+                "server.address": endpoint,
+                "kvrouter.rank": f"{rank.worker_id}:{rank.dp_rank}",
+                "kvrouter.attempt": booking.key.attempt,
+                "kvrouter.predicted_cached_tokens": booking.predicted_cached_tokens,
+            }
+        )
+
+
+def describe_outcome(span: Span, progress: Progress, failure: WorkerFailure | None) -> None:
+    """Sets how an attempt ended."""
+    if not span.recording:
+        return
+    span.set({"gen_ai.usage.output_tokens": progress.output_tokens})
+    if progress.cached_tokens is not None:
+        span.set({"kvrouter.cached_tokens": progress.cached_tokens})
+    if progress.first_output_unix_ns:
+        span.add_event("first_token", progress.first_output_unix_ns)
+    if failure is not None:
+        span.fail(failure.cause, failure.message)

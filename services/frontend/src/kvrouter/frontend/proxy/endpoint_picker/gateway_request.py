@@ -20,7 +20,7 @@ from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.proxy.tenant_body import engine_request_id, may_reach_engine
 from kvrouter.frontend.proxy.usage import Usage
-from kvrouter.frontend.request.span_attributes import describe_attempt, of_request
+from kvrouter.frontend.request.progress import describe_attempt, of_request
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
