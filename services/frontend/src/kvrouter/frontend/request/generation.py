@@ -16,7 +16,7 @@ import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import Outline
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait
-from kvrouter.frontend.request.attempt_input import AttemptInput
+from kvrouter.frontend.request.attempt_input import AttemptInput, routing_info
 from kvrouter.frontend.request.continuation import is_inexact
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
 from kvrouter.frontend.request.prefill_stage import PrefillStage
@@ -30,7 +30,6 @@ from kvrouter.frontend.request.progress import (
     of_request,
 )
 from kvrouter.frontend.request.request_pools import RequestPools
-from kvrouter.frontend.request.routing import routing_info
 from kvrouter.frontend.request.validation import can_take
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
+from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.prefill_stage import PrefillStage
-from kvrouter.frontend.request.routing import routing_request
 from kvrouter.frontend.request.validation import can_take
 from kvrouter.frontend.schedulers.pool_choice import PoolChoice
 from kvrouter.frontend.workers.health import WorkerHealth

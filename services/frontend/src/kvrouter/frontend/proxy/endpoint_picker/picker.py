@@ -19,8 +19,8 @@ from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
 from kvrouter.frontend.proxy.forwarding import generate_request
 from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
+from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.request_runner import RequestRunner
-from kvrouter.frontend.request.routing import routing_request
 from kvrouter.frontend.request.validation import describe_models, resolve_model
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.workers.health import WorkerHealth
