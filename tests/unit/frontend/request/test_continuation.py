@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.frontend.packed_prompt import hash_prompt
-from kvrouter.frontend.request.attempt_budget import AttemptBudget
-from kvrouter.frontend.request.continuation import is_inexact, migration_blocker, remaining
+from kvrouter.frontend.request.attempt_budget import AttemptBudget, is_inexact, migration_blocker, remaining
 from kvrouter.frontend.request.progress import KeptOutput
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
-from kvrouter.frontend.request.continuation import remaining
+from kvrouter.frontend.request.attempt_budget import remaining
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.net import trace_context

@@ -15,9 +15,8 @@ import time
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.file import Outline
-from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait
+from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait, is_inexact
 from kvrouter.frontend.request.attempt_input import AttemptInput, routing_info
-from kvrouter.frontend.request.continuation import is_inexact
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.request.progress import (

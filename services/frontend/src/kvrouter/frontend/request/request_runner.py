@@ -13,8 +13,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
-from kvrouter.frontend.request.attempt_budget import AttemptBudget
-from kvrouter.frontend.request.continuation import migration_blocker
+from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_blocker
 from kvrouter.frontend.request.generation import Generation
 from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
