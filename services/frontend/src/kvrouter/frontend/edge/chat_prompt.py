@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrouter.engines.chats import ChatRule
+from kvrouter.frontend.text.chat_template import marked, until_mark
 from kvrouter.frontend.text.client_work import Slices
-from kvrouter.frontend.text.final_message import marked, until_mark
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.v1.errors import BadRequest
 

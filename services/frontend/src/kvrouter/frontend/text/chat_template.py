@@ -1,4 +1,7 @@
-"""Renders chats with the model's own template, as ``transformers`` does."""
+"""Renders chats with the model's own template, as ``transformers`` does.
+
+To continue the final message of a chat, a mark at the end of its text is rendered with it, and the prompt ends there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
+from uuid import uuid4
 
 import jinja2
 import jinja2.ext
@@ -16,6 +20,45 @@ from jinja2.utils import Namespace
 from kvrouter.frontend.text.client_work import Slices, completed
 from kvrouter.frontend.text.template_bounds import MAX_SIZE, Allowance, BoundedEnvironment, TemplateTooExpensive
 from kvrouter.v1.errors import BadRequest
+
+_FIELD = "continue_final_message"
+
+
+def marked(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Returns messages whose last text ends with a mark, and the mark, which no client can know.
+
+    Raises:
+        BadRequest: the final message has no text.
+    """
+    *earlier, final = messages
+    mark = f"<{uuid4().hex}> "
+    content = final["content"]
+    if isinstance(content, str):
+        return [*earlier, {**final, "content": content + mark}], mark
+    place = next((place for place in reversed(range(len(content))) if "text" in content[place]), None)
+    if place is None:
+        raise _refused("the final message has no text")
+    part = content[place]
+    parts = [*content[:place], {**part, "text": part["text"] + mark}, *content[place + 1 :]]
+    return [*earlier, {**final, "content": parts}], mark
+
+
+def until_mark(rendered: str, mark: str) -> str:
+    """Returns the rendered chat up to the mark. Spaces before it are removed if the template removes those after it.
+
+    Raises:
+        BadRequest: the template has not rendered the message.
+    """
+    at = rendered.rfind(mark.strip())
+    if at < 0:
+        raise _refused("the chat template does not render the final message as it is")
+    until = rendered[:at]
+    return until if rendered.startswith(mark, at) else until.rstrip()
+
+
+def _refused(message: str) -> BadRequest:
+    return BadRequest(f"{_FIELD}: {message}", field=_FIELD, advice="Send it with a final message of text only.")
+
 
 _MAX_TEMPLATE_BYTES = 4 << 20
 _SLICE_STEPS = 20_000
