@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvrouter.frontend.text.call_reader import tool_format
 from kvrouter.frontend.text.tool_calls import ToolCallPiece, ToolUse
-from kvrouter.frontend.text.tool_formats import tool_format
 
 AUTO = ToolUse("auto")
 PARIS = ("weather", {"city": 'Paris {"}]'})

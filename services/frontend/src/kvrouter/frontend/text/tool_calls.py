@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 from uuid import uuid4
 
-from kvrouter.frontend.text.call_reader import CallPart, CallReader
-from kvrouter.frontend.text.tool_formats import FORCED, ToolFormat
+from kvrouter.frontend.text.call_reader import FORCED, CallPart, CallReader, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
