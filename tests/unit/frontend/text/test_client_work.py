@@ -9,8 +9,7 @@ from threading import Event
 
 import pytest
 from kvrouter.frontend.text import client_work
-from kvrouter.frontend.text.client_work import SLICE, ClientWork, Lane, Slices
-from kvrouter.frontend.text.turns import FairTurns, Owner
+from kvrouter.frontend.text.client_work import SLICE, ClientWork, FairTurns, Lane, Owner, Slices
 from kvrouter.v1.errors import Overloaded, RateLimited
 from prometheus_client import CollectorRegistry
 

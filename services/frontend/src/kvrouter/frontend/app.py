@@ -34,10 +34,9 @@ from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.schedulers.rendezvous import RemoteSchedulers
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
-from kvrouter.frontend.text.client_work import ClientWork
+from kvrouter.frontend.text.client_work import ClientWork, Owner
 from kvrouter.frontend.text.model_files import fetch_files
 from kvrouter.frontend.text.text_models import TextModels
-from kvrouter.frontend.text.turns import Owner
 from kvrouter.frontend.web.opening import open_page
 from kvrouter.frontend.workers.circuit_breaker import BackOff
 from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
