@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvrouter.frontend.schedulers.first_step import FirstStep
+from kvrouter.frontend.schedulers.session import FirstStep
 
 
 async def test_a_call_that_does_not_wait_has_its_result_at_once() -> None:
