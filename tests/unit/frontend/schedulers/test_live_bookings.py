@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.core import local_hashes
-from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.rendezvous import rendezvous
 from kvrouter.v1.common_pb2 import BookingKey, Rank
 from kvrouter.v1.names import ComponentName

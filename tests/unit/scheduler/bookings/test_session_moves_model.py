@@ -17,8 +17,7 @@ from typing import TypeVar
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
-from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, LiveBooking
 from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, chunks

@@ -30,8 +30,8 @@ from kvrouter.frontend.request.progress import (
 )
 from kvrouter.frontend.request.request_pools import RequestPools
 from kvrouter.frontend.request.validation import can_take
+from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
-from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.workers.attempt import Dispatch
 from kvrouter.frontend.workers.client import Workers
 from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure

@@ -21,8 +21,8 @@ from kvrouter.frontend.request.prefill_pools import (
     prefill_pools,
     runs_concurrently,
 )
+from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
-from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.schedulers.pool_choice import PoolChoice
 from kvrouter.frontend.workers.attempt import Dispatch
 from kvrouter.frontend.workers.client import Workers

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Final, Protocol
 
 from kvrouter.frontend.model_metrics import ModelMetrics
-from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output

@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Collection
 
 import structlog
-from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates
+from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, LiveBooking
 from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource
-from kvrouter.frontend.schedulers.live_bookings import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
 from kvrouter.net import trace_context

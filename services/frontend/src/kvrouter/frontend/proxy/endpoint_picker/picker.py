@@ -22,7 +22,7 @@ from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.validation import describe_models, resolve_model
-from kvrouter.frontend.schedulers.live_bookings import LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
