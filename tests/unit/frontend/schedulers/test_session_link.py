@@ -6,7 +6,7 @@ import asyncio
 from typing import cast
 
 import pytest
-from kvrouter.frontend.schedulers import scheduler_choice
+from kvrouter.frontend.schedulers import connections
 from kvrouter.frontend.schedulers import session_link as scheduler_link
 from kvrouter.frontend.schedulers.rendezvous import LocalScheduler
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
@@ -122,7 +122,7 @@ async def test_one_that_opens_no_session_is_left_for_another() -> None:
 
 
 async def test_a_link_returns_to_its_scheduler_only_once_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_choice, "_AVOIDED_SECONDS", 0.02)
+    monkeypatch.setattr(connections, "_AVOIDED_SECONDS", 0.02)
     first, second = Answering(), Answering()
     async with linked(Several(first=first, second=second), heartbeat_timeout_seconds=0.1) as link:
         await until(lambda: first.heartbeats)

@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection
 
 import structlog
 from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, LiveBooking
-from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource
-from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice
+from kvrouter.frontend.schedulers.connections import SchedulerChoice, SchedulerConnection, SchedulerSource
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
 from kvrouter.net import trace_context
 from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
