@@ -6,9 +6,9 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from kvrouter.frontend.web.history import History
 from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.problems import problems
+from kvrouter.frontend.web.traffic import History
 from kvrouter.runtime.overview.hit_rates import HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Component, PrefillDecision, Rank

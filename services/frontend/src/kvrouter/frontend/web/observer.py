@@ -9,10 +9,9 @@ from typing import Any
 
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefix, PopularPrefixes
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
-from kvrouter.frontend.web.history import INTERVAL_SECONDS, History
 from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.problems import problems
-from kvrouter.frontend.web.traffic import Traffic
+from kvrouter.frontend.web.traffic import INTERVAL_SECONDS, History, Traffic
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.hit_rates import HitWindow

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefix
-from kvrouter.frontend.web.history import Point
 from kvrouter.frontend.web.problems import Problem
-from kvrouter.frontend.web.traffic import TrafficRates
+from kvrouter.frontend.web.traffic import Point, TrafficRates
 from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
 from kvrouter.runtime.overview.rank_notes import Note, rank_notes
 from kvrouter.runtime.overview.system import FrontendView, System, rank_of
