@@ -37,7 +37,7 @@ from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.client_work import ClientWork, Owner
 from kvrouter.frontend.text.model_files import fetch_files
 from kvrouter.frontend.text.text_models import TextModels
-from kvrouter.frontend.web.opening import open_page
+from kvrouter.frontend.web.routes import open_page
 from kvrouter.frontend.workers.circuit_breaker import BackOff
 from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
 from kvrouter.frontend.workers.failures import MAX_WATCHERS
