@@ -13,10 +13,9 @@ import aiohttp
 import jwt
 import pytest
 from aiohttp import web
-from kvrouter.frontend.access import signing_keys
-from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens
+from kvrouter.frontend.access import json_web_tokens
+from kvrouter.frontend.access.json_web_tokens import FollowedSigningKeys, InvalidKeys, JsonWebTokens, check_location
 from kvrouter.frontend.access.refusals import CredentialRefused
-from kvrouter.frontend.access.signing_keys import FollowedSigningKeys, check_location
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.runtime.telemetry.metrics import new_registry
 
@@ -110,7 +109,7 @@ async def test_a_file_with_a_secret_must_be_protected(tmp_path: Path) -> None:
 
 
 async def test_keys_of_a_url_are_fetched_again_for_an_unknown_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signing_keys, "_EARLY_SECONDS", 0.01)
+    monkeypatch.setattr(json_web_tokens, "_EARLY_SECONDS", 0.01)
     answers = [web.Response(status=500), web.Response(text="[]"), web.Response(text=key_set())]
     application = web.Application()
 

@@ -20,8 +20,7 @@ from kvrouter.runtime.process.lifecycle import StartRefused
 from prometheus_client import CollectorRegistry
 
 if TYPE_CHECKING:
-    from kvrouter.frontend.access.json_web_tokens import JsonWebTokens
-    from kvrouter.frontend.access.signing_keys import FollowedSigningKeys
+    from kvrouter.frontend.access.json_web_tokens import FollowedSigningKeys, JsonWebTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,12 @@ def open_access(
 def _open_tokens(settings: FrontendSettings, registry: CollectorRegistry) -> tuple[JsonWebTokens, FollowedSigningKeys]:
     # Imported only here, since PyJWT is an extra.
     try:
-        from kvrouter.frontend.access.json_web_tokens import InvalidKeys, JsonWebTokens
-        from kvrouter.frontend.access.signing_keys import FollowedSigningKeys, check_location
+        from kvrouter.frontend.access.json_web_tokens import (
+            FollowedSigningKeys,
+            InvalidKeys,
+            JsonWebTokens,
+            check_location,
+        )
     except ModuleNotFoundError as error:
         raise StartRefused(f"--jwt-keys needs {error.name}: install kvrouter[jwt]") from None
     tokens = JsonWebTokens(settings)
