@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 from kvrouter.engines.fields import HARMLESS, HARMLESS_OPTIONS, INTERNAL, INTERNAL_PART_FIELDS
-from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.refusals import RuleBroken
+from kvrouter.frontend.access.rules import FieldRules
 
 SCHEMAS = json.loads((Path(__file__).parents[2] / "engines" / "engine_schemas.json").read_text())
 CHATS = "/v1/chat/completions"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role
-from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
-from kvrouter.frontend.access.rules import check_generation, check_routing, own_booking, visible
+from kvrouter.frontend.access.rules import FieldRules, check_generation, check_routing, own_booking, visible
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, LocalHashes, RoutingRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest as Generate
 from kvrouter.v1.frontend_pb2 import Model

@@ -17,10 +17,10 @@ from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
 from kvrouter.frontend.access.credentials import HEADERS, credential_of
-from kvrouter.frontend.access.field_rules import FieldRules
 from kvrouter.frontend.access.key_file import TenantEntry
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals, RuleBroken
+from kvrouter.frontend.access.rules import FieldRules
 from kvrouter.runtime.rpc import Metadata
 from kvrouter.v1.errors import KvRouterError, PermissionDenied
 
