@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.frontend.proxy.transfer_filter import TransferFilter
+from kvrouter.frontend.proxy.engine_response import TransferFilter
 from kvrouter.v1.errors import DependencyAway
 
 PARAMS = {"remote_host": "10.0.0.7", "remote_block_ids": [1, 2], "odd": '}"]\\'}

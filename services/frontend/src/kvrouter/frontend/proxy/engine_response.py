@@ -1,9 +1,119 @@
-"""The body of an engine's response, as it passes through to the client of a forwarded or picked request."""
+"""The body of an engine's response, as it passes through to the client of a forwarded or picked request.
+
+For a client with a key, the secret fields are removed: transfers of KV blocks, and salts.
+The value of such a field becomes null, as in a response without a transfer. An error that quotes such a field, because
+it quotes the request, is replaced by one without the quotation. All other bytes stay as they are.
+"""
 
 from __future__ import annotations
 
-from kvrouter.frontend.proxy.transfer_filter import TransferFilter
+import re
+
+import msgspec
+from kvrouter.engines.fields import TRANSFER_RESULTS, quotes_internal, shown_failure
+from kvrouter.frontend.proxy.event_reader import EventReader
 from kvrouter.frontend.proxy.usage import Usage, UsageReader
+from kvrouter.v1.errors import DependencyAway
+
+_NAMES = "|".join(TRANSFER_RESULTS).encode()
+# A quotation mark within a JSON string is escaped, so that this is never found in one.
+_FIELD = re.compile(rb'[{,]\s*"(?:%b)"\s*:\s*' % _NAMES)
+_BEGUN_FIELD = re.compile(rb'[{,]\s*(?:"[a-z_]{0,24}(?:"\s*:?\s*)?)?\Z')
+_MOST_BEGUN = 64
+"""Bytes at the end of a piece that may begin a field."""
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]|"', re.DOTALL)
+_OPENING = tuple(map(bytearray, (b"{", b"[", b'"')))
+_SCALAR = re.compile(rb"[^,}\]\s]+")
+_ERROR_EVENT = re.compile(rb'data:\s*\{\s*"(?:error"|object"\s*:\s*"error")')
+_MAX_HELD_BYTES = 4 << 20
+"""Maximum size of an event, an error or a value held until it is complete."""
+_FIRST_ERROR = 400
+
+
+class TransferFilter:
+    """Filters one response, piece by piece."""
+
+    def __init__(self, *, is_stream: bool, status: int) -> None:
+        """``status`` is that of the response. ``is_stream``: whether it is a stream of events."""
+        self._is_stream = is_stream
+        self._status = status
+        self._events = EventReader()
+        self._held = bytearray()
+
+    def take(self, piece: bytes, *, ends: bool = False) -> bytes:
+        """Returns the bytes to pass on after a further piece has arrived, which may be the last.
+
+        Raises:
+            DependencyAway: an event, an error or a value is too long to be held.
+        """
+        if self._is_stream:
+            events = self._events.take(piece)
+            passed = b"".join(map(_shown_event, [*events, self._events.rest()] if ends else events))
+        else:
+            self._held += piece
+            if self._status < _FIRST_ERROR:
+                passed = _without_values(self._held, ends=ends)
+            else:
+                passed = self._error() if ends else b""
+        if len(self._held) + len(self._events) > _MAX_HELD_BYTES:
+            raise DependencyAway(f"its OpenAI API sends an event, error or value of more than {_MAX_HELD_BYTES} bytes")
+        return passed
+
+    def _error(self) -> bytes:
+        body = bytes(self._held)
+        self._held.clear()
+        return _replaced_error(self._status) if quotes_internal(body) else body
+
+
+def _shown_event(event: bytes) -> bytes:
+    if not quotes_internal(event):
+        return event
+    if _ERROR_EVENT.match(event):
+        return b"data: %b\n\n" % _replaced_error(500)
+    return _without_values(bytearray(event), ends=True)
+
+
+def _replaced_error(status: int) -> bytes:
+    error = {"message": shown_failure(TRANSFER_RESULTS[0]), "type": "engine_error", "param": None, "code": status}
+    return msgspec.json.encode({"error": error})
+
+
+def _without_values(held: bytearray, *, ends: bool) -> bytes:
+    """Takes the bytes to pass on from ``held``, and returns them with null in the place of each value."""
+    passed = bytearray()
+    at = 0
+    while field := _FIELD.search(held, at):
+        end = _end_of_value(held, field.end())
+        if end is None and not ends:
+            passed += held[at : field.start()]
+            del held[: field.start()]
+            return bytes(passed)
+        passed += held[at : field.end()] + b"null"
+        at = len(held) if end is None else end
+    begun = None if ends else _BEGUN_FIELD.search(held, max(at, len(held) - _MOST_BEGUN))
+    complete = len(held) if begun is None else begun.start()
+    passed += held[at:complete]
+    del held[:complete]
+    return bytes(passed)
+
+
+def _end_of_value(text: bytearray, start: int) -> int | None:
+    """Returns where the JSON value at ``start`` ends; None if it is not complete."""
+    if text[start : start + 1] not in _OPENING:
+        scalar = _SCALAR.match(text, start)
+        return None if scalar is None or scalar.end() == len(text) else scalar.end()
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        match token[0]:
+            case b"{" | b"[":
+                depth += 1
+            case b"}" | b"]":
+                depth -= 1
+            case b'"':
+                return None
+        if depth == 0:
+            return token.end()
+    return None
 
 
 class EngineResponse:
