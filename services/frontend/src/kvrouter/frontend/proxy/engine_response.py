@@ -11,8 +11,7 @@ import re
 
 import msgspec
 from kvrouter.engines.fields import TRANSFER_RESULTS, quotes_internal, shown_failure
-from kvrouter.frontend.proxy.event_reader import EventReader
-from kvrouter.frontend.proxy.usage import Usage, UsageReader
+from kvrouter.frontend.proxy.usage import EventReader, Usage, UsageReader
 from kvrouter.v1.errors import DependencyAway
 
 _NAMES = "|".join(TRANSFER_RESULTS).encode()

@@ -17,8 +17,7 @@ from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.translated_request import TranslatedRequest
 from kvrouter.frontend.proxy.chat_pieces import read_answer
-from kvrouter.frontend.proxy.event_reader import EventReader, data_of
-from kvrouter.frontend.proxy.usage import Usage
+from kvrouter.frontend.proxy.usage import EventReader, Usage, data_of
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
