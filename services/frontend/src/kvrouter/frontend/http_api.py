@@ -38,9 +38,9 @@ from kvrouter.frontend.edge.text_responses import StreamedResponse, WholeRespons
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
 from kvrouter.frontend.edge.token_responses import CompletionStream, WholeCompletion
 from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
+from kvrouter.frontend.proxy.engine_body import check_salted, permitted, serves_itself
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.proxy.routed_body import RoutedBody
-from kvrouter.frontend.proxy.tenant_body import check_salted, permitted, serves_itself
 from kvrouter.frontend.proxy.translated_response import TranslatedResponse
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import Lane

@@ -1,6 +1,7 @@
-"""The body of a request for an engine's OpenAI API: how it may run, and the forms in which engines get it. Pure.
+"""The body and headers of a request for an engine's OpenAI API.
 
-- A prefill engine gets it with ``max_tokens`` 1, not streamed. vLLM's gets ``kv_transfer_params`` with
+- Of a client with a key, the engine gets harmless headers and fields only, and the keyed salt.
+- A prefill engine gets the body with ``max_tokens`` 1, not streamed. vLLM's gets ``kv_transfer_params`` with
   ``do_remote_decode``, and its response has those of the decode engine. SGLang's engines get the same bootstrap fields.
 """
 
@@ -8,10 +9,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
+from kvrouter.engines.fields import HARMLESS_HEADERS, ROUTED, has_salt
+from kvrouter.engines.routes import serves
 from kvrouter.engines.transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
+from kvrouter.frontend.access.access import Access
+from kvrouter.frontend.access.rules import check_engine_request
+from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, RoutedBody
+from kvrouter.frontend.text.client_work import ClientWork, Lane
+from kvrouter.net import trace_context
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.worker_pb2 import TransferParams
 
 _SEVERAL = re.compile(rb'\[\s*["\[]')
@@ -80,3 +93,85 @@ def transfer_params(response: bytes | bytearray) -> TransferParams | None:
 def _with_fields(body: bytes, fields: bytes) -> bytes:
     start = body.index(b"{") + 1
     return b"%b%b,%b" % (body[:start], fields, body[start:])
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+async def permitted(
+    access: Access | None, routed: RoutedBody, body: bytes | bytearray, path: str, work: ClientWork
+) -> tuple[RoutedBody, bytes]:
+    """Returns the fields for routing and the body for the engine, after checking the caller's permissions.
+
+    The body is encoded again, so the engine reads the checked fields: each field once, its name without escapes.
+
+    Args:
+        access: Authentication; None if everybody may send everything, unchanged.
+        routed: The fields for routing.
+        body: A JSON object.
+        path: Path of the engine's API.
+        work: Checks a long body, when it is the tenant's turn.
+
+    Raises:
+        Unauthenticated, PermissionDenied: the caller may not use the model, the priority or a field.
+        RateLimited, Overloaded: too much of the caller's or of all callers' work waits.
+    """
+    if access is None:
+        return routed, bytes(body)
+    if len(body) <= LONG_BODY_BYTES:
+        return _permitted(access, routed, body, path)
+    check = partial(copy_context().run, _permitted, access, routed, body, path)
+    return await work.run(check, Lane.BODIES, size=len(body))
+
+
+def check_salted(access: Access, routed: RoutedBody, views: Iterable[ComponentView]) -> None:
+    """Checks that a model has a worker whose engine separates caches by salt, if the tenant is isolated.
+
+    Raises:
+        PermissionDenied: it has none.
+    """
+    workers = [worker for view in views for worker in view.workers.values()] if routed.salted_path else []
+    if workers and not any(map(routed.may_run_at, workers)):
+        access.refuse_unsalted(routed.model, routed.salted_path)
+
+
+def serves_itself(access: Access | None, path: str, views: Iterable[ComponentView]) -> bool:
+    """Returns whether all engines of a model serve a path, apart for each isolated tenant if the caller's is one."""
+    workers = [worker for view in views for worker in view.workers.values()]
+    isolated = access is not None and access.caller().isolated
+    return all(serves(each.engine, path) and (not isolated or has_salt(each.engine, path)) for each in workers)
+
+
+def _permitted(access: Access, routed: RoutedBody, body: bytes | bytearray, path: str) -> tuple[RoutedBody, bytes]:
+    fields = _OBJECT.decode(body)
+    caller = access.enforce(
+        lambda each: check_engine_request(each, routed.model, routed.priority, access.fields, path, fields),
+        "engine request",
+    )
+    salt = routed.cache_salt if access.salts is None else access.salts.of(caller.cache_tenant, routed.cache_salt)
+    kept = {name: value for name, value in fields.items() if name not in ROUTED}
+    if salt:
+        kept["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
+    return replace(routed, cache_salt=salt, salted_path=path if caller.isolated else ""), msgspec.json.encode(kept)
+
+
+_OF_CONNECTIONS = frozenset({"host", "content-length", "transfer-encoding", "connection", "te", "x-request-id"})
+"""Headers a gateway sets for its own connection, or whose value is checked apart."""
+_OF_GATEWAYS = (":", "x-forwarded-", "x-envoy-")
+_REQUEST_ID = re.compile(r"(?!.*__)[A-Za-z0-9._:~-]{1,128}")
+"""Ids engines get. A connector of vLLM reads addresses from ids, marked by several underscores."""
+
+
+def may_reach_engine(name: str) -> bool:
+    """Returns whether an engine may get a header, by its name in lower case, behind a gateway."""
+    return (
+        name in HARMLESS_HEADERS
+        or name in _OF_CONNECTIONS
+        or name in trace_context.HEADERS
+        or name.startswith(_OF_GATEWAYS)
+    )
+
+
+def engine_request_id(request_id: str) -> str:
+    """Returns a request's id for an engine; empty if it could mean more to it than an id."""
+    return request_id if _REQUEST_ID.fullmatch(request_id) else ""

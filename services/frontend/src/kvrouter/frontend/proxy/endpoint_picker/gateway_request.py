@@ -17,8 +17,8 @@ from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.proxy.endpoint_picker.metadata import allowed_endpoints, header_list
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
+from kvrouter.frontend.proxy.engine_body import engine_request_id, may_reach_engine
 from kvrouter.frontend.proxy.routed_body import RoutedBody
-from kvrouter.frontend.proxy.tenant_body import engine_request_id, may_reach_engine
 from kvrouter.frontend.proxy.usage import Usage
 from kvrouter.frontend.request.progress import describe_attempt, of_request
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths

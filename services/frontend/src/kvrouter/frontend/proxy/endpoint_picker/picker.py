@@ -15,9 +15,9 @@ from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.packed_prompt import hash_prompt
 from kvrouter.frontend.proxy.endpoint_picker.engine_watch import EngineAddresses, EngineWatch
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
+from kvrouter.frontend.proxy.engine_body import check_salted, permitted
 from kvrouter.frontend.proxy.forwarding import generate_request
 from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
-from kvrouter.frontend.proxy.tenant_body import check_salted, permitted
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.validation import describe_models, resolve_model
