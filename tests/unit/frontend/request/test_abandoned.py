@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.request import abandoned as module
-from kvrouter.frontend.request.abandoned import AbandonedPrefills
+from kvrouter.frontend.request import prefill_attempt as module
+from kvrouter.frontend.request.prefill_attempt import AbandonedPrefills
 from kvrouter.frontend.workers.client import Workers
 from kvrouter.runtime.telemetry.metrics import new_registry
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from kvrouter.frontend.request.prefill_pools import draw_room, runs_concurrently
+from kvrouter.frontend.request.prefill_attempt import draw_room, runs_concurrently
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration
 

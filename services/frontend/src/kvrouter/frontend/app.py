@@ -23,7 +23,7 @@ from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.recording.file import RecordingFile
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
-from kvrouter.frontend.request.abandoned import MAX_ABORTS
+from kvrouter.frontend.request.prefill_attempt import MAX_ABORTS
 from kvrouter.frontend.request.prefill_stage import Disaggregation
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels

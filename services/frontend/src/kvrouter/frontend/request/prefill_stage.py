@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.request.abandoned import AbandonedPrefills
-from kvrouter.frontend.request.prefill_attempt import PrefillAttempt, PrefillFailed, PrefillLost
-from kvrouter.frontend.request.prefill_pools import (
+from kvrouter.frontend.request.prefill_attempt import (
+    AbandonedPrefills,
+    PrefillAttempt,
+    PrefillFailed,
+    PrefillLost,
     PrefillPools,
     draw_room,
     is_disaggregated,
