@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvrouter.core import local_hashes
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
-from kvrouter.frontend.recording.file import Outline, RecordingFile
+from kvrouter.frontend.recording.recorder import Outline, RecordingFile
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.version import VERSION
 from kvrouter.v1.names import namespace_prefix

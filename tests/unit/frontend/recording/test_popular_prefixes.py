@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.frontend.recording.file import Outline
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
+from kvrouter.frontend.recording.recorder import Outline
 
 BLOCK = 16
 

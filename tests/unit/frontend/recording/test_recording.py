@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.core import local_hashes
 from kvrouter.frontend.recording import recorder as recording
-from kvrouter.frontend.recording.file import BlockIds, Outline, RecordingFile
-from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.recording.recorder import BlockIds, Outline, Recorder, RecordingFile
 from prometheus_client import CollectorRegistry
 
 WIDTH = 4

@@ -20,9 +20,8 @@ from kvrouter.frontend.access.request_admission import RequestAdmission
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
-from kvrouter.frontend.recording.file import RecordingFile
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
-from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.recording.recorder import Recorder, RecordingFile
 from kvrouter.frontend.request.prefill_attempt import MAX_ABORTS
 from kvrouter.frontend.request.prefill_stage import Disaggregation
 from kvrouter.frontend.request.request_runner import RequestRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvrouter.frontend.recording.file import Outline
+from kvrouter.frontend.recording.recorder import Outline
 from xxhash import xxh3_64_intdigest
 
 _HASH_BYTES = 8

@@ -14,7 +14,7 @@ import time
 
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.recording.file import Outline
+from kvrouter.frontend.recording.recorder import Outline
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait, is_inexact
 from kvrouter.frontend.request.attempt_input import AttemptInput, routing_info
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
