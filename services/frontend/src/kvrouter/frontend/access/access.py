@@ -13,10 +13,9 @@ from typing import NoReturn, Protocol
 
 from kvrouter.engines.fields import HARMLESS
 from kvrouter.engines.routes import PASSED_ROUTES
-from kvrouter.frontend.access.api_keys import ApiKeys
+from kvrouter.frontend.access.api_keys import HEADERS, ApiKeys, credential_of
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
-from kvrouter.frontend.access.credentials import HEADERS, credential_of
 from kvrouter.frontend.access.key_file import TenantEntry
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals, RuleBroken
