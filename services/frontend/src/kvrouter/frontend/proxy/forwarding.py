@@ -21,9 +21,8 @@ from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.proxy.engine_body import can_share, decode_body, engine_request_id, prefill_body, transfer_params
 from kvrouter.frontend.proxy.engine_connection import EngineFailed, chunks, failure_body, posted
-from kvrouter.frontend.proxy.engine_response import EngineResponse
+from kvrouter.frontend.proxy.engine_response import EngineResponse, count_tokens
 from kvrouter.frontend.proxy.routed_body import RoutedBody
-from kvrouter.frontend.proxy.usage import count_tokens
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS

@@ -18,7 +18,7 @@ from kvrouter.frontend.edge.request_fields import SharedFields
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.translated_request import TranslatedRequest
-from kvrouter.frontend.proxy.usage import EventReader, Usage, data_of
+from kvrouter.frontend.proxy.engine_response import EventReader, Usage, data_of
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.errors import DependencyAway

@@ -18,8 +18,8 @@ from kvrouter.frontend.proxy.endpoint_picker.metadata import allowed_endpoints, 
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.engine_body import engine_request_id, may_reach_engine
+from kvrouter.frontend.proxy.engine_response import Usage
 from kvrouter.frontend.proxy.routed_body import RoutedBody
-from kvrouter.frontend.proxy.usage import Usage
 from kvrouter.frontend.request.progress import describe_attempt, of_request
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.net import trace_context

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvrouter.frontend.model_metrics import ModelMetrics
 from kvrouter.frontend.proxy.endpoint_picker.engine_watch import EngineWatch
-from kvrouter.frontend.proxy.usage import count_tokens
+from kvrouter.frontend.proxy.engine_response import count_tokens
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.v1.frontend_pb2 import RoutedOn
