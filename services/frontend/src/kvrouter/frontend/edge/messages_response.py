@@ -67,7 +67,7 @@ class MessageEvents(NamedEvents):
 
     def _begin(self) -> None:
         empty = _message(self._frame, []) | _ending(None, calls=False) | {"usage": _usage(self._frame)}
-        self._write("message_start", {"message": empty})
+        self._write_named("message_start", {"message": empty})
 
     def _piece(self, piece: Piece) -> None:
         if piece.reasoning:
@@ -89,8 +89,8 @@ class MessageEvents(NamedEvents):
     def _finish(self) -> None:
         self._leave()
         delta = _ending(self._last, calls=self._has_calls)
-        self._write("message_delta", {"delta": delta, "usage": _usage(self._frame)})
-        self._write("message_stop", {})
+        self._write_named("message_delta", {"delta": delta, "usage": _usage(self._frame)})
+        self._write_named("message_stop", {})
 
     def _failure(self, body: dict[str, Any]) -> list[bytes]:
         return [named_event("error", anthropic_error(body))]
@@ -101,10 +101,10 @@ class MessageEvents(NamedEvents):
             return
         self._leave()
         self._block, self._kind = self._block + 1, kind
-        self._write("content_block_start", {"index": self._block, "content_block": block})
+        self._write_named("content_block_start", {"index": self._block, "content_block": block})
 
     def _grow(self, delta: dict[str, Any]) -> None:
-        self._write("content_block_delta", {"index": self._block, "delta": delta})
+        self._write_named("content_block_delta", {"index": self._block, "delta": delta})
 
     def _leave(self) -> None:
         """Ends the open block. Clients send the signature of thinking back; here nobody checks it."""
@@ -112,7 +112,7 @@ class MessageEvents(NamedEvents):
             return
         if self._kind == "thinking":
             self._grow({"type": "signature_delta", "signature": _message_id(self._frame)})
-        self._write("content_block_stop", {"index": self._block})
+        self._write_named("content_block_stop", {"index": self._block})
         self._kind = ""
 
 

@@ -14,8 +14,8 @@ from kvrouter.net.calls.response_buffer import MAX_UNREAD_BYTES
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 
-class ResponseStream(ABC):
-    """Writes the chunks of one response. ``close`` must follow."""
+class ResponseStream:
+    """Writes the events of one response. ``close`` must follow."""
 
     def __init__(self, frame: ResponseFrame, events: EventStream) -> None:
         self._frame = frame
@@ -24,6 +24,8 @@ class ResponseStream(ABC):
         """The beginning of each chunk: the fields before its choices."""
         self._notices: dict[int, bytes] = {}
         """Field of the next chunk of each sequence that has migrated."""
+        self._unread: list[bytes] = []
+        """Kept events."""
         self._unread_bytes = 0
         self._flushing: asyncio.Task[None] | None = None
 
@@ -47,9 +49,26 @@ class ResponseStream(ABC):
         if self._flushing is not None:
             self._flushing.cancel()
 
-    @abstractmethod
+    def _write(self, event: bytes) -> None:
+        """Writes an event, or keeps it while the client does not read.
+
+        Raises:
+            TooLarge: the client has left too much unread.
+        """
+        if self._must_keep:
+            self._unread.append(event)
+            self._kept(len(event))
+        else:
+            self._write_now(event)
+
+    def _write_now(self, event: bytes) -> None:
+        self._events.write_event(event)
+
     def _write_kept(self) -> None:
         """Writes the kept output."""
+        events, self._unread = self._unread, []
+        for event in events:
+            self._write_now(event)
 
     @property
     def _must_keep(self) -> bool:
@@ -86,12 +105,11 @@ class ResponseStream(ABC):
         self._write_kept()
 
 
-class NamedEvents(ResponseStream):
+class NamedEvents(ResponseStream, ABC):
     """A ChoiceSink of one sequence writing each piece as events when it arrives. ``close`` must follow."""
 
     def __init__(self, frame: ResponseFrame, events: EventStream) -> None:
         super().__init__(frame, events)
-        self._unread: list[bytes] = []
         self._has_begun = False
 
     def routed(self, index: int, routing: RoutingInfo) -> None:
@@ -142,19 +160,12 @@ class NamedEvents(ResponseStream):
     def _failure(self, body: dict[str, Any]) -> list[bytes]:
         """Returns the last events of a response that failed."""
 
-    def _write(self, name: str, fields: dict[str, Any]) -> None:
+    def _write_named(self, name: str, fields: dict[str, Any]) -> None:
         """Writes an event, whose data repeats its name as its type."""
-        event = named_event(name, fields)
-        if self._must_keep:
-            self._unread.append(event)
-            self._kept(len(event))
-        else:
-            self._events.write_bytes(event)
+        self._write(named_event(name, fields))
 
-    def _write_kept(self) -> None:
-        events, self._unread = self._unread, []
-        for event in events:
-            self._events.write_bytes(event)
+    def _write_now(self, event: bytes) -> None:
+        self._events.write_bytes(event)
 
 
 def named_event(name: str, fields: dict[str, Any]) -> bytes:

@@ -221,7 +221,7 @@ class ResponseEvents(NamedEvents):
         return [named_event("response.failed", {"sequence_number": self._number, "response": response})]
 
     def _numbered(self, name: str, fields: dict[str, Any]) -> None:
-        self._write(name, {"sequence_number": self._number} | fields)
+        self._write_named(name, {"sequence_number": self._number} | fields)
         self._number += 1
 
 

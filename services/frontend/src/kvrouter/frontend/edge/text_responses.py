@@ -113,7 +113,6 @@ class StreamedResponse(ResponseStream):
         super().__init__(frame, events)
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
-        self._unread: list[bytes] = []
 
     def routed(self, index: int, routing: RoutingInfo) -> None:
         """Adds where a sequence runs."""
@@ -159,18 +158,6 @@ class StreamedResponse(ResponseStream):
             extra["prompt_token_ids"] = frame.prompt_json(index)
         notice = self._notices.pop(index, b"") if self._notices else b""
         self._write(b'%b,"choices":[{"index":%d,%b]%b}' % (self._head, index, msgspec.json.encode(extra)[1:], notice))
-
-    def _write(self, event: bytes) -> None:
-        if self._must_keep:
-            self._unread.append(event)
-            self._kept(len(event))
-        else:
-            self._events.write_event(event)
-
-    def _write_kept(self) -> None:
-        events, self._unread = self._unread, []
-        for event in events:
-            self._events.write_event(event)
 
 
 def _tool_call(piece: ToolCallPiece) -> dict[str, Any]:

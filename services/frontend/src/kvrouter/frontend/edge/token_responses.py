@@ -68,7 +68,7 @@ class CompletionStream(ResponseStream):
         """The text after them, by finish reason."""
         self._single_tokens: NumberedEvents | None = None
         """Writes chunks with one token and nothing else, as nearly all are; None until the first chunk is written."""
-        self._unread = array("I")
+        self._unread_tokens = array("I")
         self._unread_finish_reason: int = 0
 
     def routed(self, routing: RoutingInfo) -> None:
@@ -94,17 +94,17 @@ class CompletionStream(ResponseStream):
             return
         self._count.add(output)
         if not self._must_keep:
-            self._write(output.token_ids, output.finish_reason)
+            self._write_tokens(output.token_ids, output.finish_reason)
             return
-        self._unread.extend(output.token_ids)
+        self._unread_tokens.extend(output.token_ids)
         self._unread_finish_reason = output.finish_reason
         self._kept(output.tokens * TOKEN_BYTES)
 
     def _write_kept(self) -> None:
-        token_ids, self._unread = self._unread, array("I")
-        self._write(token_ids, self._unread_finish_reason)
+        token_ids, self._unread_tokens = self._unread_tokens, array("I")
+        self._write_tokens(token_ids, self._unread_finish_reason)
 
-    def _write(self, token_ids: Any, finish_reason: int) -> None:
+    def _write_tokens(self, token_ids: Any, finish_reason: int) -> None:
         before, after = self._before, self._after.get(finish_reason) or self._after[0]
         if notice := self._notices.pop(0, b""):
             after = b"%b%b}" % (after[:-1], notice)
