@@ -5,11 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
-from kvrouter.frontend.edge.frame import ResponseFrame, WithLogprobs
+from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.text_request import SharedFields, TextRequest
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
@@ -39,7 +37,7 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(write: Callable[[Path], P
     request = TextRequest(SharedFields(model="m"), [], None, is_chat=True, logprobs=True, top_logprobs=1)
     frame = ResponseFrame(request, model, [])
     top = [TopLogprobs(token_ids=[token], logprobs=[-0.5]) for token in tokens]
-    output = cast(WithLogprobs, SimpleNamespace(token_ids=tokens, logprobs=[-0.5] * 6, top_logprobs=top))
+    output = Piece("", tokens, [-0.5] * 6, top, None, None)
     shown = frame.logprobs(output, 0)
     assert shown is not None
     for entries in (shown["content"], [each["top_logprobs"][0] for each in shown["content"]]):

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
-from kvrouter.frontend.edge.choice import Piece
 from kvrouter.frontend.edge.event_stream import EventStream
-from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.text_request import SharedFields, TextRequest
 from kvrouter.frontend.edge.text_responses import StreamedResponse
 from kvrouter.v1.common_pb2 import Rank

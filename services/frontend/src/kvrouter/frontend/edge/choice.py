@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol
 
-from kvrouter.frontend.edge.frame import FINISH_REASONS, ResponseFrame
+from kvrouter.frontend.edge.frame import FINISH_REASONS, Piece, ResponseFrame
 from kvrouter.frontend.request.progress import OutputComplete
 from kvrouter.frontend.text.detokenizer import Detokenizer, StopStrings
 from kvrouter.frontend.text.model_text import ModelText
@@ -16,20 +18,6 @@ from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of a sequence."""
-
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    top_logprobs: Sequence[TopLogprobs]
-    finish_reason: str | None
-    stop_reason: str | None
-    tool_calls: Sequence[ToolCallPiece] = ()
-    reasoning: str = ""
 
 
 class ChoiceSink(Protocol):
@@ -42,6 +30,69 @@ class ChoiceSink(Protocol):
     def add(self, index: int, piece: Piece) -> None:
         """Receives a piece of a sequence."""
         ...
+
+
+class Collected:
+    """The pieces of one sequence, collected to be one."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._tool_calls: list[ToolCallPiece] = []
+        self._token_ids = array("I")
+        self._logprobs = array("d")
+        self._top_logprobs: list[TopLogprobs] = []
+        self._finish_reason: str | None = None
+        self._stop_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Adds a piece."""
+        self._texts.append(piece.text)
+        self._reasoning.append(piece.reasoning)
+        self._tool_calls.extend(piece.tool_calls)
+        self._token_ids.extend(piece.token_ids)
+        self._logprobs.extend(piece.logprobs)
+        self._top_logprobs.extend(piece.top_logprobs)
+        self._finish_reason, self._stop_reason = piece.finish_reason, piece.stop_reason
+
+    def whole(self) -> Piece:
+        """Returns all pieces as one, with each tool call in one piece."""
+        arguments: defaultdict[int, list[str]] = defaultdict(list)
+        for call in self._tool_calls:
+            arguments[call.index].append(call.arguments)
+        return Piece(
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            top_logprobs=self._top_logprobs,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            tool_calls=[
+                replace(call, arguments="".join(arguments[call.index])) for call in self._tool_calls if call.name
+            ],
+            reasoning="".join(self._reasoning),
+        )
+
+
+class WholeSink(ABC):
+    """A ChoiceSink collecting all sequences for one response."""
+
+    def __init__(self, frame: ResponseFrame) -> None:
+        self._frame = frame
+        self._sequences: dict[int, Collected] = {}
+
+    def routed(self, index: int, routing: RoutingInfo) -> None:
+        """Adds where a sequence runs. Its output so far stays when it continues on another worker."""
+        self._frame.routed(index, routing)
+        self._sequences.setdefault(index, Collected())
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Adds a piece of a sequence."""
+        self._sequences.setdefault(index, Collected()).add(piece)
+
+    @abstractmethod
+    def body(self) -> bytes:
+        """Returns the response as JSON."""
 
 
 class Choice:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from kvrouter.frontend.edge.completion_request import CompletionRequest
@@ -12,6 +13,7 @@ from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest, TokenPr
 from kvrouter.frontend.edge.token_list import encode_token_ids
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
@@ -84,23 +86,20 @@ _STAND_IN = "\ufffd"
 """Stand-in for bytes of a part of a character."""
 
 
-class WithLogprobs(Protocol):
-    """Tokens with their log probabilities, if there are any."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a sequence."""
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens."""
-        ...
-
-    @property
-    def logprobs(self) -> Sequence[float]:
-        """One for each token."""
-        ...
-
-    @property
-    def top_logprobs(self) -> Sequence[TopLogprobs]:
-        """The most likely tokens at the place of each token."""
-        ...
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """One for each token, if there are any."""
+    top_logprobs: Sequence[TopLogprobs]
+    """The most likely tokens at the place of each token."""
+    finish_reason: str | None
+    stop_reason: str | None
+    tool_calls: Sequence[ToolCallPiece] = ()
+    reasoning: str = ""
 
 
 class TokenCount:
@@ -221,20 +220,20 @@ class ResponseFrame:
             "kvrouter": None if self._routing is None else describe_routing(self._routing),
         }
 
-    def logprobs(self, output: WithLogprobs, offset: int) -> dict[str, Any] | None:
+    def logprobs(self, piece: Piece, offset: int) -> dict[str, Any] | None:
         """Returns the log probabilities of tokens beginning at an offset of the text; None if there are none."""
-        values = output.logprobs
-        if not self.request.logprobs or len(values) != len(output.token_ids):
+        values = piece.logprobs
+        if not self.request.logprobs or len(values) != len(piece.token_ids):
             return None
-        top = [self._alternatives(each) for each in output.top_logprobs] if self.request.top_logprobs else []
+        top = [self._alternatives(each) for each in piece.top_logprobs] if self.request.top_logprobs else []
         if self.request.is_chat:
             top += [[]] * (len(values) - len(top))
             content = [
                 self._entry(token, value) | {"top_logprobs": [self._entry(*each) for each in alternatives]}
-                for token, value, alternatives in zip(output.token_ids, values, top, strict=False)
+                for token, value, alternatives in zip(piece.token_ids, values, top, strict=False)
             ]
             return {"content": content, "refusal": None}
-        tokens = [self._text_of(token) for token in output.token_ids]
+        tokens = [self._text_of(token) for token in piece.token_ids]
         offsets = []
         for token in tokens:
             offsets.append(offset)

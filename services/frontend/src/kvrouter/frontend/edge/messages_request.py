@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 from kvrouter.engines.fields import MESSAGES
+from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.json_body import check_structure, decode_json
@@ -24,7 +25,6 @@ from kvrouter.frontend.edge.translated_request import (
     KEPT_FIELDS,
     ROUTING_FIELDS,
     TranslatedRequest,
-    WholeSink,
     given,
     invalid,
     shallow,

@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.edge.choice import Piece
-from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.choice import WholeSink
+from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.http_errors import anthropic_error
 from kvrouter.frontend.edge.response_stream import NamedEvents, named_event
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
-from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class WholeMessage:
-    """A ChoiceSink collecting a message."""
-
-    def __init__(self, frame: ResponseFrame) -> None:
-        self._frame = frame
-        self._texts: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallPiece] = []
-        self._ending: dict[str, Any] = _ending(None, calls=False)
-
-    def routed(self, index: int, routing: RoutingInfo) -> None:
-        """Adds where it runs."""
-        self._frame.routed(index, routing)
-
-    def add(self, index: int, piece: Piece) -> None:  # noqa: ARG002 - there is one sequence
-        """Adds a piece."""
-        self._texts.append(piece.text)
-        self._reasoning.append(piece.reasoning)
-        self._calls.extend(piece.tool_calls)
-        self._ending = _ending(piece, calls=bool(self._calls))
+class WholeMessage(WholeSink):
+    """A whole message."""
 
     def body(self) -> bytes:
         """Returns the message as JSON."""
+        whole = self._sequences[0].whole()
         content: list[dict[str, Any]] = []
-        if thinking := "".join(self._reasoning):
-            content.append({"type": "thinking", "thinking": thinking, "signature": _message_id(self._frame)})
-        if text := "".join(self._texts):
-            content.append({"type": "text", "text": text})
-        arguments: defaultdict[int, list[str]] = defaultdict(list)
-        for piece in self._calls:
-            arguments[piece.index].append(piece.arguments)
-        begun = [piece for piece in self._calls if piece.name]
-        content += [_tool_use(piece) | {"input": _input("".join(arguments[piece.index]))} for piece in begun]
-        return msgspec.json.encode(_message(self._frame, content) | self._ending | {"usage": _usage(self._frame)})
+        if whole.reasoning:
+            content.append({"type": "thinking", "thinking": whole.reasoning, "signature": _message_id(self._frame)})
+        if whole.text:
+            content.append({"type": "text", "text": whole.text})
+        content += [_tool_use(call) | {"input": _input(call.arguments)} for call in whole.tool_calls]
+        ending = _ending(whole, calls=bool(whole.tool_calls))
+        return msgspec.json.encode(_message(self._frame, content) | ending | {"usage": _usage(self._frame)})
 
 
 class MessageEvents(NamedEvents):

@@ -7,9 +7,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.edge.choice import Piece
 from kvrouter.frontend.edge.event_stream import EventStream, too_much_unread
-from kvrouter.frontend.edge.frame import ResponseFrame, migration_notice
+from kvrouter.frontend.edge.frame import Piece, ResponseFrame, migration_notice
 from kvrouter.net.calls.response_buffer import MAX_UNREAD_BYTES
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 

@@ -6,13 +6,12 @@ import time
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.edge.choice import Piece
+from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
-from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.response_stream import NamedEvents, named_event
 from kvrouter.frontend.edge.responses_chat import ResponsesFields
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
-from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 Event = tuple[str, dict[str, Any]]
 """Name and fields of an event."""
@@ -167,17 +166,13 @@ class _Envelope:
         }
 
 
-class WholeResponseObject:
-    """A ChoiceSink collecting a response."""
+class WholeResponseObject(WholeSink):
+    """A whole response. Its items are in the order of their pieces."""
 
     def __init__(self, frame: ResponseFrame, fields: ResponsesFields) -> None:
-        self._frame = frame
+        super().__init__(frame)
         self._envelope = _Envelope(frame, fields)
         self._items = OutputItems()
-
-    def routed(self, index: int, routing: RoutingInfo) -> None:
-        """Adds where it runs."""
-        self._frame.routed(index, routing)
 
     def add(self, index: int, piece: Piece) -> None:  # noqa: ARG002 - there is one sequence
         """Adds a piece."""

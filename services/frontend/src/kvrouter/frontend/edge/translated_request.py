@@ -10,12 +10,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.chat_request import ChatFields, to_text_request
-from kvrouter.frontend.edge.choice import ChoiceSink
+from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.json_body import check_structure, convert_fields
@@ -43,14 +43,6 @@ class RoutingFields(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: Any = None
     migration_limit: Any = None
     router_config_override: Any = None
-
-
-class WholeSink(ChoiceSink, Protocol):
-    """A ChoiceSink collecting one sequence."""
-
-    def body(self) -> bytes:
-        """Returns the response as JSON."""
-        ...
 
 
 class TranslatedRequest(ABC):

@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from kvrouter.frontend.edge.choice import Piece
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE, EventStream, StepWriter
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
-from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.http_errors import shaped_error
 from kvrouter.frontend.edge.middlewares import cross_origin_headers
 from kvrouter.frontend.edge.request_fields import SharedFields
