@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvrouter.engines.chats import ChatRule
+from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.text.chat_template import marked, until_mark
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText
@@ -15,6 +17,7 @@ from kvrouter.v1.errors import BadRequest
 MAX_MESSAGES = 65_536
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send an earlier message's reasoning."""
+_invalid_message = partial(invalid, advice="Correct the message.")
 _TEXT_PARTS = ("text", "input_text", "refusal")
 
 
@@ -25,10 +28,10 @@ def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
         BadRequest: there are none or too many, or one has no role, or contents of another kind than text.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise BadRequest(
-            f"messages: expected 1 to {MAX_MESSAGES} messages, received {len(messages)}",
-            field="messages",
-            advice='Send at least one message, such as {"role": "user", "content": "Hello"}.',
+        raise invalid(
+            "messages",
+            f"expected 1 to {MAX_MESSAGES} messages, received {len(messages)}",
+            'Send at least one message, such as {"role": "user", "content": "Hello"}.',
         )
     return [_message(message, index) for index, message in enumerate(messages)]
 
@@ -110,10 +113,6 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _invalid_message(path: str, message: str) -> BadRequest:
-    return BadRequest(f"{path}: {message}", field=path, advice="Correct the message.")
-
-
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
@@ -153,20 +152,16 @@ class ChatPrompt:
             BadRequest: a message is no message of text, or fields contradict each other, or an option is reserved.
         """
         if continue_final_message and add_generation_prompt:
-            raise BadRequest(
-                "continue_final_message: add_generation_prompt is true too",
-                field="continue_final_message",
-                advice="Set add_generation_prompt to false, or leave it out.",
+            raise invalid(
+                "continue_final_message",
+                "add_generation_prompt is true too",
+                "Set add_generation_prompt to false, or leave it out.",
             )
         variables = dict(options or {})
         if reasoning_effort is not None:
             variables.setdefault("reasoning_effort", reasoning_effort)
         for name in variables.keys() & _RESERVED:
-            raise BadRequest(
-                f"chat_template_kwargs.{name}: set by the request itself",
-                field=f"chat_template_kwargs.{name}",
-                advice="Leave it out.",
-            )
+            raise invalid(f"chat_template_kwargs.{name}", "set by the request itself", "Leave it out.")
         self.characters = characters
         self._messages = template_messages(messages)
         self._tools = tools or ()

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
-from kvrouter.frontend.edge.json_body import check_structure, decode_json
+from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
 from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.tool_calls import ToolUse
-from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput
 
 _ANY_OBJECT = {"type": "object"}
@@ -35,7 +34,7 @@ def read_tool_use(tools: Sequence[Mapping[str, Any]] | None, choice: object, *, 
     name = _function(choice).get("name") if isinstance(choice, dict) else None
     if not isinstance(name, str) or name not in names:
         shown = choice if isinstance(choice, str) else name
-        raise BadRequest(f"tool_choice: {str(shown)[:64]!r} is none of the tools", field="tool_choice", advice=_ADVICE)
+        raise invalid("tool_choice", f"{str(shown)[:64]!r} is none of the tools", _ADVICE)
     return ToolUse("named", name, parallel)
 
 
@@ -111,11 +110,7 @@ class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=
         if use is None or use.mode == "auto":
             return constraint
         if constraint is not None:
-            raise BadRequest(
-                f"tool_choice: {constraint[0]} constrains the output too",
-                field="tool_choice",
-                advice="Send one of both.",
-            )
+            raise invalid("tool_choice", f"{constraint[0]} constrains the output too", "Send one of both.")
         return "tool_choice", StructuredOutput(json_schema=forced_schema(self.tools or (), use))
 
 
@@ -141,7 +136,7 @@ def to_text_request(fields: ChatFields, characters: int) -> TextRequest:
     fields.check(prompts=1)
     check_top_logprobs(fields.top_logprobs or 0, "top_logprobs")
     if fields.top_logprobs and not fields.logprobs:
-        raise BadRequest("top_logprobs: logprobs is not set", field="top_logprobs", advice="Set logprobs to true.")
+        raise invalid("top_logprobs", "logprobs is not set", "Set logprobs to true.")
     prompt = ChatPrompt(
         fields.messages,
         tools=fields.tools,

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import msgspec
 from kvrouter.core import find_json_value
 from kvrouter.frontend.access.body_room import BodyTooLarge
-from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, decode_json
+from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, decode_json, invalid
 from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt, parse_prompts
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.text.model_text import PromptSource
-from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -102,10 +101,10 @@ class CompletionRequest:
             prompts = [TokenPrompt(prompt)]
         fields.check(len(prompts))
         if fields.echo and fields.logprobs is not None:
-            raise BadRequest(
-                "logprobs: prompts have none, and echo is true",
-                field="logprobs",
-                advice="Leave logprobs or echo out: workers that receive tokens report those of the output only.",
+            raise invalid(
+                "logprobs",
+                "prompts have none, and echo is true",
+                "Leave logprobs or echo out: workers that receive tokens report those of the output only.",
             )
         check_top_logprobs(fields.logprobs or 0, "logprobs")
         if fields.best_of not in (None, fields.n or 1):

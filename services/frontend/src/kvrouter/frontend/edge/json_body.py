@@ -70,9 +70,8 @@ def check_structure(encoded: bytes | bytearray, field: str = "messages") -> None
         part = encoded[start : start + _COUNTED_BYTES]
         found += part.count(b"{") + part.count(b"[") + part.count(b",")
     if found > MAX_STRUCTURE:
-        raise BadRequest(
-            f"body: more than {MAX_STRUCTURE} brackets and commas", field=field, advice="Send a shorter chat."
-        )
+        message = f"body: more than {MAX_STRUCTURE} brackets and commas"
+        raise BadRequest(message, field=field, advice="Send a shorter chat.")
 
 
 def convert_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
@@ -94,7 +93,12 @@ def check_uint64(value: int | None, field: str) -> None:
         BadRequest: the value is out of range.
     """
     if value is not None and not 0 <= value < 1 << 64:
-        raise BadRequest(f"{field}: out of range", field=field, advice="Send an integer from 0 to 2^64 - 1.")
+        raise invalid(field, "out of range", "Send an integer from 0 to 2^64 - 1.")
+
+
+def invalid(field: str, message: str, advice: str = _CORRECT) -> BadRequest:
+    """Returns the error of a field of a body."""
+    return BadRequest(f"{field}: {message}", field=field, advice=advice)
 
 
 def _invalid(error: msgspec.ValidationError, advice: Callable[[str], str]) -> BadRequest:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
+from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.edge.request_fields import Int32, OnlyDefault, UInt32
-from kvrouter.frontend.edge.translated_request import RoutingFields, invalid, named
+from kvrouter.frontend.edge.translated_request import RoutingFields, named
 
 
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from kvrouter.engines.fields import MESSAGES
 from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.json_body import check_structure, decode_json
+from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
 from kvrouter.frontend.edge.messages_chat import (
     EngineMessagesFields,
     MessagesFields,
@@ -26,7 +26,6 @@ from kvrouter.frontend.edge.translated_request import (
     ROUTING_FIELDS,
     TranslatedRequest,
     given,
-    invalid,
     shallow,
 )
 

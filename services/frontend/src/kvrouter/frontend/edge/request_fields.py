@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from aiohttp import web
 from google.protobuf.message import Message
-from kvrouter.frontend.edge.json_body import check_uint64
+from kvrouter.frontend.edge.json_body import check_uint64, invalid
 from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.edge.structured_output import read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
@@ -166,10 +166,10 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stop) > MAX_STOP_STRINGS or any(not 1 <= len(each) <= MAX_STOP_CHARACTERS for each in stop):
-            raise BadRequest(
-                f"stop: expected at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
-                field="stop",
-                advice="Send fewer or shorter stop strings.",
+            raise invalid(
+                "stop",
+                f"expected at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
+                "Send fewer or shorter stop strings.",
             )
         return stop
 
@@ -186,19 +186,17 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             check_uint64(override.active_prefill_tokens_threshold, f"router_config_override.{threshold}")
         sequences = 1 if self.n is None else self.n
         if not 1 <= sequences * prompts <= MAX_SEQUENCES or sequences < 1:
-            raise BadRequest(
-                f"n: expected 1 to {MAX_SEQUENCES // max(1, prompts)} sequences for each of {prompts} prompts, "
+            raise invalid(
+                "n",
+                f"expected 1 to {MAX_SEQUENCES // max(1, prompts)} sequences for each of {prompts} prompts, "
                 f"received {sequences}",
-                field="n",
-                advice="Send fewer prompts, or a smaller n.",
+                "Send fewer prompts, or a smaller n.",
             )
         self.stop_strings()
         check_defaults(self)
         if (options := self.stream_options) is not None:
             if not self.stream:
-                raise BadRequest(
-                    "stream_options: stream is not true", field="stream_options", advice="Set stream, or leave it out."
-                )
+                raise invalid("stream_options", "stream is not true", "Set stream, or leave it out.")
             if options.continuous_usage_stats:
                 raise unsupported("stream_options.continuous_usage_stats")
         self.structured_output()
@@ -317,10 +315,8 @@ def requested_rank(headers: Mapping[str, str]) -> int | None:
     if rank is None:
         return None
     if not (rank.isascii() and rank.isdigit() and int(rank) < 1 << 32):
-        raise BadRequest(
-            f"{RANK_HEADER}: expected a number of 32 bits, received {rank[:32]!r}",
-            field=RANK_HEADER,
-            advice="Send the number of a rank, from 0.",
+        raise invalid(
+            RANK_HEADER, f"expected a number of 32 bits, received {rank[:32]!r}", "Send the number of a rank, from 0."
         )
     return int(rank)
 
@@ -332,9 +328,7 @@ def check_top_logprobs(number: int, field: str) -> None:
         BadRequest: there are too many.
     """
     if number > MAX_TOP_LOGPROBS:
-        raise BadRequest(
-            f"{field}: expected at most {MAX_TOP_LOGPROBS}, received {number}", field=field, advice="Request fewer."
-        )
+        raise invalid(field, f"expected at most {MAX_TOP_LOGPROBS}, received {number}", "Request fewer.")
 
 
 def check_defaults(fields: msgspec.Struct) -> None:
@@ -364,7 +358,7 @@ def _defaults(kind: type[msgspec.Struct]) -> tuple[dict[str, object], Callable[[
 
 def unsupported(name: str) -> BadRequest:
     """Returns the error for a field workers here cannot obey."""
-    return BadRequest(f"{name}: not supported by the workers of this model", field=name, advice=_UNSUPPORTED)
+    return invalid(name, "not supported by the workers of this model", _UNSUPPORTED)
 
 
 def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from kvrouter.engines.fields import RESPONSES
 from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.json_body import check_structure, decode_json
+from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
 from kvrouter.frontend.edge.request_fields import check_defaults
 from kvrouter.frontend.edge.responses_chat import (
     EngineResponsesFields,
@@ -25,9 +25,7 @@ from kvrouter.frontend.edge.translated_request import (
     ROUTING_FIELDS,
     TranslatedRequest,
     given,
-    invalid,
 )
-from kvrouter.v1.errors import BadRequest
 
 _FIELDS = msgspec.json.Decoder(ResponsesFields, strict=False)
 _ENGINE_FIELDS = msgspec.json.Decoder(EngineResponsesFields, strict=False)
@@ -114,11 +112,7 @@ def check_not_stored(fields: Any) -> None:
     """
     for name in _STORED:
         if getattr(fields, name):
-            raise BadRequest(
-                f"{name}: responses are not stored",
-                field=name,
-                advice="Leave it out, and send the whole conversation as input.",
-            )
+            raise invalid(name, "responses are not stored", "Leave it out, and send the whole conversation as input.")
 
 
 def _chat(fields: ResponsesFields) -> dict[str, Any]:

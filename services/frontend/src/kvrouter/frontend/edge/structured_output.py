@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from kvrouter.v1.errors import BadRequest
+from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.v1.worker_pb2 import ChoiceOutput, StructuredOutput
 
 _GUIDED = {
@@ -18,6 +19,7 @@ _GUIDED = {
 """Kind of constraint by field of the body."""
 _MAX_BYTES = 256 << 10
 _ADVICE = "Send one constraint: a JSON schema, json_object, a regular expression, a list of choices or a grammar."
+_invalid = partial(invalid, advice=_ADVICE)
 
 
 def read_structured_output(
@@ -93,7 +95,3 @@ def _schema(field: str, value: object) -> str:
     except (ValueError, RecursionError):
         pass
     raise _invalid(field, "expected a JSON schema")
-
-
-def _invalid(field: str, message: str) -> BadRequest:
-    return BadRequest(f"{field}: {message}", field=field, advice=_ADVICE)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
+from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, SharedFields
 from kvrouter.frontend.edge.token_list import ADVICE, Prompt
 from kvrouter.frontend.text.client_work import Slices
@@ -103,6 +105,7 @@ class TextRequest:
 
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)
+_invalid_prompt = partial(invalid, advice=ADVICE)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -177,7 +180,3 @@ def _text(raw: bytes, field: str) -> str:
 def _after_space(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
     return at if found is None else found.end()
-
-
-def _invalid_prompt(field: str, message: str) -> BadRequest:
-    return BadRequest(f"{field}: {message}", field=field, advice=ADVICE)

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import msgspec
 from kvrouter.core import NotATokenId, TokenBuffer, tokens_from_json, tokens_to_json
+from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
-from kvrouter.v1.errors import BadRequest, PromptTooLong
+from kvrouter.v1.errors import PromptTooLong
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
@@ -50,13 +51,11 @@ class Prompt:
             PromptTooLong: there are more tokens than the limit.
         """
         if not text.startswith(b"["):
-            raise BadRequest(f"{field}: expected a text or a list", field=field, advice=ADVICE)
+            raise invalid(field, "expected a text or a list", ADVICE)
         try:
             token_ids = tokens_from_json(text, limit)
         except NotATokenId as error:
-            path = f"{field}.{error.index}"
-            message = f"{path}: expected an integer from 0 to 2^32 - 1"
-            raise BadRequest(message, field=path, advice=ADVICE) from None
+            raise invalid(f"{field}.{error.index}", "expected an integer from 0 to 2^32 - 1", ADVICE) from None
         if len(token_ids) > limit * TOKEN_BYTES:
             raise PromptTooLong(1 + text.count(b","), limit, field=field)
         # A line break would end an event of a stream; white space without end would be kept and sent.

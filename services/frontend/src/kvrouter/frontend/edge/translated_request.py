@@ -18,7 +18,7 @@ from kvrouter.frontend.edge.chat_request import ChatFields, to_text_request
 from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.json_body import check_structure, convert_fields
+from kvrouter.frontend.edge.json_body import check_structure, convert_fields, invalid
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.client_work import Slices
@@ -198,11 +198,6 @@ def _call_as_sent(call: dict[str, Any]) -> dict[str, Any]:
 def given(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the fields with a value."""
     return {name: value for name, value in pairs if value is not None}
-
-
-def invalid(path: str, message: str, advice: str = "Correct the field, or leave it out.") -> BadRequest:
-    """Returns the error of a field of a body."""
-    return BadRequest(f"{path}: {message}", field=path, advice=advice)
 
 
 def named(tools: Any, path: str) -> str:
