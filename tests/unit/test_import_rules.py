@@ -61,11 +61,9 @@ COMPOSING = frozenset({"cli", "development", "router"})
 
 FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "net": {
-        "flood_budget": (),
+        "budgets": (),
         "logs": (),
-        "loop_budget": (),
         "model_files": (),
-        "token_bucket": (),
         "trace_context": (),
         "varint": (),
         "decoding": ("logs",),
@@ -73,12 +71,12 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "span_context": ("trace_context",),
         "tls": ("logs", "secret_files"),
         "etcd": ("decoding", "logs", "secret_files", "tls"),
-        "nats": ("logs", "loop_budget", "secret_files", "tls"),
+        "nats": ("budgets", "logs", "secret_files", "tls"),
         "local": ("etcd",),
-        "http2": ("flood_budget", "loop_budget", "tls"),
-        "calls": ("flood_budget", "http2", "logs", "loop_budget", "tls"),
+        "http2": ("budgets", "tls"),
+        "calls": ("budgets", "http2", "logs", "tls"),
         "auth": ("calls", "logs", "secret_files", "tls"),
-        "rpc": ("calls", "http2", "logs", "tls", "token_bucket", "trace_context"),
+        "rpc": ("budgets", "calls", "http2", "logs", "tls", "trace_context"),
     },
     "runtime": {
         "version": (),

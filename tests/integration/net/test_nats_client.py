@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvrouter.net.loop_budget import PASS_US
+from kvrouter.net.budgets import PASS_US
 from kvrouter.net.nats.client import TolerantClient
 from nats.aio.msg import Msg
 

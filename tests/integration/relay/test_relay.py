@@ -17,8 +17,8 @@ from kvrouter.devtools.system.ports import free_port, free_ports
 from kvrouter.engines.events.zmq_events import Batch, Dialect, decode_batch
 from kvrouter.engines.events.zmq_messages import encode_sequence, read_published
 from kvrouter.engines.events.zmq_publisher import ZmqPublisher
+from kvrouter.net.budgets import PASS_US
 from kvrouter.net.etcd import connect
-from kvrouter.net.loop_budget import PASS_US
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration

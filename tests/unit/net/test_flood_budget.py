@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.net.flood_budget import FloodBudget
+from kvrouter.net.budgets import FloodBudget
 
 
 class Clock:

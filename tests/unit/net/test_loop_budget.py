@@ -5,7 +5,7 @@ import gc
 import weakref
 
 import pytest
-from kvrouter.net.loop_budget import LoopBudget, loop_budget
+from kvrouter.net.budgets import LoopBudget, loop_budget
 
 
 async def _passes(taken: list[int], until: int) -> list[int]:

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import grpc.aio
 import pytest
 import uvloop
+from kvrouter.net.budgets import PASS_US
 from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, connection
 from kvrouter.net.http2.frames import Kind, frame
-from kvrouter.net.loop_budget import PASS_US
 
 from .http2_server import data, ended, opened, prefixed
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.calls.errors import (
     CallTimedOut,
     NotSent,
@@ -19,7 +20,6 @@ from kvrouter.net.calls.errors import (
 )
 from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
-from kvrouter.net.flood_budget import FloodBudget
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
     CallResponse,

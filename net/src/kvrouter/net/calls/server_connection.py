@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
+from kvrouter.net.budgets import loop_budget
 from kvrouter.net.calls.errors import ProtocolViolation, parse
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_call import Context, Method, Peer, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.net.logs import get_logger
-from kvrouter.net.loop_budget import loop_budget
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
 from kvrouter.v1.error_encoding import set_error
 from kvrouter.v1.errors import BadRequest, KvRouterError

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+from kvrouter.net.budgets import loop_budget
 from kvrouter.net.http2.connecting import addresses_of, first_connection, host_and_port
 from kvrouter.net.http2.http2_call import Http2Call, Http2Violation, Metadata
 from kvrouter.net.http2.options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
-from kvrouter.net.loop_budget import loop_budget
 from kvrouter.net.tls.tls import Tls
 
 _CHECK_SECONDS = KEEPALIVE_TIMEOUT_MS / 1000

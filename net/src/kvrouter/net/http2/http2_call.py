@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import grpc
 import hpack
-from kvrouter.net.flood_budget import FloodBudget
+from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.http2.frames import (
     ACK,
     END_HEADERS,

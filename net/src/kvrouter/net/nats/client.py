@@ -20,7 +20,7 @@ import ssl
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from kvrouter.net.loop_budget import loop_budget
+from kvrouter.net.budgets import loop_budget
 from kvrouter.net.nats.access import NatsAccess
 from nats.aio.client import Client
 from nats.aio.msg import Msg

@@ -15,11 +15,11 @@ from typing import Any
 
 import grpc.aio
 from google.protobuf.message import DecodeError
+from kvrouter.net.budgets import TokenBucket
 from kvrouter.net.calls import SERVICE as CALL_STREAMS
 from kvrouter.net.calls import Context, PeerCheck
 from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
-from kvrouter.net.token_bucket import TokenBucket
 from kvrouter.v1.error_encoding import set_error
 from kvrouter.v1.errors import BadRequest, KvRouterError, TooLarge
 from kvrouter.v1.errors_pb2 import ErrorReason

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
-from kvrouter.net.token_bucket import TokenBucket
+from kvrouter.net.budgets import TokenBucket
 
 _MAX_TEXT = 256
 

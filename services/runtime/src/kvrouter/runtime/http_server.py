@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import web
+from kvrouter.net.budgets import TokenBucket
 from kvrouter.net.rpc.server import BindFailed
 from kvrouter.net.tls import Tls, warn_if_exposed
-from kvrouter.net.token_bucket import TokenBucket
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.http_connections import END_OF_HEADERS, MAX_HELD_BYTES, JsonRequestHandler, StrangerTurns, ending
 from prometheus_client import CollectorRegistry, Counter, Gauge

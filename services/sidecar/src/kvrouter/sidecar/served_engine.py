@@ -14,7 +14,7 @@ from kvrouter.engines.servers.description import EngineDescription
 from kvrouter.engines.servers.event_stream import EventStream, EventTooLarge
 from kvrouter.engines.servers.failures import EngineFailed, refusal_of_status
 from kvrouter.engines.servers.http import EngineAway, EngineHttp, UnexpectedAnswer, read_body
-from kvrouter.net.loop_budget import loop_budget
+from kvrouter.net.budgets import loop_budget
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.events_pb2 import LoadReport

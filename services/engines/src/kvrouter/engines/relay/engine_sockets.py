@@ -20,7 +20,7 @@ from kvrouter.engines.events.zmq_messages import (
     read_published,
     read_replayed,
 )
-from kvrouter.net.loop_budget import loop_budget
+from kvrouter.net.budgets import loop_budget
 from zmq.utils.monitor import parse_monitor_message
 
 log = structlog.get_logger(component="relay")

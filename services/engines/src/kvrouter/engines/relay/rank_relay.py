@@ -13,7 +13,7 @@ from kvrouter.engines.events.zmq_events import Dialect, UndecodableBatch, decode
 from kvrouter.engines.events.zmq_messages import EventMessage, MalformedMessage
 from kvrouter.engines.relay.engine_sockets import Disconnected, EngineSockets, Reconnected, ReplayFailed, Settled
 from kvrouter.engines.relay.sequence import SequenceTracker, Verdict, check_of, from_position, position_of
-from kvrouter.net.loop_budget import loop_budget
+from kvrouter.net.budgets import loop_budget
 
 log = structlog.get_logger(component="relay")
 

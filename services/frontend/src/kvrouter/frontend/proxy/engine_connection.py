@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 from kvrouter.engines.openai_server import connection_failure
+from kvrouter.net.budgets import loop_budget
 from kvrouter.net.calls import NotSent
-from kvrouter.net.loop_budget import loop_budget
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 
 _CONNECT_SECONDS = 10.0

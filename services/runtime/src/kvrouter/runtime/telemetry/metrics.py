@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 import structlog
 from aiohttp import web
 from kvrouter import core
+from kvrouter.net.budgets import TokenBucket
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.rpc.peer_conduct import EvictableCalls
 from kvrouter.net.tls import Tls
-from kvrouter.net.token_bucket import TokenBucket
 from kvrouter.runtime.http_connections import nobody
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
 from kvrouter.runtime.telemetry.connections import TlsMetrics

@@ -22,7 +22,7 @@ from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayReque
 from kvrouter.frontend.proxy.endpoint_picker.metadata import code_details, header_values, served_endpoint
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.engine_response import EngineResponse
-from kvrouter.net.loop_budget import loop_budget
+from kvrouter.net.budgets import loop_budget
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
