@@ -12,8 +12,8 @@ MAKERS = frozenset({"open_channel", "CallStreamClient", "call_stream_client", "G
 EXEMPT = {
     # They choose between the two.
     "net/src/kvrouter/net/tls/channel.py",
-    "net/src/kvrouter/net/tls/listening.py",
-    "net/src/kvrouter/net/etcd/secure_client.py",
+    "net/src/kvrouter/net/tls/tls.py",
+    "net/src/kvrouter/net/etcd/connection.py",
 }
 
 

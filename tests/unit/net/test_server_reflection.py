@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
-from kvrouter.net.rpc.standard_services import add_reflection
+from kvrouter.net.rpc.server import add_reflection
 from kvrouter.v1 import worker_pb2
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name

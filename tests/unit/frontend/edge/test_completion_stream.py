@@ -13,7 +13,7 @@ from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.token_responses import CompletionStream
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.output import DetailedOutput, Output
-from kvrouter.net.calls.response_buffer import MAX_UNREAD_BYTES
+from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.errors import TooLarge
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
+from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 
 
 def test_a_peer_is_silent_after_the_last_of_the_missed_intervals() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import pytest
-from kvrouter.net.calls.response_buffer import MAX_UNREAD_BYTES
+from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.serving.generate_call import GenerateCall
 from kvrouter.publisher.serving.outputs import RequestOutput

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.errors import ProtocolViolation, parse
-from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
-from kvrouter.net.calls.limits import VERSION, CallLimits, CallStreamCounts
+from kvrouter.net.calls.limits import MISSES, VERSION, CallLimits, CallStreamCounts, HeartbeatMonitor
 from kvrouter.net.calls.server import SERVICE
 from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, Metadata
 from kvrouter.net.tls.tls import Tls

@@ -1,7 +1,8 @@
-"""Bounds of call streams."""
+"""Bounds of call streams: sizes, the silence of a peer, and unread responses."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -73,3 +74,84 @@ class CallStreamCounts:
     """Size of the waiting responses to be sent."""
     failed: Counter[str] = field(default_factory=Counter)
     """Failed calls, by outcome: a gRPC status code, ``not_sent``, ``unknown`` or ``timed_out``."""
+
+
+MISSES = 4
+"""Intervals without any message after which a peer is silent."""
+
+
+class HeartbeatMonitor:
+    """Counts consecutive intervals without a message from a peer.
+
+    It counts intervals of this process's event loop instead of seconds, so a frozen process does not
+    blame its peer: after a freeze of any length only one interval has passed, and the messages of the meantime
+    are read before the next interval ends.
+    """
+
+    def __init__(self) -> None:
+        self._missed = 0
+        self._heard = True
+
+    @property
+    def silent(self) -> bool:
+        """Whether no message has arrived for ``MISSES`` intervals."""
+        return self._missed >= MISSES
+
+    def heard(self) -> None:
+        """Records a message from the peer."""
+        self._heard, self._missed = True, 0
+
+    def tick(self) -> None:
+        """Ends an interval."""
+        self._missed = 0 if self._heard else self._missed + 1
+        self._heard = False
+
+
+MAX_UNREAD_BYTES = 4 << 20
+"""Memory of unread responses at which a call ends: some forty thousand outputs of one token."""
+_RESPONSE_BYTES = 64
+"""Memory of a response besides its content."""
+
+
+class BufferFull(Exception):
+    """The client has left more unread than the buffer holds."""
+
+    def __init__(self, unread_bytes: int) -> None:
+        super().__init__(f"{unread_bytes} bytes are unread; the limit is {MAX_UNREAD_BYTES}")
+        self.unread_bytes = unread_bytes
+
+
+class ResponseBuffer:
+    """Responses for one task. Appending never waits."""
+
+    def __init__(self) -> None:
+        self._responses: list[bytes] = []
+        self._unread_bytes = 0
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def append(self, encoded: bytes) -> None:
+        """Adds a response.
+
+        Raises:
+            BufferFull: too much is unread. All of it is dropped.
+        """
+        self._unread_bytes += len(encoded) + _RESPONSE_BYTES
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self._responses.clear()
+            raise BufferFull(self._unread_bytes)
+        self._responses.append(encoded)
+        self._changed.set()
+
+    def end(self) -> None:
+        """Ends the responses."""
+        self._ended = True
+        self._changed.set()
+
+    async def take(self) -> list[bytes]:
+        """Waits for responses and returns them; an empty list at the end."""
+        while not self._responses and not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+        taken, self._responses, self._unread_bytes = self._responses, [], 0
+        return taken

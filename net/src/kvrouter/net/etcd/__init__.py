@@ -4,9 +4,8 @@ Each lease and each watch has a connection of its own, so a lost connection dist
 """
 
 from kvrouter.net.etcd.access import EtcdAccess, InvalidEndpoint, parse_endpoints
-from kvrouter.net.etcd.connection import AWAY, EtcdAway, connect, is_forbidden
+from kvrouter.net.etcd.connection import AWAY, EtcdAway, EtcdRefused, connect, is_forbidden
 from kvrouter.net.etcd.leased_keys import DEFAULT_TTL_SECONDS, KeyTaken, LeasedKeys
-from kvrouter.net.etcd.secure_client import EtcdRefused
 from kvrouter.net.etcd.watch import Change, Delete, Put, Snapshot, watch_prefix
 
 __all__ = [

@@ -2,8 +2,7 @@
 
 from kvrouter.net.tls.certificates import ClientAuth, InvalidCertificate, InvalidTls, TlsOptions
 from kvrouter.net.tls.channel import open_channel
-from kvrouter.net.tls.listening import add_port, warn_if_exposed
-from kvrouter.net.tls.tls import Tls
+from kvrouter.net.tls.tls import Tls, add_port, warn_if_exposed
 
 __all__ = [
     "ClientAuth",

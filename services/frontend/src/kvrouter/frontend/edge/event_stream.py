@@ -17,7 +17,7 @@ from email.utils import formatdate
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.base_protocol import BaseProtocol
-from kvrouter.net.calls.response_buffer import MAX_UNREAD_BYTES
+from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.errors import TooLarge
 
 STREAM_TYPE = "text/event-stream"

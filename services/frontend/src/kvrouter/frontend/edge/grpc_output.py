@@ -11,7 +11,7 @@ from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits, prompt_limit
 from kvrouter.frontend.text.detokenizer import Detokenizer, StopStrings
 from kvrouter.frontend.workers.output import DetailedOutput, Output
-from kvrouter.net.calls.response_buffer import BufferFull, ResponseBuffer
+from kvrouter.net.calls.limits import BufferFull, ResponseBuffer
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateResponse

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from kvrouter.frontend.edge.event_stream import EventStream, too_much_unread
 from kvrouter.frontend.edge.frame import Piece, ResponseFrame, migration_notice
-from kvrouter.net.calls.response_buffer import MAX_UNREAD_BYTES
+from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 

@@ -19,7 +19,7 @@ from kvrouter.frontend.access.limit_table import shared_file
 from kvrouter.frontend.processes.child import Assignment, Report
 from kvrouter.frontend.processes.merged_metrics import MergedMetrics
 from kvrouter.frontend.settings import FrontendSettings
-from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
+from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Backoff
 from kvrouter.runtime.http_connections import nobody

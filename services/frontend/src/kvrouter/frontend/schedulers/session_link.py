@@ -20,7 +20,7 @@ from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpd
 from kvrouter.frontend.schedulers.connections import SchedulerChoice, SchedulerConnection, SchedulerSource
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
 from kvrouter.net import trace_context
-from kvrouter.net.calls.heartbeat_monitor import MISSES, HeartbeatMonitor
+from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.runtime.deadline import Backoff, Deadline
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey

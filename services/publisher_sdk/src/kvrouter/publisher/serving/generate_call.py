@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from kvrouter.net.calls.response_buffer import MAX_UNREAD_BYTES, BufferFull, ResponseBuffer
+from kvrouter.net.calls.limits import MAX_UNREAD_BYTES, BufferFull, ResponseBuffer
 from kvrouter.v1.errors import KvRouterError, TooMuchUnread
 
 

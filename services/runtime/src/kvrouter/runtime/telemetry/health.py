@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvrouter.net.rpc.standard_services import HealthService
+from kvrouter.net.rpc.server import HealthService
 from prometheus_client import CollectorRegistry, Gauge
 
 

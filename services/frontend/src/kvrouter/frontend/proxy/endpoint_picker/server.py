@@ -19,9 +19,7 @@ from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.net.http2.options import SERVER_OPTIONS
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
-from kvrouter.net.rpc.server import BindFailed
-from kvrouter.net.rpc.standard_services import SERVICE as HEALTH_SERVICE
-from kvrouter.net.rpc.standard_services import HealthService, add_reflection
+from kvrouter.net.rpc.server import HEALTH_SERVICE, BindFailed, HealthService, add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.telemetry.connections import expose_conduct
