@@ -23,7 +23,7 @@ from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.problems import problems
 from kvrouter.frontend.web.routes import page_routes
 from kvrouter.frontend.web.traffic import History, TrafficRates
-from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.ranks import HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Component, Rank
 from kvrouter.v1.errors import Unauthenticated

@@ -11,8 +11,7 @@ import pytest
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.formatting import count
 from kvrouter.cli.top.frame import frame
-from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
-from kvrouter.runtime.overview.rank_notes import duration
+from kvrouter.runtime.overview.ranks import HitRate, HitWindow, duration
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import BusyThresholds, Component, PrefillDecision, Rank, Role
 from kvrouter.v1.events_pb2 import LoadReport

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.runtime.packed_hashes import (
+from kvrouter.runtime.requests import (
     add_sequence_hashes,
     local_hashes_message,
     pack_local_hashes,

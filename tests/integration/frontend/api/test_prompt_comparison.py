@@ -11,8 +11,7 @@ import structlog
 from kvrouter.frontend.proxy.prompt_comparison import PROBES
 from kvrouter.frontend.web.problems import problems
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.overview.hit_rates import HitWindow
-from kvrouter.runtime.overview.rank_notes import rank_notes
+from kvrouter.runtime.overview.ranks import HitWindow, rank_notes
 from kvrouter.runtime.overview.system import FrontendView, SchedulerView
 from kvrouter.runtime.overview.system import System as SystemState
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, GetWorkerHealthResponse, WorkerHealth

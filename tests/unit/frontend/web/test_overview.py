@@ -9,7 +9,7 @@ import pytest
 from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.problems import problems
 from kvrouter.frontend.web.traffic import History
-from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.ranks import HitWindow
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Component, PrefillDecision, Rank
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.indexer.api.requests import check_prompt, encoded_dump_response, scope_of
-from kvrouter.runtime.request_fields import component_name
+from kvrouter.runtime.requests import component_name
 from kvrouter.v1.common_pb2 import BlockRecord, BlockScope, Component, LocalHashes, MultimodalHash, RankState, TokenIds
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 from kvrouter.v1.indexer_pb2 import DumpResponse, FindMatchesRequest

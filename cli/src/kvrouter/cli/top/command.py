@@ -11,7 +11,7 @@ from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.frame import frame
 from kvrouter.cli.top.sources import Where, open_sources
-from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.ranks import HitWindow
 from kvrouter.runtime.overview.system import System
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live

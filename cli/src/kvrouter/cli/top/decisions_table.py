@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from kvrouter.cli.top.formatting import rank_name, shortened
-from kvrouter.runtime.overview.rank_notes import duration
+from kvrouter.runtime.overview.ranks import duration
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 from rich.table import Table
 from rich.text import Text

@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from kvrouter.cli.top.decisions_table import decisions_table
 from kvrouter.cli.top.formatting import amount
 from kvrouter.cli.top.ranks_table import WIDE, queue_lines, ranks_table
-from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
-from kvrouter.runtime.overview.rank_notes import BACKED_OFF, duration
+from kvrouter.runtime.overview.ranks import BACKED_OFF, HitRate, HitWindow, duration
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvrouter.cli.top.formatting import amount, count, rank_name, share
-from kvrouter.runtime.overview.hit_rates import HitRate
-from kvrouter.runtime.overview.rank_notes import duration, rank_notes
+from kvrouter.runtime.overview.ranks import HitRate, duration, rank_notes
 from kvrouter.runtime.overview.system import Rank, rank_of
 from kvrouter.v1.frontend_pb2 import WorkerHealth
 from kvrouter.v1.indexer_pb2 import RankStats

@@ -29,7 +29,7 @@ from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
-from kvrouter.runtime.request_fields import component_name
+from kvrouter.runtime.requests import component_name
 from kvrouter.runtime.rpc import not_awaited_by_drain
 from kvrouter.v1.common_pb2 import BusyThresholds, Component, RoutingRequest, Stage
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError, SessionLost

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, cast
 
 from kvrouter.core import Rank
-from kvrouter.runtime.request_fields import check_request_id
+from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1 import common_pb2
 from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
 from kvrouter.v1.errors import BadRequest

@@ -16,7 +16,7 @@ from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.edge.structured_output import read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
 from kvrouter.frontend.request.validation import MAX_REQUEST_ID_BYTES
-from kvrouter.runtime.request_fields import check_request_id
+from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput

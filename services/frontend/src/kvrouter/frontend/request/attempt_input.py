@@ -10,7 +10,7 @@ from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.packed_hashes import local_hashes_message
+from kvrouter.runtime.requests import local_hashes_message
 from kvrouter.v1.common_pb2 import AvoidedWorker, BookingKey, Rank, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvrouter.core import TokenBuffer, first_token_outside
 from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.request_fields import check_request_id
+from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1.common_pb2 import Role, RoutingConstraints, RoutingOverrides, RoutingRequest, Stage
 from kvrouter.v1.errors import BadRequest, PromptTooLong, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model

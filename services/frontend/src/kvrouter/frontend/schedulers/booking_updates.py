@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 import structlog
 from kvrouter.core import sequence_hashes
-from kvrouter.runtime.packed_hashes import add_sequence_hashes
+from kvrouter.runtime.requests import add_sequence_hashes
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 from kvrouter.v1.scheduler_pb2 import (
     BookingUpdate,

@@ -14,9 +14,9 @@ from kvrouter.frontend.web.problems import problems
 from kvrouter.frontend.web.traffic import INTERVAL_SECONDS, History, Traffic
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.ranks import HitWindow
 from kvrouter.runtime.overview.services import ServiceQueries
-from kvrouter.runtime.packed_hashes import local_hashes_message
+from kvrouter.runtime.requests import local_hashes_message
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest

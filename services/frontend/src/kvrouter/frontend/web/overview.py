@@ -10,8 +10,7 @@ from typing import Any
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
 from kvrouter.frontend.web.traffic import Point, TrafficRates
-from kvrouter.runtime.overview.hit_rates import HitRate, HitWindow
-from kvrouter.runtime.overview.rank_notes import Note, rank_notes
+from kvrouter.runtime.overview.ranks import HitRate, HitWindow, Note, rank_notes
 from kvrouter.runtime.overview.system import FrontendView, System, rank_of
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.indexer_pb2 import RankStats

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrouter.runtime.overview.hit_rates import HitWindow
+from kvrouter.runtime.overview.ranks import HitWindow
 from kvrouter.runtime.overview.system import System
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats

@@ -18,8 +18,7 @@ from kvrouter.indexer.snapshots.coordinator import AWAY, NothingApplied, OthersL
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.packed_hashes import pack_local_hashes
-from kvrouter.runtime.request_fields import component_name
+from kvrouter.runtime.requests import component_name, pack_local_hashes
 from kvrouter.v1.common_pb2 import Component, RankState
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.errors import (

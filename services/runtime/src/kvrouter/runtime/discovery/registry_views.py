@@ -1,17 +1,19 @@
-"""Builds views of components and services from registry entries."""
+"""Builds views of components and services from registry entries, and decides which descriptors count."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
+from typing import TypeAlias
 
 from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.net.etcd.registry_entries import read_descriptor, read_service, read_worker
-from kvrouter.runtime.discovery.descriptors import followed_descriptor
 from kvrouter.runtime.discovery.retention import Process
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
+from kvrouter.v1.common_pb2 import Component, Role
 from kvrouter.v1.names import (
     ComponentName,
     InvalidName,
@@ -27,6 +29,61 @@ from kvrouter.v1.registry_pb2 import (
     WorkerDrain,
     WorkerRegistration,
 )
+
+_OUTVOTE = 2
+"""Workers that must agree before they outvote a written descriptor. One worker alone never does."""
+
+_Shared: TypeAlias = tuple[str, int, str, int, int]
+
+
+def followed_descriptor(
+    name: ComponentName,
+    written: ComponentDescriptor | None,
+    former: ComponentDescriptor | None,
+    workers: Collection[WorkerRegistration],
+) -> ComponentDescriptor | None:
+    """Returns the descriptor to follow; None if nothing describes the component.
+
+    The key of a descriptor belongs to all workers of a component, so one of them could replace it. Each live worker
+    has one vote for the properties in its registration. The former descriptor stays while it has as
+    many votes as any other. Then the written one counts, unless at least two workers outvote it. If there is none, most
+    votes decide, and of as many votes the lowest worker id.
+
+    Args:
+        name: The component.
+        written: Its descriptor in etcd.
+        former: The descriptor followed so far.
+        workers: Its registered workers.
+    """
+    votes = Counter(map(_shared, workers))
+    if not votes:
+        return written
+    most = max(votes.values())
+    if former is not None and votes[_shared(former)] == most:
+        return former
+    if written is not None and (votes[_shared(written)] == most or most < _OUTVOTE):
+        return written
+    return _described(
+        name, min((each for each in workers if votes[_shared(each)] == most), key=lambda each: each.worker_id)
+    )
+
+
+def _shared(entry: ComponentDescriptor | WorkerRegistration) -> _Shared:
+    role = entry.role or Role.ROLE_BOTH
+    return entry.model, entry.block_size, entry.hash_scheme, role, entry.max_model_len
+
+
+def _described(name: ComponentName, worker: WorkerRegistration) -> ComponentDescriptor:
+    return ComponentDescriptor(
+        component=Component(namespace=name.namespace, name=name.name),
+        model=worker.model,
+        block_size=worker.block_size,
+        hash_scheme=worker.hash_scheme,
+        default_transport=worker.transport,
+        role=worker.role or Role.ROLE_BOTH,
+        max_model_len=worker.max_model_len or None,
+    )
+
 
 _REMEMBERED = 1 << 16
 

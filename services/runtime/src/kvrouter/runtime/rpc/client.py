@@ -1,7 +1,7 @@
-"""Stubs that behave like the object they represent.
+"""Stubs that behave like the object they represent, over gRPC or on a call stream.
 
-Deadlines become gRPC timeouts, failures are raised as the typed errors of the service, and closing a stream early
-cancels its call.
+Deadlines become timeouts, failures are raised as the typed errors of the service, and closing a stream early cancels
+its call.
 """
 
 from __future__ import annotations
@@ -312,3 +312,61 @@ class MetadataChannel(grpc.aio.Channel):
             return method(*arguments, metadata=(*(metadata or ()), *([entry] if entry[1] else ())), **named)
 
         return call
+
+
+def remote_on_call_stream(descriptor: ServiceDescriptor, client: CallStreamClient) -> Any:
+    """Returns a stub of a service, to be cast to its protocol in ``kvrouter.runtime.contracts``.
+
+    It has the service's unary methods, and behaves like ``kvrouter.runtime.rpc.remote``. A call not sent, or
+    whose outcome is unknown, raises ``DependencyAway``. A method whose name has the suffix ``_encoded`` returns the
+    encoded response.
+    """
+    return _CallStreamStub(descriptor, client)
+
+
+class _CallStreamStub:
+    def __init__(self, descriptor: ServiceDescriptor, client: CallStreamClient) -> None:
+        self._methods = methods_by_python_name(descriptor)
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        plain = name.removesuffix("_encoded")
+        method = self._methods.get(plain)
+        if method is None or method.client_streaming or method.server_streaming:
+            raise AttributeError(name)
+        call = (_unary_on_stream if plain == name else _encoded_on_stream)(method, self._client)
+        setattr(self, name, call)
+        return call
+
+
+def _encoded_on_stream(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
+    path = full_path(method)[1:]
+
+    async def call(request: Message, *, deadline: Deadline) -> bytes:
+        if deadline.expired:
+            raise DeadlineExceeded
+        return await client.call(
+            path,
+            request.SerializeToString(),
+            time_left=deadline.remaining(),
+            trace_context=trace_context.current(),
+        )
+
+    return call
+
+
+def _unary_on_stream(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
+    encoded = _encoded_on_stream(method, client)
+    parse = GetMessageClass(method.output_type).FromString
+
+    async def call(request: Message, *, deadline: Deadline) -> Any:
+        return _parsed(parse, await encoded(request, deadline=deadline))
+
+    return call
+
+
+def _parsed(parse: Callable[[bytes], Any], encoded: bytes) -> Any:
+    try:
+        return parse(encoded)
+    except DecodeError:
+        raise Internal("the service sent a response that cannot be parsed") from None

@@ -12,7 +12,7 @@ import structlog
 from kvrouter.net.etcd import AWAY, EtcdAccess, connect
 from kvrouter.net.local import LocalRegistry
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.request_fields import component_name
+from kvrouter.runtime.requests import component_name
 from kvrouter.scheduler.load.pools import Components
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import Component

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvrouter.runtime.packed_hashes import pack_sequence_hashes
+from kvrouter.runtime.requests import pack_sequence_hashes
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
 from kvrouter.scheduler.load.pools import Pool

@@ -6,7 +6,7 @@ from array import array
 from typing import NamedTuple
 
 from kvrouter.core import Scope, local_hashes, sequence_hashes
-from kvrouter.runtime.packed_hashes import pack_local_hashes
+from kvrouter.runtime.requests import pack_local_hashes
 from kvrouter.v1.common_pb2 import RoutingRequest
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 

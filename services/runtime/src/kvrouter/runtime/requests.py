@@ -1,0 +1,77 @@
+"""Fields that requests of several services share: component, request id, and packed hashes.
+
+A packed buffer of hashes holds 8 bytes for each, little-endian. The contract declares hashes as ``repeated fixed64``,
+which any language can write; its packed encoding is that of a ``bytes`` field. So the encoding of a public message is
+decoded as its twin (``packed.proto``), and the other way round, without a Python number for each hash. protobuf reads
+``repeated fixed64`` in packed and in unpacked form and always writes the packed one, so hashes of a sender that does
+not pack are understood as well.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvrouter.v1.common_pb2 import Component, LocalHashes
+from kvrouter.v1.errors import BadRequest
+from kvrouter.v1.names import ComponentName, InvalidName
+from kvrouter.v1.packed_pb2 import PackedLocalHashes, PackedReassertBooking
+from kvrouter.v1.scheduler_pb2 import ReassertBooking
+
+
+def component_name(component: Component) -> ComponentName:
+    """Returns the component's name.
+
+    Raises:
+        BadRequest: a part of the name is invalid.
+    """
+    try:
+        return ComponentName(component.namespace, component.name)
+    except InvalidName as error:
+        raise BadRequest(
+            str(error)[:512], field="component", advice="Send a valid namespace and a valid name."
+        ) from None
+
+
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Control characters, line breaks, and halves of pairs, as which Python reads bytes that are not UTF-8."""
+
+
+def check_request_id(request_id: str, max_bytes: int, field: str) -> None:
+    """Checks an id a client chose; it may be empty.
+
+    Args:
+        request_id: The id.
+        max_bytes: Its maximum size.
+        field: The field or header that has it, for the error.
+
+    Raises:
+        BadRequest: it has control characters or is not UTF-8, or it is too long.
+    """
+    if _UNSAFE.search(request_id):
+        raise BadRequest(
+            f"{field}: expected UTF-8 without control characters, received {request_id[:32]!r}",
+            field=field,
+            advice="Send letters, digits and punctuation, such as a UUID.",
+        )
+    if len(request_id.encode()) > max_bytes:
+        raise BadRequest(f"{field} is longer than {max_bytes} bytes", field=field, advice="Send a shorter id.")
+
+
+def pack_local_hashes(message: LocalHashes) -> bytes:
+    """Returns the hashes of a message as a packed buffer."""
+    return PackedLocalHashes.FromString(message.SerializeToString()).hashes
+
+
+def local_hashes_message(packed: bytes) -> LocalHashes:
+    """Returns a message with the hashes of a packed buffer."""
+    return LocalHashes.FromString(PackedLocalHashes(hashes=packed).SerializeToString())
+
+
+def pack_sequence_hashes(message: ReassertBooking) -> bytes:
+    """Returns the sequence hashes of a booking as a packed buffer."""
+    return PackedReassertBooking.FromString(message.SerializeToString()).sequence_hashes
+
+
+def add_sequence_hashes(message: ReassertBooking, packed: bytes) -> None:
+    """Appends the hashes of a packed buffer to the sequence hashes of a booking."""
+    message.MergeFromString(PackedReassertBooking(sequence_hashes=packed).SerializeToString())
