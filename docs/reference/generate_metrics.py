@@ -39,9 +39,8 @@ from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import EventLoopMetrics, metered_quarantine, new_registry
 from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.scheduler.load.pools import rank_load_gauges
-from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.metrics import SchedulerMetrics, SyncMetrics
 from kvrouter.scheduler.queue.queued_requests import queue_gauges
-from kvrouter.scheduler.replication.metrics import SyncMetrics
 from kvrouter.sidecar.metrics import SidecarMetrics
 from prometheus_client import CollectorRegistry
 

@@ -151,7 +151,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         # The whole decision, from a request context to a booked response. The queue calls it, never the other way.
         "routing": ("bookings", "identifiers", "load", "metrics", "overlap", "policies", "request", "workers"),
         "queue": ("bookings", "identifiers", "load", "metrics", "overlap", "policies", "request", "routing"),
-        "replication": ("bookings", "identifiers", "load"),
+        "replication": ("bookings", "identifiers", "load", "metrics"),
         "api": (
             *("bookings", "identifiers", "load", "metrics", "policies"),
             *("queue", "replication", "request", "routing", "workers"),

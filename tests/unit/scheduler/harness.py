@@ -26,11 +26,10 @@ from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
-from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.metrics import SchedulerMetrics, SyncMetrics
 from kvrouter.scheduler.overlap.predictions import PredictionLimits, Predictions
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
-from kvrouter.scheduler.replication.metrics import SyncMetrics
-from kvrouter.scheduler.replication.sync import ReplicaSync
+from kvrouter.scheduler.replication.replicas import ReplicaSync
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity

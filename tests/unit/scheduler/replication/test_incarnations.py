@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.scheduler.replication.incarnations import Incarnations, Verdict
+from kvrouter.scheduler.replication.event_log import Incarnations, Verdict
 
 
 def test_the_first_incarnations_count_as_they_are_heard_and_later_ones_fence_earlier_ones() -> None:

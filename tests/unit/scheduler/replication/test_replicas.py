@@ -10,7 +10,7 @@ from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import event_log as replica_log
-from kvrouter.scheduler.replication.announced_bookings import AnnouncedBookings
+from kvrouter.scheduler.replication.announcer import AnnouncedBookings
 from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks

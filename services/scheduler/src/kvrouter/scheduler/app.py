@@ -25,15 +25,13 @@ from kvrouter.scheduler.load.overload import OverloadDetector
 from kvrouter.scheduler.load.pools import Pools, rank_load_gauges
 from kvrouter.scheduler.load.reported_load import LoadListener
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
-from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.metrics import SchedulerMetrics, SyncMetrics
 from kvrouter.scheduler.overlap.indexer_query import IndexerSource
 from kvrouter.scheduler.overlap.indexers import RemoteIndexers
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests, queue_gauges
-from kvrouter.scheduler.replication.metrics import SyncMetrics
-from kvrouter.scheduler.replication.nats_channel import MAX_OUTGOING
-from kvrouter.scheduler.replication.nats_link import SyncLink
-from kvrouter.scheduler.replication.sync import ReplicaSync
+from kvrouter.scheduler.replication.nats_channel import MAX_OUTGOING, SyncLink
+from kvrouter.scheduler.replication.replicas import ReplicaSync
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decisions import Decisions
 from kvrouter.scheduler.routing.router import Router

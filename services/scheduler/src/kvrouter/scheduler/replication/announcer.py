@@ -1,14 +1,20 @@
 """Announces this Scheduler's bookings to the other Schedulers of a component.
 
 Whoever learns of progress or an end announces it, and the owners announce it again under their own sequence.
-The bookings of a Scheduler thus follow from its own events alone, and digests can be compared.
+The bookings of a Scheduler thus follow from its own events alone, and digests can be compared:
+
+    digest = sum over the announced bookings of XXH3-64(request id, attempt, stage, state)  mod 2^64
+
+``SyncHeartbeat`` in the contract defines the encoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import xxhash
 from kvrouter.scheduler.bookings.booking import (
     Booking,
     BookingChange,
@@ -21,11 +27,95 @@ from kvrouter.scheduler.bookings.booking import (
 )
 from kvrouter.scheduler.bookings.conversions import add_request
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.identifiers import component_message, key_message
-from kvrouter.scheduler.replication.announced_bookings import AnnouncedBookings
-from kvrouter.scheduler.replication.metrics import SyncMetrics
+from kvrouter.scheduler.identifiers import Key, component_message, key_message
+from kvrouter.scheduler.metrics import SyncMetrics
 from kvrouter.v1 import sync_pb2 as pb
 from kvrouter.v1.names import ComponentName
+
+_SEED = 1337
+_AFTER_ID = struct.Struct("<IIB")
+_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class _AnnouncedBooking:
+    session_id: str
+    prefilled: bool
+
+
+class AnnouncedBookings:
+    """Announced keys, each with its session and whether its prompt is computed."""
+
+    def __init__(self) -> None:
+        self._bookings: dict[Key, _AnnouncedBooking] = {}
+        self._of_sessions: dict[str, set[Key]] = {}
+        self._digest = 0
+
+    def __len__(self) -> int:
+        """Returns the number of bookings."""
+        return len(self._bookings)
+
+    def __contains__(self, key: Key) -> bool:
+        """Returns whether a key is among them."""
+        return key in self._bookings
+
+    def __iter__(self) -> Iterator[Key]:
+        """Iterates over the keys as they are at this moment."""
+        return iter(list(self._bookings))
+
+    @property
+    def digest(self) -> int:
+        """Their digest."""
+        return self._digest
+
+    def put(self, key: Key, session_id: str) -> None:
+        """Adds a booking of a session, or of a lease if ``session_id`` is empty. A known booking moves to it."""
+        announced = self._bookings.get(key)
+        if announced is None:
+            self._bookings[key] = _AnnouncedBooking(session_id, prefilled=False)
+            self._count(key, 1, prefilled=False)
+        else:
+            self._leave_session(key, announced)
+            announced.session_id = session_id
+        if session_id:
+            self._of_sessions.setdefault(session_id, set()).add(key)
+
+    def prefilled(self, key: Key) -> bool:
+        """Records the end of a prefill. Returns whether it changes anything."""
+        announced = self._bookings.get(key)
+        if announced is None or announced.prefilled:
+            return False
+        announced.prefilled = True
+        self._count(key, -1, prefilled=False)
+        self._count(key, 1, prefilled=True)
+        return True
+
+    def drop(self, key: Key) -> bool:
+        """Removes a booking. Returns whether it was there."""
+        announced = self._bookings.pop(key, None)
+        if announced is None:
+            return False
+        self._leave_session(key, announced)
+        self._count(key, -1, prefilled=announced.prefilled)
+        return True
+
+    def of_session(self, session_id: str) -> list[Key]:
+        """Returns the keys of a session."""
+        return list(self._of_sessions.get(session_id, ()))
+
+    def _leave_session(self, key: Key, announced: _AnnouncedBooking) -> None:
+        keys = self._of_sessions.get(announced.session_id)
+        if keys is None:
+            return
+        keys.discard(key)
+        if not keys:
+            del self._of_sessions[announced.session_id]
+
+    def _count(self, key: Key, sign: int, *, prefilled: bool) -> None:
+        request_id, attempt, stage = key
+        encoded = request_id.encode() + _AFTER_ID.pack(attempt, stage, prefilled)
+        self._digest = (self._digest + sign * xxhash.xxh3_64_intdigest(encoded, seed=_SEED)) & _MASK
+
 
 MAX_ANNOUNCED_BYTES = 768 << 10
 """Size above which a booking is not announced. With the other bookings of a chunk it must stay below the message limit
