@@ -36,7 +36,7 @@ from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.routing.affinity import Affinity
-from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.scheduler.routing.router import Router
 from kvrouter.v1.common_pb2 import BookingKey, LocalHashes, RoutingRequest, Stage
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse

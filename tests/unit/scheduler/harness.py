@@ -33,7 +33,7 @@ from kvrouter.scheduler.replication.replicas import ReplicaSync
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
-from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.scheduler.routing.router import Router
 from kvrouter.v1.common_pb2 import (
     BookingKey,

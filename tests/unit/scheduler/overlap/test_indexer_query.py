@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.scheduler.overlap.indexer_query import read_answer
-from kvrouter.scheduler.workers.candidates import candidates_of
-from kvrouter.scheduler.workers.worker_set import WorkerSet
+from kvrouter.scheduler.workers.candidates import WorkerSet, candidates_of
 from kvrouter.v1.errors import Internal
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse

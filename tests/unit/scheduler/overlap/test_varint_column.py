@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.net.varint import encode_varint
-from kvrouter.scheduler.overlap.varint_column import decode_varints
+from kvrouter.scheduler.overlap.indexer_query import decode_varints
 
 
 @given(st.lists(st.integers(0, 200) | st.integers(0, (1 << 63) - 1)), st.sampled_from([0, 200]))

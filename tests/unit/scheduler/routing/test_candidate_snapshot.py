@@ -17,8 +17,14 @@ from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import decide
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
-from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, candidates_of, why_unfit
-from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
+from kvrouter.scheduler.workers.candidates import (
+    Candidate,
+    Places,
+    WorkerConstraints,
+    WorkerSet,
+    candidates_of,
+    why_unfit,
+)
 from kvrouter.v1.common_pb2 import Rank, Role, RoutingRequest, Stage
 from kvrouter.v1.errors import AllBusy, NoWorkers
 from kvrouter.v1.events_pb2 import LoadReport

@@ -9,8 +9,7 @@ from typing import cast
 
 from kvrouter.core import Rank
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.routing.decide import Decision
-from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.decide import Decision, Decisions
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot
 from kvrouter.v1.names import ComponentName
 

@@ -33,7 +33,7 @@ from kvrouter.scheduler.queue.queued_requests import QueuedRequests, queue_gauge
 from kvrouter.scheduler.replication.nats_channel import MAX_OUTGOING, SyncLink
 from kvrouter.scheduler.replication.replicas import ReplicaSync
 from kvrouter.scheduler.routing.affinity import Affinity
-from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.scheduler.routing.router import Router
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.scheduler.workers.descriptors import write_descriptors

@@ -12,7 +12,7 @@ import numpy as np
 from kvrouter.core import PrefixIndex, Rank, local_hashes
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.workers.worker_set import ListedRanks
+from kvrouter.scheduler.workers.candidates import ListedRanks
 from kvrouter.simulator.engines.fleet import RawEvent
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch

@@ -15,7 +15,7 @@ from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.request.options import ThresholdUpdate
-from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.errors import BadRequest, NotFound, UnknownModel
 

@@ -16,7 +16,7 @@ from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.replication.replicas import ReplicaSync
-from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.pages import page_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrouter.scheduler.bookings.booking import Booking
-from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
+from kvrouter.scheduler.bookings.booking import Booking, placement_of, replicated_booking
 from kvrouter.scheduler.bookings.leases import BookingLeases
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, checked_key

@@ -18,8 +18,7 @@ from kvrouter.scheduler.load.slots import capacity, free_slots
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.metrics import ScrapedGauges
 from kvrouter.scheduler.policies.interface import Amounts, Column
-from kvrouter.scheduler.workers.candidates import Candidate, candidates_of, serves
-from kvrouter.scheduler.workers.worker_set import WorkerSet
+from kvrouter.scheduler.workers.candidates import Candidate, WorkerSet, candidates_of, serves
 from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage
 from kvrouter.v1.errors import UnknownComponent, UnknownModel
 from kvrouter.v1.names import ComponentName, InvalidName

@@ -24,8 +24,8 @@ from kvrouter.scheduler.bookings.booking import (
     OwnerRemoved,
     PrefillCompleted,
     SessionEnded,
+    add_request,
 )
-from kvrouter.scheduler.bookings.conversions import add_request
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, component_message, key_message
 from kvrouter.scheduler.metrics import SyncMetrics

@@ -26,8 +26,9 @@ from kvrouter.scheduler.bookings.booking import (
     PrefillCompleted,
     SchedulerIncarnation,
     SessionEnded,
+    placement_of,
+    replicated_booking,
 )
-from kvrouter.scheduler.bookings.conversions import placement_of, replicated_booking
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, checked_key
 from kvrouter.scheduler.load.pools import Pools

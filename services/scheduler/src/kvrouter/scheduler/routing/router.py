@@ -24,8 +24,7 @@ from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.context import RequestContext
-from kvrouter.scheduler.routing.decide import Decision, decide
-from kvrouter.scheduler.routing.decisions import Decisions
+from kvrouter.scheduler.routing.decide import Decision, Decisions, decide
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, snapshot
 from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1.common_pb2 import Role

@@ -24,8 +24,7 @@ from kvrouter.scheduler.request.remote_prefill import (
     prefill_places,
 )
 from kvrouter.scheduler.routing.context import RequestContext
-from kvrouter.scheduler.workers.candidates import Candidate, WorkerConstraints, why_unfit
-from kvrouter.scheduler.workers.worker_set import Places, WorkerSet
+from kvrouter.scheduler.workers.candidates import Candidate, Places, WorkerConstraints, WorkerSet, why_unfit
 from kvrouter.v1.common_pb2 import PrefillDecision, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers
 
