@@ -358,7 +358,7 @@ def test_a_policy_imports_nothing_of_another() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources("scheduler")
-        if path.name == "policy.py"
+        if "policies" in path.parts and path.name != "catalogue.py"
         for name in kvrouter_imports(path.read_text(), module_name(path))
         if not within(name, ("kvrouter.core", "kvrouter.v1", "kvrouter.scheduler.policies.interface"))
     ]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.scheduler.policies.cache_aware import KvPolicy
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Explanation, Wait
-from kvrouter.scheduler.policies.kv import policy as kv
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.common_pb2 import Component, Role, Stage
 from kvrouter.v1.errors import NoWorkers
@@ -117,7 +117,7 @@ async def test_of_two_components_the_larger_serves_the_model() -> None:
 
 
 async def test_without_a_queue_a_request_waits_in_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv.Rule, "decide", lambda *_: Wait(1, Explanation("no room")))
+    monkeypatch.setattr(KvPolicy, "decide", lambda *_: Wait(1, Explanation("no room")))
     parts = Parts(view(worker(1), worker(2)), max_queued_requests=0)
     assert (await parts.select(selecting("a"))).rank.worker_id == 2
 

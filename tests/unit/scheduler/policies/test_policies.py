@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvrouter.scheduler.policies.cache_aware import softmax_weights
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, rank_label
-from kvrouter.scheduler.policies.kv.policy import softmax_weights
 
 from ..context_maker import context
 

@@ -11,7 +11,7 @@ from kvrouter.scheduler.identifiers import checked_key, stage_of
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.direct.policy import Rule as Direct
+from kvrouter.scheduler.policies.load_only import DirectPolicy
 from kvrouter.scheduler.request.options import RoutingOptions, Tenant, Thresholds, ignored_overrides, overridden
 from kvrouter.scheduler.request.prompt import read_prompt
 from kvrouter.scheduler.routing.context import DEFAULT_LEASE_SECONDS, BookingOptions, RequestContext
@@ -97,7 +97,7 @@ class RequestReader:
         if booking.restores:
             _check_restores(booking, constraints)
             constraints = replace(constraints, even_if_draining=True)
-            options = replace(options, mode=Direct.name, thresholds=Thresholds())
+            options = replace(options, mode=DirectPolicy.name, thresholds=Thresholds())
         if needs_worker and POLICIES[options.mode].needs_worker and constraints.worker_id is None:
             raise BadRequest(
                 f"mode {options.mode} needs a worker",

@@ -1,1 +1,1 @@
-"""Routing policies, one folder each. ``catalogue`` finds every folder with a ``policy.py``."""
+"""Routing policies. ``catalogue`` lists them."""

@@ -1,25 +1,23 @@
-"""Policies by name. Each folder of this package has a module ``policy`` with a class ``Rule``."""
+"""Policies by name."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvrouter.scheduler import policies
+from kvrouter.scheduler.policies import cache_aware, load_only
+from kvrouter.scheduler.policies.forecast.policy import Rule as ForecastPolicy
 from kvrouter.scheduler.policies.interface import Policy
 
-
-def _found() -> dict[str, Policy]:
-    modules = [
-        importlib.import_module(f"{policies.__name__}.{info.name}.policy")
-        for info in pkgutil.iter_modules(policies.__path__)
-        if info.ispkg
-    ]
-    rules: list[Policy] = [module.Rule() for module in modules]
-    return {rule.name: rule for rule in sorted(rules, key=lambda rule: rule.name)}
-
-
-POLICIES: Mapping[str, Policy] = MappingProxyType(_found())
+_ALL: tuple[Policy, ...] = (
+    load_only.DirectPolicy(),
+    ForecastPolicy(),
+    cache_aware.KvPolicy(),
+    load_only.PowerOfTwoPolicy(),
+    cache_aware.ProductPolicy(),
+    load_only.RandomPolicy(),
+    load_only.RoundRobinPolicy(),
+    cache_aware.StickyPolicy(),
+)
+POLICIES: Mapping[str, Policy] = MappingProxyType({policy.name: policy for policy in _ALL})
 """Policy by mode name, sorted by name."""

@@ -1,1 +1,0 @@
-"""Mode ``power-of-two``."""
