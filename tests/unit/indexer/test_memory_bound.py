@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from kvrouter.indexer import memory_bound
-from kvrouter.indexer.memory_bound import cgroup_limits, default_max_index_bytes
+from kvrouter.indexer import settings
+from kvrouter.indexer.settings import cgroup_limits, default_max_index_bytes
 
 
 def groups(folder: Path, own: str, limits: dict[str, str]) -> tuple[Path, Path]:
@@ -43,5 +43,5 @@ def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
 def test_the_default_is_half_of_the_lowest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limits, expected in (([], physical // 2), ([1 << 62], physical // 2), ([1 << 62, 8000], 4000)):
-        monkeypatch.setattr(memory_bound, "cgroup_limits", lambda limits=limits: iter(limits))
+        monkeypatch.setattr(settings, "cgroup_limits", lambda limits=limits: iter(limits))
         assert default_max_index_bytes() == expected

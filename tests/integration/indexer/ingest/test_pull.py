@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from kvrouter.indexer.ingest.pull import REQUESTED_MESSAGES, Pull
+from kvrouter.indexer.ingest.jetstream import REQUESTED_MESSAGES, Pull
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from kvrouter.core import Rank
-from kvrouter.indexer.index.rank_repair import RankDump
+from kvrouter.indexer.index.state import RankDump
 from kvrouter.indexer.replica.component import Limits
 from kvrouter.indexer.resync import fetcher as resync
 from kvrouter.indexer.resync.worker_client import fetch_state

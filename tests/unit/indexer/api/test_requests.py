@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.indexer.api.requests import check_prompt, encoded_dump_response, scope_of
+from kvrouter.indexer.api.service import check_prompt, encoded_dump_response, scope_of
 from kvrouter.runtime.requests import component_name
 from kvrouter.v1.common_pb2 import BlockRecord, BlockScope, Component, LocalHashes, MultimodalHash, RankState, TokenIds
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong

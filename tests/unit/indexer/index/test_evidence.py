@@ -7,8 +7,7 @@ import random
 
 import pytest
 from kvrouter.core import Rank
-from kvrouter.indexer.index.evidence import Evidence, SilenceWatch, age, exceeds, silence_limit
-from kvrouter.indexer.index.known_ranks import RankTally
+from kvrouter.indexer.index.known_ranks import Evidence, RankTally, SilenceWatch, age, exceeds, silence_limit
 
 RANK: Rank = (1, 0)
 LIMIT = 15.0

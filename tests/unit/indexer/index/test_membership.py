@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvrouter.indexer.index.membership import Departures, NewIncarnation, new_incarnations
+from kvrouter.indexer.index.incarnations import Departures, NewIncarnation, new_incarnations
 
 A, B, C = (1, 0), (1, 1), (2, 0)
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.core import IMPLEMENTATION, EventBatch, PrefixIndex, sequence_hashes
-from kvrouter.indexer.index.membership import NewIncarnation
+from kvrouter.indexer.index.incarnations import NewIncarnation
 from kvrouter.indexer.index.messages import StreamMessage
-from kvrouter.indexer.index.rank_repair import RankDump, StaleDump
-from kvrouter.indexer.index.state import IndexState
+from kvrouter.indexer.index.state import IndexState, RankDump, StaleDump
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import RankState, Tier
 from kvrouter.v1.errors import DeadlineExceeded
@@ -441,7 +440,7 @@ async def test_a_later_partial_dump_is_loaded_and_requests_a_resync() -> None:
 
 
 async def test_a_full_buffer_keeps_only_the_newest_batches_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.indexer.index.pending_buffer.MAX_ALL_BYTES", 1)
+    monkeypatch.setattr("kvrouter.indexer.index.repair.MAX_ALL_BYTES", 1)
     policy = Policy()
     index, worker = state(policy), state()
     batches = [message(stored(n, [n + 1], [n + 11])) for n in range(4)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.core import EventBatch
-from kvrouter.indexer.index.validation import Refusal, rank_of_subject, validate
+from kvrouter.indexer.index.messages import Refusal, rank_of_subject, validate
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 from kvrouter.v1.names import ComponentName
 

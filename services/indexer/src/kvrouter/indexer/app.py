@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 import structlog
 from kvrouter.core import MemoryBudget
 from kvrouter.indexer.api.service import IndexerService
-from kvrouter.indexer.memory_bound import default_max_index_bytes
 from kvrouter.indexer.replica.component import Limits
 from kvrouter.indexer.replica.metrics import IndexerMetrics, expose_bounds
 from kvrouter.indexer.replica.replica import Replica
-from kvrouter.indexer.settings import IndexerSettings
+from kvrouter.indexer.settings import IndexerSettings, default_max_index_bytes
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome, SnapshotOptions
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime

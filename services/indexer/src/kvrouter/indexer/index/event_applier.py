@@ -16,11 +16,9 @@ from kvrouter.core.interface import ApplySummary, EventBatch, PrefixIndex, Rank
 from kvrouter.indexer.index.event_counts import EvictionLog, Tally
 from kvrouter.indexer.index.incarnations import Incarnations, Verdict
 from kvrouter.indexer.index.known_ranks import KnownRanks
-from kvrouter.indexer.index.messages import QuarantinedMessage, ReceivedBatch, StreamMessage
-from kvrouter.indexer.index.pending_buffer import PendingBuffers
-from kvrouter.indexer.index.repair import PERSISTENT_DRIFT, Repair, RepairPolicy, repair_after
+from kvrouter.indexer.index.messages import QuarantinedMessage, ReceivedBatch, Refusal, StreamMessage, validate
+from kvrouter.indexer.index.repair import PERSISTENT_DRIFT, PendingBuffers, Repair, RepairPolicy, repair_after
 from kvrouter.indexer.index.shared_index import SharedIndex
-from kvrouter.indexer.index.validation import Refusal, validate
 from kvrouter.net.decoding import Quarantine, Undecodable
 
 log = structlog.get_logger(component="indexer")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrouter.core import ApplySummary, Rank
-from kvrouter.indexer.index.validation import Refusal
+from kvrouter.indexer.index.messages import Refusal
 from kvrouter.v1.indexer_pb2 import EventCounts
 from structlog.typing import FilteringBoundLogger
 

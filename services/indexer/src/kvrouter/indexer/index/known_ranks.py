@@ -1,11 +1,114 @@
-"""Status of each rank, beside the prefix index."""
+"""Status of each rank, beside the prefix index, and the detection of silent and stale ranks. No I/O.
+
+Every rank publishes at least one message per heartbeat interval. A rank without a message for several intervals is
+*silent*: its worker, NATS or the stream has stopped, and the index cannot tell which. It is then compared with its
+worker over gRPC, which does not need NATS. Events, heartbeats and comparisons are evidence. A rank whose newest
+evidence is older than several intervals is *stale*, and not verified whatever earlier comparisons found.
+
+Times are seconds of one monotonic clock.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvrouter.core import Rank
-from kvrouter.indexer.index.evidence import Evidence
+
+_MISSED_HEARTBEATS = 3
+_UNKNOWN_HEARTBEAT_SECONDS = 5.0  # the publisher's default
+_LEAST_LIMIT_SECONDS = 3.0  # a publisher may wait that long for a lost acknowledgement
+_MOST_LIMITS = 8
+_JITTER = (0.8, 1.2)
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Times of the newest evidence about a rank; None for never."""
+
+    heard_at: float | None = None
+    """Time of the last event or heartbeat of its current incarnation."""
+    compared_at: float | None = None
+    """Time of the last comparison with its worker."""
+    news_at: float | None = None
+    """Time of the last comparison with a difference."""
+
+    @property
+    def at(self) -> float | None:
+        """Returns the time of the newest evidence; None if there is none."""
+        return max((at for at in (self.heard_at, self.compared_at) if at is not None), default=None)
+
+
+def silence_limit(heartbeat_ms: int) -> float:
+    """Returns the time without a message after which a rank is silent, in seconds.
+
+    It is three heartbeat intervals, and at least 3 s. ``heartbeat_ms`` is 0 if the interval is unknown; 5 s are
+    assumed then.
+    """
+    interval = heartbeat_ms / 1000 or _UNKNOWN_HEARTBEAT_SECONDS
+    return max(_LEAST_LIMIT_SECONDS, _MISSED_HEARTBEATS * interval)
+
+
+def age(at: float | None, now: float) -> float | None:
+    """Returns the seconds since ``at``; None if ``at`` is None."""
+    return None if at is None else max(0.0, now - at)
+
+
+def exceeds(at: float | None, now: float, limit: float) -> bool:
+    """Returns whether ``at`` is more than ``limit`` seconds ago; False if ``at`` is None."""
+    return at is not None and now - at > limit
+
+
+@dataclass(slots=True)
+class _Schedule:
+    requested_at: float
+    spacing: float
+    due: float
+
+
+class SilenceWatch:
+    """Schedules comparisons of silent ranks with their workers.
+
+    A rank is compared when it becomes silent, and again after each silence limit while comparisons find something new.
+    When they find nothing, the interval doubles, up to eight silence limits.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+        self._known_since: dict[Rank, float] = {}
+        self._schedules: dict[Rank, _Schedule] = {}
+
+    @property
+    def silent(self) -> Collection[Rank]:
+        """Returns the silent ranks as of the last call of ``due``."""
+        return self._schedules.keys()
+
+    def due(self, limits: Mapping[Rank, float], evidence: Callable[[Rank], Evidence], now: float) -> list[Rank]:
+        """Returns the ranks to compare now.
+
+        Args:
+            limits: Silence limit in seconds of every rank whose worker is reachable by address.
+            evidence: Returns the evidence about a rank.
+            now: The current time.
+        """
+        # The limit of a rank without any message counts from the registration of its worker.
+        self._known_since = {rank: self._known_since.get(rank, now) for rank in limits}
+        schedules = {}
+        due = []
+        for rank, limit in sorted(limits.items()):
+            known = evidence(rank)
+            if not exceeds(known.heard_at or self._known_since[rank], now, limit):
+                continue
+            schedule = schedules[rank] = self._schedules.get(rank) or _Schedule(now, limit / 2, now)
+            if now < schedule.due:
+                continue
+            due.append(rank)
+            news = known.news_at is not None and known.news_at >= schedule.requested_at
+            schedule.spacing = limit if news else min(schedule.spacing * 2, _MOST_LIMITS * limit)
+            schedule.requested_at, schedule.due = now, now + schedule.spacing * self._rng.uniform(*_JITTER)
+        self._schedules = schedules
+        return due
 
 
 @dataclass(slots=True)

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 
 import structlog
 from kvrouter.core import MemoryBudget, PrefixIndex, Rank, RankInfo
-from kvrouter.indexer.index.evidence import SilenceWatch, age, exceeds, silence_limit
-from kvrouter.indexer.index.membership import Departures, ahead_of, new_incarnations
+from kvrouter.indexer.index.incarnations import Departures, ahead_of, new_incarnations
+from kvrouter.indexer.index.known_ranks import SilenceWatch, age, exceeds, silence_limit
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.jetstream import DurableConsumer
 from kvrouter.indexer.ingest.live_events import LiveEvents
 from kvrouter.indexer.ingest.read_position import Position
 from kvrouter.indexer.ingest.stream_reader import Ingest, Progress
 from kvrouter.indexer.replica.stream_repair import StreamRepair
-from kvrouter.indexer.resync.comparison import compare, unanswered
 from kvrouter.indexer.resync.fetcher import Resync
-from kvrouter.indexer.resync.requests import ResyncRequests
+from kvrouter.indexer.resync.resync_queue import ResyncRequests
+from kvrouter.indexer.resync.worker_client import compare, unanswered
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome, Snapshots
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.local.messages import LiveMessages

@@ -5,7 +5,7 @@ event names an unconfirmed incarnation or id. The resync requests the worker's e
 cursor on. There are three results: there are none, so the index is complete; there are some, which are applied; or the
 cursor does not fit (the worker is in another incarnation, behind the index, or no longer has these events), and the
 worker's whole state is fetched. Meanwhile the rank's events wait in its pending buffer
-(``kvrouter.indexer.index.pending_buffer``). If the worker does not answer, the rank stays partial and is retried.
+(``kvrouter.indexer.index.repair``). If the worker does not answer, the rank stays partial and is retried.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from enum import Enum, auto
 
 import structlog
 from kvrouter.core import InvalidDump, Rank
-from kvrouter.indexer.index.rank_repair import RankDump
-from kvrouter.indexer.index.state import IndexState
-from kvrouter.indexer.resync.requests import ResyncRequests
+from kvrouter.indexer.index.state import IndexState, RankDump
+from kvrouter.indexer.resync.resync_queue import ResyncRequests
 from kvrouter.indexer.resync.worker_client import StateTooLarge, fetch_events, fetch_state, worker_at
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
-from kvrouter.indexer.index.rank_repair import RankDump
+from kvrouter.indexer.index.state import RankDump
 from kvrouter.net.varint import encode_varint
 from kvrouter.v1.common_pb2 import RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
