@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "frontend": (
         *SERVICE,
         *("kvrouter.engines.chats", "kvrouter.engines.fields", "kvrouter.engines.keys"),
-        *("kvrouter.engines.openai_server", "kvrouter.engines.routes", "kvrouter.engines.transfers"),
+        *("kvrouter.engines.openai_server", "kvrouter.engines.routes"),
     ),
     # A process beside an engine.
     "relay": (*SERVICE, "kvrouter.publisher", "kvrouter.engines"),
@@ -98,24 +98,13 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "publisher": {
         "errors": (),
         "config": ("errors",),
-        "registration": ("errors",),
         "events": ("errors",),
         "journal": ("config", "errors"),
         "publishing": ("errors", "events", "journal"),
         "serving": ("errors",),
-        "model_files": ("config",),
-        "worker_server": ("errors", "model_files", "publishing", "serving"),
-        "system": ("config", "errors", "publishing", "registration"),
-        "worker": (
-            "config",
-            "errors",
-            "journal",
-            "model_files",
-            "publishing",
-            "serving",
-            "system",
-            "worker_server",
-        ),
+        "worker_server": ("config", "errors", "publishing", "serving"),
+        "registration": ("config", "errors", "publishing"),
+        "worker": ("config", "errors", "journal", "publishing", "registration", "serving", "worker_server"),
     },
     "engines": {
         "chats": (),
@@ -123,13 +112,11 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "keys": (),
         "openai_server": (),
         "routes": ("fields",),
-        "salts": (),
-        "transfers": (),
-        "events": ("salts",),
+        "events": ("fields",),
         # Follows the event sockets of an engine.
         "relay": ("events",),
         # Calls the HTTP API of an engine.
-        "servers": ("events", "fields", "openai_server", "relay", "salts", "transfers"),
+        "servers": ("events", "fields", "openai_server", "relay"),
     },
     "indexer": {
         "index": (),

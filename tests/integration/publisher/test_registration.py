@@ -12,8 +12,7 @@ from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import KeyTaken, connect
 from kvrouter.publisher.errors import DescriptorMismatch, UnknownRank
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
-from kvrouter.publisher.registration import begin_incarnation
-from kvrouter.publisher.system import EtcdAndNats
+from kvrouter.publisher.registration import EtcdAndNats, begin_incarnation
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName

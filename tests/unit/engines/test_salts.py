@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.engines.salts import engine_salt, split_salt
+from kvrouter.engines.fields import engine_salt, split_salt
 from kvrouter.v1.common_pb2 import BlockScope
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["tenant:", "tenant:a:b", ":", "%3A"])

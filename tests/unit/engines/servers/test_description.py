@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from kvrouter.engines.relay.engine_sockets import Endpoints
-from kvrouter.engines.servers.description import Discovered, NotDiscovered, Overrides, describe
-from kvrouter.engines.servers.event_endpoints import at_host
+from kvrouter.engines.servers.description import Discovered, NotDiscovered, Overrides, at_host, describe
 from kvrouter.engines.servers.metrics_text import read_samples
 from kvrouter.engines.servers.sglang.discovery import InternalState, KvEvents, ServerInfo, take
 from kvrouter.engines.servers.vllm.discovery import EventSocket, read_cache_config, read_event_sockets

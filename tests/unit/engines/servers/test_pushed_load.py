@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from kvrouter.engines.events.zmq_messages import MalformedMessage
 from kvrouter.engines.servers.description import Discovered, EngineDescription
+from kvrouter.engines.servers.sglang.api import read_load_stat
 from kvrouter.engines.servers.sglang.discovery import KvEvents, ServerInfo, take
-from kvrouter.engines.servers.sglang.load import read_load_stat
 
 ENGINE = EngineDescription(
     kind="sglang",

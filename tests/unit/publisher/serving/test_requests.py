@@ -10,9 +10,8 @@ import grpc
 import pytest
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.publisher.errors import RequestRefused
-from kvrouter.publisher.serving.generate_call import GenerateCall
 from kvrouter.publisher.serving.outputs import RequestOutput
-from kvrouter.publisher.serving.requests import RunningRequests
+from kvrouter.publisher.serving.requests import GenerateCall, RunningRequests
 from kvrouter.v1.errors import KvRouterError, TooMuchUnread
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateRequest

@@ -2,6 +2,9 @@
 
 The lists follow the request schemas of vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.3. With authentication, a field
 not listed as harmless is refused, so a field a later release adds is refused too until it is listed here.
+
+Some fields have forms of their own: the salt of an engine, which knows no tenants, stands for tenant and salt together,
+and each engine has a format for the parameters with which it hands KV blocks over.
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
+from urllib.parse import quote, unquote
+
+from kvrouter.v1.common_pb2 import BlockScope
 
 EngineName = Literal["vllm", "sglang", "tensorrt-llm"]
 """An engine, as workers register it."""
@@ -200,3 +206,34 @@ def quotes_internal(text: bytes) -> bool:
 def shown_failure(message: str) -> str:
     """Returns an engine's message for a client: another one if it quotes fields the client must not see."""
     return _WITHHELD if quotes_internal(message.encode("utf-8", "surrogatepass")) else message
+
+
+_PREFIX = "tenant:"
+
+
+def engine_salt(scope: BlockScope) -> str:
+    """Returns the salt for an engine: the scope's, with its tenant before it if there is one."""
+    if not scope.tenant and not scope.cache_salt.startswith(_PREFIX):
+        return scope.cache_salt
+    return f"{_PREFIX}{quote(scope.tenant, safe='')}:{scope.cache_salt}"
+
+
+def split_salt(salt: str) -> tuple[str, str]:
+    """Returns the tenant and the salt an engine's salt stands for."""
+    tenant, colon, rest = salt.removeprefix(_PREFIX).partition(":")
+    return (unquote(tenant), rest) if colon and salt.startswith(_PREFIX) else ("", salt)
+
+
+VLLM_TRANSFER: Final = "vllm-json"
+"""vLLM's kv_transfer_params: a JSON object from the prefill engine's response, for the decode engine's request."""
+SGLANG_TRANSFER: Final = "sglang-json"
+"""A JSON object with bootstrap_host, bootstrap_port and bootstrap_room, for both engines at once."""
+START_OF_VLLM_TRANSFER: Final[dict[str, Any]] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""The kv_transfer_params of the prefill engine's request."""

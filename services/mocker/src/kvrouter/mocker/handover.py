@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import structlog
 from aiohttp import web
-from kvrouter.engines.transfers import SGLANG_TRANSFER
+from kvrouter.engines.fields import SGLANG_TRANSFER
 from kvrouter.mocker.rooms import PrefillRooms, await_prefill
 from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.publisher.serving.outputs import RequestOutput

@@ -18,14 +18,13 @@ from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidLoad, UnknownRank
 from kvrouter.publisher.journal.journal import Recovered
 from kvrouter.publisher.journal.resume import claimed, places, recover_worker
-from kvrouter.publisher.model_files import ModelFiles
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.rank_stats import RankStats
 from kvrouter.publisher.publishing.transport import TransportAway
+from kvrouter.publisher.registration import EtcdAndNats, System
 from kvrouter.publisher.serving.engine import Engine, PublishOnly, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
-from kvrouter.publisher.system import EtcdAndNats, System
-from kvrouter.publisher.worker_server import WorkerServer
+from kvrouter.publisher.worker_server import ModelFiles, WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import GetLoadResponse

@@ -9,8 +9,7 @@ from kvrouter.net.local import LocalKeys, LocalMessages, LocalSystem
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.publishing.transport import Link
 from kvrouter.publisher.publishing.transport import Transport as Sender
-from kvrouter.publisher.registration import check_descriptor
-from kvrouter.publisher.system import Keys
+from kvrouter.publisher.registration import Keys, check_descriptor
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
@@ -19,7 +18,7 @@ _MAX_BATCH_BYTES = 1 << 20
 
 
 class LocalWorkers:
-    """Implements ``kvrouter.publisher.system.System``."""
+    """Implements ``kvrouter.publisher.registration.System``."""
 
     def __init__(self, system: LocalSystem) -> None:
         self._system = system

@@ -11,9 +11,15 @@ import aiohttp
 import structlog
 from kvrouter.engines.servers.api import EngineApi, EngineCall
 from kvrouter.engines.servers.description import EngineDescription
-from kvrouter.engines.servers.event_stream import EventStream, EventTooLarge
 from kvrouter.engines.servers.failures import EngineFailed, refusal_of_status
-from kvrouter.engines.servers.http import EngineAway, EngineHttp, UnexpectedAnswer, read_body
+from kvrouter.engines.servers.http import (
+    EngineAway,
+    EngineHttp,
+    EventStream,
+    EventTooLarge,
+    UnexpectedAnswer,
+    read_body,
+)
 from kvrouter.net.budgets import loop_budget
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.runtime.tracing import Kind, span

@@ -17,7 +17,7 @@ from kvrouter.engines.servers.http import EngineAway, EngineHttp, UnexpectedAnsw
 from kvrouter.engines.servers.pushed_load import following
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.errors import DescriptorMismatch, InvalidConfig
-from kvrouter.publisher.system import System
+from kvrouter.publisher.registration import System
 from kvrouter.publisher.worker_server import WorkerServer
 from kvrouter.sidecar.engine_options import EngineOptions
 from kvrouter.sidecar.served_engine import ServedEngine

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core import Scope
-from kvrouter.engines.salts import split_salt
+from kvrouter.engines.fields import split_salt
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
-from kvrouter.publisher.events.engine_hashes import engine_hash_of
+from kvrouter.publisher.events import engine_hash_of
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1.common_pb2 import Tier
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrouter.core import Scope
 from kvrouter.engines.events.zmq_events import Batch, Cleared, Event, Removed, Stored, UndecodableEvent
-from kvrouter.engines.salts import split_salt
+from kvrouter.engines.fields import split_salt
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1.common_pb2 import Tier

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 from kvrouter.publisher.errors import InvalidEvent
-from kvrouter.publisher.events.engine_hashes import engine_hash_of
+from kvrouter.publisher.events import engine_hash_of
 from kvrouter.v1.common_pb2 import Tier
 
 Dialect = Literal["vllm", "sglang"]

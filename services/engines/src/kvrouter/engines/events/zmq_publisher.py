@@ -17,7 +17,7 @@ import msgspec
 from kvrouter.core import Scope, TokenBuffer
 from kvrouter.engines.events.zmq_sockets import EventSockets
 from kvrouter.publisher.errors import InvalidConfig, InvalidEvent
-from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
+from kvrouter.publisher.events import EngineHash, engine_hash_of, engine_hashes_of
 from kvrouter.v1.common_pb2 import Tier
 
 _MEDIA = {

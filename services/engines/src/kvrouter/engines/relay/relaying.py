@@ -17,7 +17,7 @@ from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.journal.resume import claimed, discard, recover_worker
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
-from kvrouter.publisher.system import System
+from kvrouter.publisher.registration import System
 
 log = structlog.get_logger(component="relay")
 

@@ -5,8 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
+import msgspec
 from kvrouter.engines.relay.engine_sockets import Endpoints
+
+_WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]", ""})  # noqa: S104 - compared, not listened on
+
+
+def at_host(endpoint: str, host: str) -> str:
+    """Returns an endpoint that an engine listens on as others connect to it: a wildcard is the engine's host."""
+    name, colon, port = urlsplit(endpoint).netloc.rpartition(":")
+    if not endpoint.startswith("tcp://") or not colon or name not in _WILDCARDS:
+        return endpoint
+    return tcp(host, int(port)) if port.isdecimal() else endpoint
+
+
+def tcp(host: str, port: int) -> str:
+    """Returns the endpoint of a TCP socket."""
+    host = host.strip("[]")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
 
 EngineKind = Literal["vllm", "sglang"]
 EngineRole = Literal["both", "prefill", "decode"]
@@ -192,3 +211,37 @@ def _ranks(found: Discovered, given: Overrides) -> dict[int, int]:
     said = found.ranks or dict.fromkeys(found.events or {0}, 0)
     chosen = range(given.dp_size) if given.dp_size else sorted(said)
     return {rank: given.total_blocks if given.total_blocks is not None else said.get(rank, 0) for rank in chosen}
+
+
+class Model(msgspec.Struct):
+    """An entry of ``/v1/models``."""
+
+    id: str
+    root: str | None = None
+    """Path or name that the model was loaded from."""
+    parent: str | None = None
+    """Base model of a LoRA adapter."""
+    max_model_len: int | None = None
+
+
+class Models(msgspec.Struct):
+    """The page ``/v1/models``."""
+
+    data: list[Model]
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters, in order."""
+        return tuple(sorted(each.id for each in self.data if each.parent))
+
+
+def read_models(found: Discovered, models: Models) -> None:
+    """Takes the model, its longest request and the adapters from the list of models."""
+    base = next((each for each in models.data if not each.parent), None)
+    if base is None:
+        found.problems["model"] = "GET /v1/models lists no base model"
+        return
+    found.model = base.id
+    found.tokenizer = base.root
+    found.max_model_len = base.max_model_len
+    found.lora_names = models.lora_names

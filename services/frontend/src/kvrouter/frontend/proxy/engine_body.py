@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from kvrouter.engines.fields import HARMLESS_HEADERS, ROUTED, has_salt
+from kvrouter.engines.fields import HARMLESS_HEADERS, ROUTED, START_OF_VLLM_TRANSFER, VLLM_TRANSFER, has_salt
 from kvrouter.engines.routes import serves
-from kvrouter.engines.transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_engine_request
 from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, RoutedBody

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import structlog
-from kvrouter.engines.transfers import SGLANG_TRANSFER
+from kvrouter.engines.fields import SGLANG_TRANSFER
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink

@@ -10,8 +10,7 @@ from kvrouter.core import EventRecorder, Scope, TokenBuffer, local_hashes, multi
 from kvrouter.core.interface import RecorderCounts
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
-from kvrouter.publisher.events.copy_counting import CopyCountingCheck
-from kvrouter.publisher.events.engine_hashes import EngineHash, engine_hash_of, engine_hashes_of
+from kvrouter.publisher.events import CopyCountingCheck, EngineHash, engine_hash_of, engine_hashes_of
 from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
 from kvrouter.publisher.publishing.batch_sender import BatchSender
 from kvrouter.publisher.publishing.rank_stats import RankStats

@@ -1,4 +1,4 @@
-"""The running requests of an engine, and the receiver of each one's output."""
+"""The running requests of an engine, and the calls that receive their output."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
+from kvrouter.net.calls.limits import MAX_UNREAD_BYTES, BufferFull, ResponseBuffer
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import RequestRefused
-from kvrouter.publisher.serving.engine import Engine, StepEngine
-from kvrouter.publisher.serving.generator_engine import GeneratorEngine
+from kvrouter.publisher.serving.engine import Engine, GeneratorEngine, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
-from kvrouter.v1.errors import KvRouterError
+from kvrouter.v1.errors import KvRouterError, TooMuchUnread
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
@@ -210,3 +210,62 @@ class RunningRequests:
         self._aborting.discard(aborting)
         if not aborting.cancelled() and (error := aborting.exception()) is not None:
             log.error("abort.failed", request_ids=engine_ids, exc_info=error)
+
+
+class GenerateCall:
+    """An OutputCall with one task as its reader."""
+
+    def __init__(self) -> None:
+        self.on_cancelled: Callable[[], None] | None = None
+        """Called once if the call ends before it is ended here."""
+        self._buffer = ResponseBuffer()
+        self._ended = False
+        self._error: KvRouterError | None = None
+
+    def respond(self, encoded: bytes) -> None:
+        """Queues a response. If too much is unread, the call ends instead."""
+        if self._ended:
+            return
+        try:
+            self._buffer.append(encoded)
+        except BufferFull as full:
+            unread = f"the caller has not read {full.unread_bytes} bytes of output; the limit is {MAX_UNREAD_BYTES}"
+            self.fail(TooMuchUnread(unread))
+            self.cancel()
+
+    def end(self, encoded: bytes | None = None) -> None:
+        """Ends the call, with a last response if there is one."""
+        if encoded is not None:
+            self.respond(encoded)
+        self._ended = True
+        self._buffer.end()
+
+    def fail(self, error: KvRouterError) -> None:
+        """Ends the call with an error."""
+        if not self._ended:
+            self._error = error
+            self._ended = True
+            self._buffer.end()
+
+    def cancel(self) -> None:
+        """Calls ``on_cancelled``, once."""
+        self._ended = True
+        notify, self.on_cancelled = self.on_cancelled, None
+        if notify is not None:
+            notify()
+
+    async def responses(self) -> AsyncIterator[bytes]:
+        """Yields the responses.
+
+        Raises:
+            KvRouterError: the call has failed.
+        """
+        while taken := await self._buffer.take():
+            for response in taken:
+                yield response
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # Its traceback refers to this frame.

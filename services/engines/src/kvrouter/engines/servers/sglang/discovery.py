@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import msgspec
 from kvrouter.engines.relay.engine_sockets import Endpoints
-from kvrouter.engines.servers.description import Discovered, EngineRole
-from kvrouter.engines.servers.event_endpoints import at_host, tcp
+from kvrouter.engines.servers.description import Discovered, EngineRole, Models, at_host, read_models, tcp
 from kvrouter.engines.servers.http import EngineHttp, UnexpectedAnswer
-from kvrouter.engines.servers.models import Models, read_models
 
 _PATHS = ("/server_info", "/get_server_info")
 """Newer and older path of the same page."""

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from kvrouter.engines.salts import engine_salt
+from kvrouter.engines.fields import SGLANG_TRANSFER, engine_salt
 from kvrouter.engines.servers.api import EngineCall
 from kvrouter.engines.servers.description import EngineDescription
-from kvrouter.engines.servers.event_stream import END
 from kvrouter.engines.servers.failures import Answer, EngineFailed, read_answer, refusal_of_code
-from kvrouter.engines.servers.http import as_json
+from kvrouter.engines.servers.http import END, as_json
 from kvrouter.engines.servers.json_options import (
     engine_options,
     json_schema,
@@ -21,7 +20,6 @@ from kvrouter.engines.servers.json_options import (
     sampling,
     transfer_parameters,
 )
-from kvrouter.engines.transfers import SGLANG_TRANSFER
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.worker_pb2 import (
     FinishReason,

@@ -1,14 +1,16 @@
-"""The HTTP API of one vLLM server."""
+"""The HTTP API of one vLLM server, and its load by its metrics."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 from kvrouter.engines.events.zmq_messages import MalformedMessage
 from kvrouter.engines.servers.api import EngineCall, EngineState
-from kvrouter.engines.servers.description import Discovered, EngineDescription
+from kvrouter.engines.servers.description import Discovered, EngineDescription, Models
 from kvrouter.engines.servers.http import EngineHttp, UnexpectedAnswer
-from kvrouter.engines.servers.models import Models
-from kvrouter.engines.servers.vllm import discovery, load, requests
+from kvrouter.engines.servers.metrics_text import rank_of, read_samples
+from kvrouter.engines.servers.vllm import discovery, requests
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
@@ -47,7 +49,7 @@ class VllmApi:
 
     async def loads(self, engine: EngineDescription) -> tuple[dict[int, LoadReport], int]:
         """Returns the load of each rank, from the server's metrics."""
-        return load.read_loads(await self._http.get("/metrics"), engine.ranks)
+        return read_loads(await self._http.get("/metrics"), engine.ranks)
 
     def read_pushed_load(self, payload: bytes, engine: EngineDescription) -> tuple[int, LoadReport]:  # noqa: ARG002
         """Refuses the message: vLLM publishes no load.
@@ -63,3 +65,32 @@ class VllmApi:
 
     async def abort(self, engine_id: str) -> None:
         """Does nothing: vLLM aborts a request whose connection is closed."""
+
+
+_RUNNING, _WAITING, _USAGE = (*("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),)
+
+
+def read_loads(page: bytes, ranks: Mapping[int, int]) -> tuple[dict[int, LoadReport], int]:
+    """Returns the load of each rank that reports it completely, and how many values were unusable.
+
+    ``ranks`` has each rank's KV blocks. The usage is that of running requests: cached blocks count as free.
+    """
+    samples, unusable = read_samples(page, {_RUNNING, _WAITING, _USAGE})
+    values: dict[int, dict[str, float]] = {}
+    for sample in samples:
+        rank = rank_of(sample, "engine", ranks)
+        if rank is None or (sample.name == _USAGE and sample.value > 1):
+            unusable += 1
+            continue
+        values.setdefault(rank, {})[sample.name] = sample.value
+    loads = {
+        rank: LoadReport(
+            running_requests=round(each[_RUNNING]),
+            waiting_requests=round(each[_WAITING]),
+            active_blocks=round(each[_USAGE] * ranks[rank]),
+            total_blocks=ranks[rank],
+        )
+        for rank, each in values.items()
+        if len(each) == 3 and max(each.values()) < 1 << 31
+    }
+    return loads, unusable

@@ -8,11 +8,9 @@ from typing import Any
 
 import msgspec
 from kvrouter.engines.relay.engine_sockets import Endpoints
-from kvrouter.engines.servers.description import Discovered
-from kvrouter.engines.servers.event_endpoints import at_host
+from kvrouter.engines.servers.description import Discovered, Models, at_host, read_models
 from kvrouter.engines.servers.http import EngineAway, EngineHttp, UnexpectedAnswer
 from kvrouter.engines.servers.metrics_text import EngineSample, read_samples
-from kvrouter.engines.servers.models import Models, read_models
 
 _CACHE_CONFIG = "vllm:cache_config_info"
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from kvrouter.engines.salts import engine_salt
+from kvrouter.engines.fields import START_OF_VLLM_TRANSFER, VLLM_TRANSFER, engine_salt
 from kvrouter.engines.servers.api import EngineCall
 from kvrouter.engines.servers.description import EngineDescription
-from kvrouter.engines.servers.event_stream import END
 from kvrouter.engines.servers.failures import Answer, EngineFailed, is_given, read_answer
-from kvrouter.engines.servers.http import as_json
+from kvrouter.engines.servers.http import END, as_json
 from kvrouter.engines.servers.json_options import (
     engine_options,
     json_schema,
@@ -19,7 +18,6 @@ from kvrouter.engines.servers.json_options import (
     sampling,
     transfer_parameters,
 )
-from kvrouter.engines.transfers import START_OF_VLLM_TRANSFER, VLLM_TRANSFER
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.worker_pb2 import (
     FinishReason,

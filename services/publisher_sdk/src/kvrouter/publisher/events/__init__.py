@@ -1,1 +1,0 @@
-"""The state of a rank's cache, its numbered events, and their batches."""
