@@ -23,24 +23,12 @@ from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.engine import Engine, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.serving.requests import GenerateCall, OutputCall, RunningRequests
-from kvrouter.v1 import worker_pb2
+from kvrouter.v1 import worker_pb2 as pb
 from kvrouter.v1.error_encoding import set_error
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, InvalidMessage
 from kvrouter.v1.registry_pb2 import ModelFile
-from kvrouter.v1.worker_pb2 import (
-    AbortRequest,
-    AbortResponse,
-    GetEventsRequest,
-    GetEventsResponse,
-    GetLoadRequest,
-    GetLoadResponse,
-    GetModelFileRequest,
-    GetModelFileResponse,
-    GetRankStateRequest,
-    WorkerServiceGenerateRequest,
-)
 
 if TYPE_CHECKING:
     from kvrouter.publisher.serving.request_spans import RequestSpans
@@ -91,7 +79,7 @@ class ModelFiles:
                 yield piece
 
 
-SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+SERVICE = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 """Full name of the service, for health and reflection."""
 
 _M = TypeVar("_M", bound=Message)
@@ -106,7 +94,7 @@ class WorkerServer:
         self,
         engine: StepEngine | Engine,
         ranks: Mapping[int, RankPublisher],
-        load: Callable[[], GetLoadResponse],
+        load: Callable[[], pb.GetLoadResponse],
         tls: Tls | None = None,
         token: ServiceToken | None = None,
         files: ModelFiles | None = None,
@@ -203,11 +191,11 @@ class WorkerServer:
             self._start(data, call)
 
     async def _abort_on_stream(self, data: bytes, _call: ServerCall) -> bytes:
-        request = _parse(AbortRequest, data)
-        return AbortResponse(aborted=await self._requests.abort(list(request.request_ids))).SerializeToString()
+        request = _parse(pb.AbortRequest, data)
+        return pb.AbortResponse(aborted=await self._requests.abort(list(request.request_ids))).SerializeToString()
 
     def _start(self, data: bytes, call: OutputCall) -> None:
-        request = _parse(WorkerServiceGenerateRequest, data)
+        request = _parse(pb.WorkerServiceGenerateRequest, data)
         if self._draining:
             raise RequestRefused(
                 "the worker is stopping",
@@ -230,7 +218,7 @@ class WorkerServer:
         with trace_context.accompanied(companions):
             self._run(request, call)
 
-    def _run(self, request: WorkerServiceGenerateRequest, call: OutputCall) -> None:
+    def _run(self, request: pb.WorkerServiceGenerateRequest, call: OutputCall) -> None:
         traced = None if self._spans is None else self._spans.begin(request, call)
         if traced is None:
             self._requests.start(request, call)
@@ -238,12 +226,12 @@ class WorkerServer:
         with traced.starting():
             self._requests.start(request, traced)
 
-    async def _abort(self, data: bytes, _context: _Context) -> AbortResponse:
-        request = _parse(AbortRequest, data)
-        return AbortResponse(aborted=await self._requests.abort(list(request.request_ids)))
+    async def _abort(self, data: bytes, _context: _Context) -> pb.AbortResponse:
+        request = _parse(pb.AbortRequest, data)
+        return pb.AbortResponse(aborted=await self._requests.abort(list(request.request_ids)))
 
     async def _get_rank_state(self, data: bytes, context: _Context) -> None:
-        rank = self._rank(_parse(GetRankStateRequest, data).dp_rank)
+        rank = self._rank(_parse(pb.GetRankStateRequest, data).dp_rank)
         # In a thread, as in GetEvents: encoding a large rank on the loop would delay the output of other requests.
         chunks = await asyncio.to_thread(rank.state_chunks)
         await rank.kept()
@@ -252,7 +240,7 @@ class WorkerServer:
             await context.write(chunk)
 
     async def _get_events(self, data: bytes, context: _Context) -> None:
-        request = _parse(GetEventsRequest, data)
+        request = _parse(pb.GetEventsRequest, data)
         rank = self._rank(request.dp_rank)
         try:
             batches = await asyncio.to_thread(rank.events, request.start, request.until_event_id)
@@ -265,20 +253,20 @@ class WorkerServer:
                 advice="Fetch the rank's state instead.",
             ) from None
         await rank.kept()
-        responses = (GetEventsResponse(batch=batch) for batch in batches)
+        responses = (pb.GetEventsResponse(batch=batch) for batch in batches)
         while (response := await asyncio.to_thread(_next_encoded, responses)) is not None:
             await context.write(response)
 
-    async def _get_load(self, data: bytes, _context: _Context) -> GetLoadResponse:
-        _parse(GetLoadRequest, data)
+    async def _get_load(self, data: bytes, _context: _Context) -> pb.GetLoadResponse:
+        _parse(pb.GetLoadRequest, data)
         return self._load()
 
     async def _get_model_file(self, data: bytes, context: _Context) -> None:
-        request = _parse(GetModelFileRequest, data)
+        request = _parse(pb.GetModelFileRequest, data)
         pieces = self._files.pieces(request.sha256)
         try:
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                await context.write(GetModelFileResponse(content=piece).SerializeToString())
+                await context.write(pb.GetModelFileResponse(content=piece).SerializeToString())
         except (KeyError, OSError):
             raise RequestRefused(
                 f"this worker has no model file {request.sha256.hex()[:64]} any more",

@@ -19,6 +19,7 @@ from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.net.varint import encode_varint
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.requests import component_name, pack_local_hashes
+from kvrouter.v1 import indexer_pb2 as pb
 from kvrouter.v1.common_pb2 import BlockScope, Component, RankState
 from kvrouter.v1.common_pb2 import Rank as RankMessage
 from kvrouter.v1.errors import (
@@ -30,29 +31,11 @@ from kvrouter.v1.errors import (
     PromptTooLong,
     UnknownComponent,
 )
-from kvrouter.v1.indexer_pb2 import (
-    DumpRequest,
-    DumpResponse,
-    FindMatchesRequest,
-    FindMatchesResponse,
-    GetStatsRequest,
-    GetStatsResponse,
-    LoadRequest,
-    LoadResponse,
-    ResetStatesRequest,
-    ResetStatesResponse,
-    ResyncRequest,
-    ResyncResponse,
-    TakeSnapshotRequest,
-    TakeSnapshotResponse,
-    VerifyRequest,
-    VerifyResponse,
-)
 from kvrouter.v1.names import ComponentName
 
 _MAX_SCOPE_BYTES = 1024
 _MAX_MULTIMODAL_HASHES = 4096
-_STATE_TAG = DumpResponse.STATE_FIELD_NUMBER << 3 | 2
+_STATE_TAG = pb.DumpResponse.STATE_FIELD_NUMBER << 3 | 2
 
 
 def scope_of(scope: BlockScope) -> Scope:
@@ -69,7 +52,7 @@ def scope_of(scope: BlockScope) -> Scope:
     return Scope(scope.lora_name, scope.cache_salt, scope.tenant)
 
 
-def check_prompt(request: FindMatchesRequest, block_size: int, max_prompt_tokens: int) -> None:
+def check_prompt(request: pb.FindMatchesRequest, block_size: int, max_prompt_tokens: int) -> None:
     """Checks the prompt of a FindMatches request.
 
     Raises:
@@ -124,15 +107,15 @@ class IndexerService:
         """Returns whether every registered rank was compared with its worker, as far as workers answer."""
         return self._replica.compared
 
-    async def find_matches(self, request: FindMatchesRequest, *, deadline: Deadline) -> FindMatchesResponse:
+    async def find_matches(self, request: pb.FindMatchesRequest, *, deadline: Deadline) -> pb.FindMatchesResponse:
         """Returns the overlap of every rank with a prompt, in blocks.
 
         Raises:
             UnknownComponent, NotReady, BlockSizeMismatch, PromptTooLong, BadRequest, DeadlineExceeded.
         """
-        return FindMatchesResponse.FromString(await self.find_matches_encoded(request, deadline=deadline))
+        return pb.FindMatchesResponse.FromString(await self.find_matches_encoded(request, deadline=deadline))
 
-    async def find_matches_encoded(self, request: FindMatchesRequest, *, deadline: Deadline) -> bytes:
+    async def find_matches_encoded(self, request: pb.FindMatchesRequest, *, deadline: Deadline) -> bytes:
         """Returns the encoded response of ``find_matches``."""
         began = time.perf_counter()
         if deadline.expired:
@@ -160,7 +143,7 @@ class IndexerService:
         self._metrics.find_matches_seconds.observe(time.perf_counter() - began)
         return answer
 
-    async def dump(self, request: DumpRequest, *, deadline: Deadline) -> AsyncGenerator[DumpResponse, None]:
+    async def dump(self, request: pb.DumpRequest, *, deadline: Deadline) -> AsyncGenerator[pb.DumpResponse, None]:
         """Yields the state of ranks in chunks, one rank after the other; without ranks in the request, of all.
 
         Each rank is dumped as it is when its turn comes, so ranks differ in time.
@@ -170,9 +153,9 @@ class IndexerService:
         """
         async with aclosing(self.dump_encoded(request, deadline=deadline)) as responses:
             async for response in responses:
-                yield DumpResponse.FromString(response)
+                yield pb.DumpResponse.FromString(response)
 
-    async def dump_encoded(self, request: DumpRequest, *, deadline: Deadline) -> AsyncGenerator[bytes, None]:
+    async def dump_encoded(self, request: pb.DumpRequest, *, deadline: Deadline) -> AsyncGenerator[bytes, None]:
         """Yields the encoded responses of ``dump``."""
         component = self._component(request.component)
         ranks = _chosen(request.ranks)
@@ -184,7 +167,7 @@ class IndexerService:
                     raise DeadlineExceeded
                 yield encoded_dump_response(chunk)
 
-    async def get_stats(self, request: GetStatsRequest, *, deadline: Deadline) -> GetStatsResponse:
+    async def get_stats(self, request: pb.GetStatsRequest, *, deadline: Deadline) -> pb.GetStatsResponse:
         """Returns statistics of the index, its consumer and its ranks. Works during a restore too.
 
         Raises:
@@ -198,14 +181,14 @@ class IndexerService:
             else [component for _, component in sorted(self._replica.components.items(), key=lambda item: str(item[0]))]
         )
         stats = [await component.stats() for component in chosen]
-        return GetStatsResponse(
+        return pb.GetStatsResponse(
             components=stats,
             replica_id=self._replica.id,
             index_bytes=self._budget.used_bytes,
             max_index_bytes=self._budget.max_bytes or None,
         )
 
-    async def load(self, requests: AsyncIterator[LoadRequest], *, deadline: Deadline) -> LoadResponse:
+    async def load(self, requests: AsyncIterator[pb.LoadRequest], *, deadline: Deadline) -> pb.LoadResponse:
         """Loads a dump. Each rank replaces its state in the index once all its chunks have arrived.
 
         Raises:
@@ -213,7 +196,7 @@ class IndexerService:
             BadRequest: a rank is incomplete, malformed, over 1 GiB, or older than the index. Ranks before it are
                 loaded.
         """
-        response = LoadResponse()
+        response = pb.LoadResponse()
         chunks: list[bytes] = []
         size = 0
         async for request in requests:
@@ -236,14 +219,14 @@ class IndexerService:
             raise BadRequest("the last rank is incomplete", field="state.last", advice="Send all chunks of each rank.")
         return response
 
-    async def resync(self, request: ResyncRequest, *, deadline: Deadline) -> ResyncResponse:
+    async def resync(self, request: pb.ResyncRequest, *, deadline: Deadline) -> pb.ResyncResponse:
         """Replaces the state of ranks by their workers' own; without ranks in the request, of all.
 
         Raises:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
         """
         component = self._component(request.component)
-        response = ResyncResponse()
+        response = pb.ResyncResponse()
         for rank in _chosen(request.ranks) or component.requests.ranks():
             if deadline.expired:
                 raise DeadlineExceeded
@@ -253,7 +236,7 @@ class IndexerService:
                 response.unreachable += 1
         return response
 
-    async def verify(self, request: VerifyRequest, *, deadline: Deadline) -> AsyncGenerator[VerifyResponse, None]:
+    async def verify(self, request: pb.VerifyRequest, *, deadline: Deadline) -> AsyncGenerator[pb.VerifyResponse, None]:
         """Yields a comparison of the index with the worker's own state for each rank.
 
         Raises:
@@ -269,7 +252,7 @@ class IndexerService:
                 raise DeadlineExceeded
             yield await component.verify(rank)
 
-    async def take_snapshot(self, request: TakeSnapshotRequest, *, deadline: Deadline) -> TakeSnapshotResponse:
+    async def take_snapshot(self, request: pb.TakeSnapshotRequest, *, deadline: Deadline) -> pb.TakeSnapshotResponse:
         """Takes a snapshot immediately.
 
         Raises:
@@ -289,9 +272,9 @@ class IndexerService:
             if deadline.expired:
                 raise DeadlineExceeded from None
             raise DependencyAway(f"etcd or NATS is away: {error!r}") from None
-        return TakeSnapshotResponse(stream_sequence=ref.stream_sequence, object_name=ref.object_name, blocks=blocks)
+        return pb.TakeSnapshotResponse(stream_sequence=ref.stream_sequence, object_name=ref.object_name, blocks=blocks)
 
-    async def reset_states(self, request: ResetStatesRequest, *, deadline: Deadline) -> ResetStatesResponse:
+    async def reset_states(self, request: pb.ResetStatesRequest, *, deadline: Deadline) -> pb.ResetStatesResponse:
         """Deletes a component's stream messages and snapshots, and rebuilds its index from live workers.
 
         Raises:
@@ -314,7 +297,7 @@ class IndexerService:
             if deadline.expired:
                 raise DeadlineExceeded from None
             raise DependencyAway(f"etcd or NATS is away: {error!r}") from None
-        return ResetStatesResponse(messages=messages, snapshots=snapshots)
+        return pb.ResetStatesResponse(messages=messages, snapshots=snapshots)
 
     def _component(self, component: Component) -> ComponentIndex:
         return self._named(component_name(component))
@@ -333,7 +316,7 @@ class IndexerService:
             raise NotReady(f"the index of {index.name} is being restored")
         return index
 
-    async def _hashes(self, request: FindMatchesRequest, block_size: int) -> bytes:
+    async def _hashes(self, request: pb.FindMatchesRequest, block_size: int) -> bytes:
         if request.WhichOneof("prompt") == "local_hashes":
             return pack_local_hashes(request.local_hashes)
         scope = scope_of(request.scope)

@@ -22,14 +22,9 @@ from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision
 from kvrouter.scheduler.routing.router import Router, selection_response
 from kvrouter.scheduler.workers.candidates import check_pinned
+from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import PotentialLoad
 from kvrouter.v1.errors import BadRequest, KvRouterError
-from kvrouter.v1.scheduler_pb2 import (
-    GetPotentialLoadsRequest,
-    GetPotentialLoadsResponse,
-    SelectWorkerRequest,
-    SelectWorkerResponse,
-)
 
 MAX_CANDIDATES = 8
 """Candidates with their costs in a span, the cheapest ones. Explain has all of them."""
@@ -46,7 +41,7 @@ class Selector:
     _under_way: dict[Key, asyncio.Event] = field(default_factory=dict, init=False)
     """Running selections, each with the event of its end."""
 
-    async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+    async def select(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Chooses a rank, and books it if the request names a booking.
 
         Args:
@@ -74,8 +69,8 @@ class Selector:
             self.metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
     async def _select_once(
-        self, context: RequestContext, request: SelectWorkerRequest, deadline: Deadline
-    ) -> SelectWorkerResponse:
+        self, context: RequestContext, request: pb.SelectWorkerRequest, deadline: Deadline
+    ) -> pb.SelectWorkerResponse:
         """Returns the outcome of the first selection with the key of the booking, if there is one."""
         key = context.booking.key
         if key is None:
@@ -94,8 +89,8 @@ class Selector:
             ended.set()
 
     async def _dispatch(
-        self, context: RequestContext, request: SelectWorkerRequest, deadline: Deadline
-    ) -> SelectWorkerResponse:
+        self, context: RequestContext, request: pb.SelectWorkerRequest, deadline: Deadline
+    ) -> pb.SelectWorkerResponse:
         self.router.check(context)
         overlaps = await self.router.overlaps(context, deadline)
         if overlaps.failure:
@@ -104,7 +99,7 @@ class Selector:
             deadline = deadline.within(request.time_left_ms / 1e3)
         return await self.queued.dispatch(context, overlaps, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline)
 
-    async def compare(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+    async def compare(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Returns the choice in one component with its cost, for callers with a choice of components.
 
         Raises:
@@ -128,8 +123,8 @@ class Selector:
         return response
 
     async def potential_loads(
-        self, request: GetPotentialLoadsRequest, *, deadline: Deadline
-    ) -> GetPotentialLoadsResponse:
+        self, request: pb.GetPotentialLoadsRequest, *, deadline: Deadline
+    ) -> pb.GetPotentialLoadsResponse:
         """Returns the load of each fitting rank with the request.
 
         Raises:
@@ -140,7 +135,7 @@ class Selector:
         overlaps = await self.router.overlaps(context, deadline, needed=context.options.overlap_score_weight > 0)
         candidates = self.router.snapshot(context, overlaps)
         loads = candidates.loads
-        return GetPotentialLoadsResponse(
+        return pb.GetPotentialLoadsResponse(
             loads=[
                 PotentialLoad(
                     rank=rank_message(candidates.worker_set.ranks[place]),

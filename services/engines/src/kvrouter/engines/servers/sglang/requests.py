@@ -20,21 +20,14 @@ from kvrouter.engines.servers.json_options import (
     sampling,
     transfer_parameters,
 )
+from kvrouter.v1 import worker_pb2 as pb
 from kvrouter.v1.common_pb2 import Stage
-from kvrouter.v1.worker_pb2 import (
-    FinishReason,
-    GenerateOutput,
-    StructuredOutput,
-    TopLogprobs,
-    TransferParams,
-    WorkerServiceGenerateRequest,
-)
 
 _PATH = "/generate"
 _FINISH = {
-    "stop": FinishReason.FINISH_REASON_STOP,
-    "length": FinishReason.FINISH_REASON_LENGTH,
-    "abort": FinishReason.FINISH_REASON_ABORT,
+    "stop": pb.FinishReason.FINISH_REASON_STOP,
+    "length": pb.FinishReason.FINISH_REASON_LENGTH,
+    "abort": pb.FinishReason.FINISH_REASON_ABORT,
 }
 _SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _ID_BYTES = 16
@@ -67,7 +60,7 @@ class _Answer(Answer):
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
-def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
+def call(request: pb.WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
     """Returns a request as one for SGLang.
 
     Raises:
@@ -96,11 +89,13 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
     if transfer is not None:
         body |= transfer
         if request.stage == Stage.STAGE_PREFILL:
-            early = GenerateOutput(transfer_params=TransferParams(format=SGLANG_TRANSFER, payload=as_json(transfer)))
+            early = pb.GenerateOutput(
+                transfer_params=pb.TransferParams(format=SGLANG_TRANSFER, payload=as_json(transfer))
+            )
     return EngineCall(_PATH, as_json(body), GenerateReader(), engine_id=engine_id, early=early)
 
 
-def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
+def _sampling(request: pb.WorkerServiceGenerateRequest) -> dict[str, Any]:
     options = request.sampling_options
     parameters = sampling(request, _SAMPLING, max_tokens="max_new_tokens", min_tokens="min_new_tokens")
     if options.HasField("seed"):
@@ -110,7 +105,7 @@ def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
     return parameters
 
 
-def _transfer(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> dict[str, Any] | None:
+def _transfer(request: pb.WorkerServiceGenerateRequest, engine: EngineDescription) -> dict[str, Any] | None:
     """Returns where prefill and decode meet. A prefill without parameters draws a room at the engine's own address."""
     if request.HasField("transfer_params"):
         return transfer_parameters(request, SGLANG_TRANSFER)
@@ -136,7 +131,7 @@ class GenerateReader:
         self._has_cached_tokens = False
         self._ended = False
 
-    def read(self, data: bytes) -> Iterator[GenerateOutput]:
+    def read(self, data: bytes) -> Iterator[pb.GenerateOutput]:
         """Yields the outputs of one event, or of a whole answer.
 
         Raises:
@@ -154,7 +149,7 @@ class GenerateReader:
         tokens, first = self._new(answer.output_ids or [], answer.meta_info.completion_tokens)
         if not tokens and finish is None:
             return
-        output = GenerateOutput(token_ids=tokens, finish_reason=finish)
+        output = pb.GenerateOutput(token_ids=tokens, finish_reason=finish)
         if answer.meta_info.cached_tokens is not None and not self._has_cached_tokens:
             self._has_cached_tokens = True
             output.cached_tokens = answer.meta_info.cached_tokens
@@ -165,7 +160,7 @@ class GenerateReader:
         self._ended = finish is not None
         yield output
 
-    def end(self) -> Iterator[GenerateOutput]:
+    def end(self) -> Iterator[pb.GenerateOutput]:
         """Yields nothing: the last output was complete.
 
         Raises:
@@ -185,7 +180,7 @@ class GenerateReader:
         return tokens[first:], first
 
 
-def _finish(reason: _Finish | str | None) -> FinishReason | None:
+def _finish(reason: _Finish | str | None) -> pb.FinishReason | None:
     """Returns why the generation ended, None if it has not.
 
     Raises:
@@ -194,15 +189,15 @@ def _finish(reason: _Finish | str | None) -> FinishReason | None:
     if reason is None:
         return None
     if isinstance(reason, str):
-        return _FINISH.get(reason, FinishReason.FINISH_REASON_STOP)
+        return _FINISH.get(reason, pb.FinishReason.FINISH_REASON_STOP)
     if reason.type == "abort" and reason.status_code is not None and reason.status_code >= 400:
         raise refusal_of_code(reason.status_code, reason.message or "no message")
-    return _FINISH.get(reason.type, FinishReason.FINISH_REASON_STOP)
+    return _FINISH.get(reason.type, pb.FinishReason.FINISH_REASON_STOP)
 
 
-def _top(entries: list[list[Any]] | None) -> TopLogprobs:
+def _top(entries: list[list[Any]] | None) -> pb.TopLogprobs:
     """Returns the alternatives of a token, which are [log probability, token id, text]."""
-    found = TopLogprobs()
+    found = pb.TopLogprobs()
     for logprob, token_id, *_ in entries or ():
         if isinstance(logprob, int | float) and isinstance(token_id, int) and 0 <= token_id < 1 << 32:
             found.token_ids.append(token_id)
@@ -215,7 +210,7 @@ def _escaped(text: str) -> str:
     return _META.sub(r"\\\g<0>", text)
 
 
-def _structured_output(constraint: StructuredOutput) -> dict[str, Any]:
+def _structured_output(constraint: pb.StructuredOutput) -> dict[str, Any]:
     match constraint.WhichOneof("constraint"):
         case "json_schema":
             return {"json_schema": msgspec.json.encode(json_schema(constraint)).decode()}

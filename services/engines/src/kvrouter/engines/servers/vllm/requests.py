@@ -18,24 +18,17 @@ from kvrouter.engines.servers.json_options import (
     sampling,
     transfer_parameters,
 )
+from kvrouter.v1 import worker_pb2 as pb
 from kvrouter.v1.common_pb2 import Stage
-from kvrouter.v1.worker_pb2 import (
-    FinishReason,
-    GenerateOutput,
-    StructuredOutput,
-    TopLogprobs,
-    TransferParams,
-    WorkerServiceGenerateRequest,
-)
 
 _PATH = "/v1/completions"
 _FINISH = {
-    "stop": FinishReason.FINISH_REASON_STOP,
-    "length": FinishReason.FINISH_REASON_LENGTH,
-    "abort": FinishReason.FINISH_REASON_ABORT,
-    "error": FinishReason.FINISH_REASON_ERROR,
-    "tool_calls": FinishReason.FINISH_REASON_TOOL_CALLS,
-    "content_filter": FinishReason.FINISH_REASON_CONTENT_FILTER,
+    "stop": pb.FinishReason.FINISH_REASON_STOP,
+    "length": pb.FinishReason.FINISH_REASON_LENGTH,
+    "abort": pb.FinishReason.FINISH_REASON_ABORT,
+    "error": pb.FinishReason.FINISH_REASON_ERROR,
+    "tool_calls": pb.FinishReason.FINISH_REASON_TOOL_CALLS,
+    "content_filter": pb.FinishReason.FINISH_REASON_CONTENT_FILTER,
 }
 _SAMPLING = (*("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),)
 
@@ -74,7 +67,7 @@ class _Answer(Answer):
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
-def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
+def call(request: pb.WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
     """Returns a request as a completion. A prefill is not streamed, because only then its parameters are returned.
 
     Raises:
@@ -104,7 +97,7 @@ def call(request: WorkerServiceGenerateRequest, engine: EngineDescription) -> En
     return EngineCall(_PATH, as_json(body), CompletionReader(), headers)
 
 
-def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
+def _sampling(request: pb.WorkerServiceGenerateRequest) -> dict[str, Any]:
     options = request.sampling_options
     body = sampling(request, _SAMPLING, max_tokens="max_tokens", min_tokens="min_tokens")
     if options.logprobs:
@@ -116,7 +109,7 @@ def _sampling(request: WorkerServiceGenerateRequest) -> dict[str, Any]:
     return body
 
 
-def _structured_output(constraint: StructuredOutput) -> dict[str, Any]:
+def _structured_output(constraint: pb.StructuredOutput) -> dict[str, Any]:
     match constraint.WhichOneof("constraint"):
         case "json_schema":
             return {"json": json_schema(constraint)}
@@ -131,7 +124,7 @@ def _structured_output(constraint: StructuredOutput) -> dict[str, Any]:
     raise no_constraint()
 
 
-def _transfer(request: WorkerServiceGenerateRequest, *, is_prefill: bool) -> dict[str, Any] | None:
+def _transfer(request: pb.WorkerServiceGenerateRequest, *, is_prefill: bool) -> dict[str, Any] | None:
     if not request.HasField("transfer_params"):
         return dict(START_OF_VLLM_TRANSFER) if is_prefill else None
     parameters = transfer_parameters(request, VLLM_TRANSFER)
@@ -145,11 +138,11 @@ class CompletionReader:
     """
 
     def __init__(self) -> None:
-        self._last: GenerateOutput | None = None
+        self._last: pb.GenerateOutput | None = None
         self._cached_tokens: int | None = None
         self._ended = False
 
-    def read(self, data: bytes) -> Iterator[GenerateOutput]:
+    def read(self, data: bytes) -> Iterator[pb.GenerateOutput]:
         """Yields the outputs of one event, or of a whole answer.
 
         Raises:
@@ -172,10 +165,10 @@ class CompletionReader:
             else:
                 yield output
         if self._last is not None and is_given(answer.kv_transfer_params):
-            parameters = TransferParams(format=VLLM_TRANSFER, payload=bytes(answer.kv_transfer_params))
+            parameters = pb.TransferParams(format=VLLM_TRANSFER, payload=bytes(answer.kv_transfer_params))
             self._last.transfer_params.CopyFrom(parameters)
 
-    def end(self) -> Iterator[GenerateOutput]:
+    def end(self) -> Iterator[pb.GenerateOutput]:
         """Yields the last output.
 
         Raises:
@@ -192,25 +185,25 @@ class CompletionReader:
         yield last
 
 
-def _output(choice: _Choice) -> GenerateOutput | None:
+def _output(choice: _Choice) -> pb.GenerateOutput | None:
     """Returns the output of a choice; None if it has neither tokens nor an end."""
     if choice.token_ids is None and choice.text:
         raise EngineFailed("the engine returns text without token ids: use a vLLM that knows return_token_ids")
     tokens = choice.token_ids or []
     # Newer releases may have further reasons, which are all kinds of a regular end.
-    finish = _FINISH.get(choice.finish_reason, FinishReason.FINISH_REASON_STOP) if choice.finish_reason else None
+    finish = _FINISH.get(choice.finish_reason, pb.FinishReason.FINISH_REASON_STOP) if choice.finish_reason else None
     if not tokens and finish is None:
         return None
-    output = GenerateOutput(token_ids=tokens, finish_reason=finish)
+    output = pb.GenerateOutput(token_ids=tokens, finish_reason=finish)
     if choice.logprobs is not None and choice.logprobs.token_logprobs:
         output.logprobs.extend(each or 0.0 for each in choice.logprobs.token_logprobs)
         output.top_logprobs.extend(_top(each or {}) for each in choice.logprobs.top_logprobs or ())
     return output
 
 
-def _top(alternatives: dict[str, float]) -> TopLogprobs:
+def _top(alternatives: dict[str, float]) -> pb.TopLogprobs:
     """Returns alternatives whose tokens are written as ``token_id:ID``, in descending order."""
-    found = TopLogprobs()
+    found = pb.TopLogprobs()
     for token, logprob in sorted(alternatives.items(), key=lambda item: -item[1]):
         token_id = token.removeprefix(_ID_PREFIX)
         if token_id.isdigit() and int(token_id) < 1 << 32:
