@@ -9,35 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from kvrouter.engines.fields import HARMLESS
 from kvrouter.engines.routes import PASSED_ROUTES
 from kvrouter.frontend.access.api_keys import HEADERS, ApiKeys, credential_of
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role, acting_for, current_caller, current_grant
-from kvrouter.frontend.access.key_file import TenantEntry
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant, LimitReached, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals, RuleBroken
 from kvrouter.frontend.access.rules import FieldRules
 from kvrouter.runtime.rpc import Metadata
 from kvrouter.v1.errors import KvRouterError, PermissionDenied
 
-
-class TokenVerifier(Protocol):
-    """Verifies tokens and maps their claims to a caller."""
-
-    def authenticate(self, token: str, tenants: Mapping[str, TenantEntry]) -> Caller:
-        """Returns the caller a token names.
-
-        Raises:
-            CredentialRefused: the token is not valid.
-        """
-        ...
-
-    def remembered(self, token: str, tenants: Mapping[str, TenantEntry]) -> Caller | None:
-        """Returns the caller of a token verified before and still valid; None for any other one."""
-        ...
+if TYPE_CHECKING:
+    from kvrouter.frontend.access.json_web_tokens import JsonWebTokens
 
 
 def is_token(credential: str) -> bool:
@@ -82,7 +68,7 @@ class Access:
     def __init__(
         self,
         keys: Callable[[], ApiKeys],
-        tokens: TokenVerifier | None,
+        tokens: JsonWebTokens | None,
         refusals: Refusals,
         quotas: Quotas,
         salts: CacheSalts | None = None,

@@ -188,11 +188,8 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
         raise PromptTooLong.for_model(tokens, longest, field="stop_conditions.max_tokens", output_tokens=max_tokens)
     _check_sampling(request.sampling_options)
     if request.migration_limit > MAX_MIGRATIONS:
-        raise BadRequest(
-            f"migration_limit is {request.migration_limit}",
-            field="migration_limit",
-            advice=f"Set migration_limit to at most {MAX_MIGRATIONS}.",
-        )
+        advice = f"Set migration_limit to at most {MAX_MIGRATIONS}."
+        raise _out_of_range("migration_limit", request.migration_limit, advice)
     if request.HasField("overrides"):
         check_overrides(request.overrides)
     if request.sampling_options.HasField("structured_output"):
@@ -269,20 +266,13 @@ def check_overrides(overrides: RoutingOverrides) -> None:
     _at_least_zero(overrides.router_temperature, "overrides.router_temperature")
     threshold = overrides.active_decode_blocks_threshold
     if not 0 <= threshold <= 1:
-        raise BadRequest(
-            f"active_decode_blocks_threshold is {threshold}",
-            field="overrides.active_decode_blocks_threshold",
-            advice="Send a share between 0 and 1.",
-        )
+        raise _out_of_range("overrides.active_decode_blocks_threshold", threshold, "Send a share between 0 and 1.")
 
 
 def _check_stop(stop: StopConditions, limits: Limits) -> None:
     if not 1 <= stop.max_tokens <= limits.max_output_tokens:
-        raise BadRequest(
-            f"max_tokens is {stop.max_tokens}",
-            field="stop_conditions.max_tokens",
-            advice=f"Set max_tokens to a value from 1 to {limits.max_output_tokens}.",
-        )
+        advice = f"Set max_tokens to a value from 1 to {limits.max_output_tokens}."
+        raise _out_of_range("stop_conditions.max_tokens", stop.max_tokens, advice)
     if stop.min_tokens > stop.max_tokens:
         raise BadRequest(
             f"min_tokens {stop.min_tokens} exceeds max_tokens {stop.max_tokens}",
@@ -300,15 +290,15 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
 def _check_sampling(sampling: SamplingOptions) -> None:
     _at_least_zero(sampling.temperature, "sampling_options.temperature")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        raise BadRequest(
-            f"top_p is {sampling.top_p}", field="sampling_options.top_p", advice="Send a number above 0 and up to 1."
-        )
+        raise _out_of_range("sampling_options.top_p", sampling.top_p, "Send a number above 0 and up to 1.")
     if not 0 <= sampling.min_p <= 1:
-        raise BadRequest(
-            f"min_p is {sampling.min_p}", field="sampling_options.min_p", advice="Send a number between 0 and 1."
-        )
+        raise _out_of_range("sampling_options.min_p", sampling.min_p, "Send a number between 0 and 1.")
     if sampling.n > 1:
-        raise BadRequest(f"n is {sampling.n}", field="sampling_options.n", advice="Send one request for each sequence.")
+        raise _out_of_range("sampling_options.n", sampling.n, "Send one request for each sequence.")
+
+
+def _out_of_range(field: str, value: float, advice: str) -> BadRequest:
+    return BadRequest(f"{field.rpartition('.')[2]} is {value}", field=field, advice=advice)
 
 
 def _at_least_zero(value: float, field: str) -> None:
