@@ -48,7 +48,6 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PromptFields(RoutingFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields that make the prompt. None stands for the default."""
 
-    model: str
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None

@@ -22,11 +22,12 @@ from kvrouter.frontend.edge.messages_chat import (
 from kvrouter.frontend.edge.messages_response import MessageEvents, WholeMessage
 from kvrouter.frontend.edge.request_fields import check_defaults
 from kvrouter.frontend.edge.translated_request import (
-    KEPT_FIELDS,
     ROUTING_FIELDS,
     TranslatedRequest,
+    copied,
     given,
     shallow,
+    translated_chat,
 )
 
 _FIELDS = msgspec.json.Decoder(MessagesFields, strict=False)
@@ -50,18 +51,13 @@ class MessagesRequest(TranslatedRequest):
         check_structure(body)
         fields = decode_json(_FIELDS, body)
         choice = fields.tool_choice
-        chat = _prompt(fields) | given(
-            [
-                ("max_tokens", fields.max_tokens),
-                ("stop", fields.stop_sequences),
-                ("stream", fields.stream),
-                ("temperature", fields.temperature),
-                ("top_k", fields.top_k),
-                ("top_p", fields.top_p),
-                ("parallel_tool_calls", False if choice and choice.disable_parallel_tool_use else None),
-                ("response_format", _response_format(fields)),
-                *((name, getattr(fields, name)) for name in ROUTING_FIELDS),
-            ]
+        chat = _prompt(fields) | copied(
+            fields, "max_tokens", "stream", "temperature", "top_k", "top_p", *ROUTING_FIELDS
+        )
+        chat |= given(
+            stop=fields.stop_sequences,
+            parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            response_format=_response_format(fields),
         )
         return cls(chat)
 
@@ -96,14 +92,12 @@ class MessagesRequest(TranslatedRequest):
 
 def _chat(fields: PromptFields) -> dict[str, Any]:
     """Returns the fields of the chat that make its prompt, as engines set them."""
-    effort = fields.output_config.effort if fields.output_config is not None else None
-    return {"model": fields.model, "messages": chat_messages(fields)} | given(
-        [
-            ("tools", chat_tools(fields.tools)),
-            ("tool_choice", chat_tool_choice(fields.tool_choice)),
-            ("reasoning_effort", effort),
-            *((name, getattr(fields, name)) for name in KEPT_FIELDS),
-        ]
+    return translated_chat(
+        fields,
+        chat_messages(fields),
+        tools=chat_tools(fields.tools),
+        tool_choice=chat_tool_choice(fields.tool_choice),
+        reasoning_effort=None if fields.output_config is None else fields.output_config.effort,
     )
 
 

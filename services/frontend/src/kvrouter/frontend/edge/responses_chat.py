@@ -40,7 +40,6 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
 class ResponsesFields(RoutingFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields of the body. None stands for the default."""
 
-    model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None

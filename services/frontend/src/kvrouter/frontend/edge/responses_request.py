@@ -21,10 +21,11 @@ from kvrouter.frontend.edge.responses_chat import (
 )
 from kvrouter.frontend.edge.responses_response import ResponseEvents, WholeResponseObject
 from kvrouter.frontend.edge.translated_request import (
-    KEPT_FIELDS,
     ROUTING_FIELDS,
     TranslatedRequest,
+    copied,
     given,
+    translated_chat,
 )
 
 _FIELDS = msgspec.json.Decoder(ResponsesFields, strict=False)
@@ -68,16 +69,10 @@ class ResponsesRequest(TranslatedRequest):
         check_defaults(fields)
         if other := next((each for each in fields.include or () if each != _INCLUDED), None):
             raise invalid("include", f"expected {_INCLUDED} only, received {other[:64]!r}")
-        chat = _chat(fields) | given(
-            [
-                ("max_tokens", fields.max_output_tokens),
-                ("stream", fields.stream),
-                ("temperature", fields.temperature),
-                ("top_p", fields.top_p),
-                ("parallel_tool_calls", fields.parallel_tool_calls),
-                ("response_format", response_format(fields.text.format if fields.text is not None else None)),
-                *((name, getattr(fields, name)) for name in ROUTING_FIELDS),
-            ]
+        chat = _chat(fields) | copied(fields, "stream", "temperature", "top_p", "parallel_tool_calls", *ROUTING_FIELDS)
+        chat |= given(
+            max_tokens=fields.max_output_tokens,
+            response_format=response_format(fields.text.format if fields.text is not None else None),
         )
         return cls(chat, fields)
 
@@ -117,12 +112,10 @@ def check_not_stored(fields: Any) -> None:
 
 def _chat(fields: ResponsesFields) -> dict[str, Any]:
     """Returns the fields of the chat that make its prompt."""
-    effort = fields.reasoning.effort if fields.reasoning is not None else None
-    return {"model": fields.model, "messages": chat_messages(fields)} | given(
-        [
-            ("tools", chat_tools(fields.tools)),
-            ("tool_choice", chat_tool_choice(fields.tool_choice)),
-            ("reasoning_effort", effort),
-            *((name, getattr(fields, name)) for name in KEPT_FIELDS),
-        ]
+    return translated_chat(
+        fields,
+        chat_messages(fields),
+        tools=chat_tools(fields.tools),
+        tool_choice=chat_tool_choice(fields.tool_choice),
+        reasoning_effort=None if fields.reasoning is None else fields.reasoning.effort,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
@@ -32,8 +32,9 @@ KEPT_FIELDS = ("cache_salt", "priority", "chat_template_kwargs")
 
 
 class RoutingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of kvrouter and vLLM in the bodies of all APIs. A chat checks their values."""
+    """The model, and fields of kvrouter and vLLM, in the bodies of all APIs. A chat checks their values."""
 
+    model: str
     cache_salt: Any = None
     priority: Any = None
     chat_template_kwargs: Any = None
@@ -195,9 +196,27 @@ def _call_as_sent(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function}
 
 
-def given(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def translated_chat(
+    fields: RoutingFields,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None,
+    tool_choice: str | dict[str, Any] | None,
+    reasoning_effort: str | None,
+) -> dict[str, Any]:
+    """Returns the fields of a chat that make its prompt."""
+    chosen = given(tools=tools, tool_choice=tool_choice, reasoning_effort=reasoning_effort)
+    return {"model": fields.model, "messages": messages} | chosen | copied(fields, *KEPT_FIELDS)
+
+
+def given(**fields: Any) -> dict[str, Any]:
     """Returns the fields with a value."""
-    return {name: value for name, value in pairs if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def copied(fields: msgspec.Struct, *names: str) -> dict[str, Any]:
+    """Returns those of the named fields that have a value."""
+    return given(**{name: getattr(fields, name) for name in names})
 
 
 def named(tools: Any, path: str) -> str:
