@@ -112,31 +112,6 @@ class _Body(msgspec.Struct):
 _BODY = msgspec.json.Decoder(_Body)
 
 
-class UsageReader:
-    """Keeps the bytes of a response that may have the usage: the last ones of a stream, all of another response."""
-
-    def __init__(self, *, is_stream: bool) -> None:
-        self._is_stream = is_stream
-        self._kept = bytearray()
-
-    def take(self, chunk: bytes) -> None:
-        """Receives the next bytes."""
-        self._kept += chunk
-        if self._is_stream:
-            del self._kept[:-_END_BYTES]
-        else:
-            del self._kept[_MAX_BODY_BYTES:]
-
-    def usage(self) -> Usage | None:
-        """Returns the usage in the bytes so far; None if there is none, or if they are compressed or too many."""
-        if not self._is_stream:
-            return _usage_of(self._kept)
-        for line in reversed(bytes(self._kept).split(b"\n")):
-            if (data := data_of(line)).startswith(b"{") and (usage := _usage_of(data)) is not None:
-                return usage
-        return None
-
-
 def _usage_of(body: bytes | bytearray) -> Usage | None:
     try:
         read = _BODY.decode(body)
@@ -259,7 +234,8 @@ class EngineResponse:
         """
         self.is_stream = is_stream
         """Whether it is a stream of events."""
-        self._reader = UsageReader(is_stream=is_stream)
+        self._kept = bytearray()
+        """The bytes that may have the usage: the last ones of a stream, all of another response."""
         self._transfers = TransferFilter(is_stream=is_stream, status=status) if hides_internal else None
 
     def take(self, piece: bytes, *, ends: bool = False) -> bytes:
@@ -268,9 +244,18 @@ class EngineResponse:
         Raises:
             DependencyAway: an event or value is too long to be filtered.
         """
-        self._reader.take(piece)
+        self._kept += piece
+        if self.is_stream:
+            del self._kept[:-_END_BYTES]
+        else:
+            del self._kept[_MAX_BODY_BYTES:]
         return piece if self._transfers is None else self._transfers.take(piece, ends=ends)
 
     def usage(self) -> Usage | None:
-        """Returns the usage the engine has reported; None if it has not."""
-        return self._reader.usage()
+        """Returns the usage in the bytes so far; None if there is none, or if they are compressed or too many."""
+        if not self.is_stream:
+            return _usage_of(self._kept)
+        for line in reversed(bytes(self._kept).split(b"\n")):
+            if (data := data_of(line)).startswith(b"{") and (usage := _usage_of(data)) is not None:
+                return usage
+        return None
