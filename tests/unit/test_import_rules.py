@@ -147,22 +147,21 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "frontend": {
         "access": ("settings",),
-        "model_metrics": (),
-        "metrics": ("model_metrics",),
+        "metrics": (),
         "packed_prompt": (),
         "recording": (),
         "text": (),
         "schedulers": (),
         "workers": ("metrics", "packed_prompt"),
         "request": (
-            *("access", "metrics", "model_metrics", "packed_prompt", "recording"),
+            *("access", "metrics", "packed_prompt", "recording"),
             *("schedulers", "settings", "text", "workers"),
         ),
         # The schema of requests, and responses. Nothing here calls an engine.
         "edge": ("access", "packed_prompt", "request", "text", "workers"),
         # Requests that engines with an OpenAI API answer.
         "proxy": (
-            *("access", "edge", "model_metrics", "packed_prompt"),
+            *("access", "edge", "metrics", "packed_prompt"),
             *("request", "schedulers", "text", "workers"),
         ),
         "web": ("metrics", "recording", "schedulers"),

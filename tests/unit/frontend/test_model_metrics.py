@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.frontend.model_metrics import MetricsByModel
+from kvrouter.frontend.metrics import MetricsByModel
 from kvrouter.runtime.telemetry.metrics import MAX_MODELS, OTHER_MODELS
 from prometheus_client import CollectorRegistry
 

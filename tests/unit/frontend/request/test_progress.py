@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.frontend.model_metrics import MetricsByModel
+from kvrouter.frontend.metrics import MetricsByModel
 from kvrouter.frontend.request.progress import Progress
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink

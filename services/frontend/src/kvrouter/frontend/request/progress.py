@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final, Protocol
 
-from kvrouter.frontend.model_metrics import ModelMetrics
+from kvrouter.frontend.metrics import ModelMetrics
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure

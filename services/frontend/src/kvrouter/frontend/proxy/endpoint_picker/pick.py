@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrouter.frontend.model_metrics import ModelMetrics
+from kvrouter.frontend.metrics import ModelMetrics
 from kvrouter.frontend.proxy.endpoint_picker.engine_watch import EngineWatch
 from kvrouter.frontend.proxy.engine_response import count_tokens
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
