@@ -11,6 +11,7 @@ from typing import Any, cast
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.attempt_budget import AttemptBudget
 from kvrouter.frontend.request.generation import BOOKED_ID_MARK, Generation
+from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.workers.attempt import RunningCall
 from kvrouter.frontend.workers.circuit_breaker import BackOff
@@ -22,7 +23,7 @@ from kvrouter.frontend.workers.poison_prompts import PoisonPrompts, RequestDeath
 from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.common_pb2 import BookingKey, Rank, RoutingRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
@@ -52,13 +53,15 @@ class Link:
     def link(self, *_: object) -> Link:
         return self
 
-    async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+    async def book(
+        self, key: BookingKey, routing: RoutingRequest, hashes: bytes, *, arrived_unix_ns: int, deadline: Deadline
+    ) -> tuple[SelectWorkerResponse, LiveBooking]:
+        request = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=arrived_unix_ns)
         self.requested.append(SelectWorkerRequest.FromString(request.SerializeToString()))
         worker_id = next(self._choices)
-        return SelectWorkerResponse(rank=Rank(worker_id=worker_id), endpoint=ENDPOINTS[worker_id])
-
-    def keep(self, _: object) -> None:
         self.live += 1
+        selection = SelectWorkerResponse(rank=Rank(worker_id=worker_id), endpoint=ENDPOINTS[worker_id])
+        return selection, LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size)
 
     def free(self, *_: object, prefill_complete: bool = False) -> None:
         self.live -= 1

@@ -11,7 +11,7 @@ from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import local_hashes_message
-from kvrouter.v1.common_pb2 import AvoidedWorker, BookingKey, Rank, RoutingRequest, Stage
+from kvrouter.v1.common_pb2 import AvoidedWorker, Rank, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
@@ -184,10 +184,6 @@ class AttemptInput:
         del avoided[:]
         avoided.extend((*unhealthy, *self._request.constraints.avoided_workers))
         avoided.extend(AvoidedWorker(worker_id=worker_id) for worker_id in others)
-
-    def live_booking(self, key: BookingKey, selection: SelectWorkerResponse) -> LiveBooking:
-        """Returns the booking a Scheduler made."""
-        return LiveBooking.of(key, selection, self.hashes, self.prompt_tokens, self.block_size)
 
     def for_worker(self, booking: LiveBooking, transfer_params: TransferParams | None) -> WorkerServiceGenerateRequest:
         """Returns the worker's request, without the prompt.

@@ -43,7 +43,7 @@ from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
@@ -378,13 +378,9 @@ class Generation:
     async def _book(self, attempt: int, stage: Stage, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
         self._input.routing.may_prefill_locally = stage == _DECODE
-        selection = await self._link.select(
-            SelectWorkerRequest(request=self._input.routing, booking=key, arrived_unix_ns=self._arrived_unix_ns),
-            deadline=deadline,
+        return await self._link.book(
+            key, self._input.routing, self._input.hashes, arrived_unix_ns=self._arrived_unix_ns, deadline=deadline
         )
-        booking = self._input.live_booking(key, selection)
-        self._link.keep(booking)
-        return selection, booking
 
     def _after(self, failure: WorkerFailure, error: KvRouterError) -> KvRouterError:
         """Returns the error for the client if an attempt after a failure cannot be made.

@@ -23,7 +23,7 @@ from kvrouter.net import trace_context
 from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.runtime.deadline import Backoff, Deadline
 from kvrouter.runtime.tracing import Kind, span
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest
 from kvrouter.v1.errors import (
     DeadlineExceeded,
     DependencyAway,
@@ -182,6 +182,27 @@ class SchedulerLink:
             raise
         finally:
             self._updates.selected(request.booking)
+
+    async def book(
+        self, key: BookingKey, routing: RoutingRequest, hashes: bytes, *, arrived_unix_ns: int = 0, deadline: Deadline
+    ) -> tuple[SelectWorkerResponse, LiveBooking]:
+        """Books a rank, and keeps the booking until it is freed. Returns the decision and the booking.
+
+        Args:
+            key: Key of the booking.
+            routing: The request.
+            hashes: Local hashes of its prompt, packed.
+            arrived_unix_ns: Its arrival, Unix nanoseconds; 0 for now.
+            deadline: As for ``select``.
+
+        Raises:
+            KvRouterError: as for ``select``.
+        """
+        request = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=arrived_unix_ns)
+        selection = await self.select(request, deadline=deadline)
+        booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size)
+        self.keep(booking)
+        return selection, booking
 
     async def _opened(self, deadline: Deadline) -> Session | None:
         """Returns the session when it is open; None if it is not before the deadline."""

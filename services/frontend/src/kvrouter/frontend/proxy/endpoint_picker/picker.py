@@ -21,7 +21,6 @@ from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.validation import describe_models, resolve_model
-from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
@@ -30,7 +29,6 @@ from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
 from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 
 log = structlog.get_logger(component="endpoint-picker")
 
@@ -202,10 +200,7 @@ class Picker:
         link = self._links.link(view.name, hashes, body.conversation_id)
         # A client may reuse its request id, but the key of a freed booking cannot be booked again.
         key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=Stage.STAGE_WHOLE)
-        select = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=time.time_ns())
-        selection = await link.select(select, deadline=deadline)
-        booking = LiveBooking.of(key, selection, hashes, body.prompt_tokens, routing.block_size)
-        link.keep(booking)
+        selection, booking = await link.book(key, routing, hashes, arrived_unix_ns=time.time_ns(), deadline=deadline)
         chosen = booking.rank.worker_id
         fallbacks = self._fallbacks(view.name, endpoints, chosen)
         headers = self.settings.engine_keys.headers(view.name.name)
