@@ -262,10 +262,7 @@ class HttpApi:
             return await self._stream(request, completion_request)
         completion = WholeCompletion(completion_request)
         await self._frontend.runner.run(
-            completion_request.to_generate(),
-            completion_request.prompt.token_ids,
-            completion,
-            deadline=Deadline.never(),
+            completion_request.to_generate(), completion_request.prompt.token_ids, completion, deadline=Deadline.never()
         )
         return web.Response(
             body=completion.body(), headers=completion.frame.headers, content_type="application/json", charset="utf-8"

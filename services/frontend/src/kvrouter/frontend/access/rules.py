@@ -7,12 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
-from kvrouter.engines.fields import (
-    HARMLESS,
-    HARMLESS_OPTIONS,
-    INTERNAL_PART_FIELDS,
-    INTERNAL_TEMPLATE_FIELDS,
-)
+from kvrouter.engines.fields import HARMLESS, HARMLESS_OPTIONS, INTERNAL_PART_FIELDS, INTERNAL_TEMPLATE_FIELDS
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role
 from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken

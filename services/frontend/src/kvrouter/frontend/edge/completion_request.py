@@ -51,11 +51,7 @@ class CompletionRequest:
 
     @classmethod
     def parse(
-        cls,
-        body: bytes | bytearray,
-        *,
-        max_prompt_tokens: int,
-        check_text: Callable[[str], object] = lambda _: None,
+        cls, body: bytes | bytearray, *, max_prompt_tokens: int, check_text: Callable[[str], object] = lambda _: None
     ) -> CompletionRequest:
         """Parses a body. Uses up to four times its size in memory and stops at the first error.
 

@@ -243,12 +243,7 @@ class ResponseFrame:
             {**{self._text_of(token): value for token, value in each}, own: logprob}
             for each, own, logprob in zip(top, tokens, values, strict=False)
         ]
-        return {
-            "tokens": tokens,
-            "token_logprobs": list(values),
-            "top_logprobs": shown or None,
-            "text_offset": offsets,
-        }
+        return {"tokens": tokens, "token_logprobs": list(values), "top_logprobs": shown or None, "text_offset": offsets}
 
     def _text_of(self, token: int) -> str:
         return f"token_id:{token}" if self.text is None else self.text.text_of([token])

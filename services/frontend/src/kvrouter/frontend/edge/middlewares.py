@@ -74,9 +74,7 @@ async def traced(
     name = "POST" if route is None else f"POST {route.canonical}"
     traceparent = trace_context.checked(received)
     companions = trace_context.checked_companions(
-        traceparent,
-        headers.getall(trace_context.STATE_HEADER, ()),
-        headers.getall(trace_context.BAGGAGE_HEADER, ()),
+        traceparent, headers.getall(trace_context.STATE_HEADER, ()), headers.getall(trace_context.BAGGAGE_HEADER, ())
     )
     with trace_context.accompanied(companions), trace_context.entered(traceparent), request_span(name) as http_span:
         response = await handler(request)

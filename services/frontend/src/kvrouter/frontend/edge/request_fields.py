@@ -39,15 +39,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-)
+_SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _CONSTRAINTS = ("worker_id", "dp_rank")
 _EMPTY: tuple[object, ...] = ("", [], {})

@@ -20,13 +20,7 @@ from kvrouter.frontend.edge.responses_chat import (
     response_format,
 )
 from kvrouter.frontend.edge.responses_response import ResponseEvents, WholeResponseObject
-from kvrouter.frontend.edge.translated_request import (
-    ROUTING_FIELDS,
-    TranslatedRequest,
-    copied,
-    given,
-    translated_chat,
-)
+from kvrouter.frontend.edge.translated_request import ROUTING_FIELDS, TranslatedRequest, copied, given, translated_chat
 
 _FIELDS = msgspec.json.Decoder(ResponsesFields, strict=False)
 _ENGINE_FIELDS = msgspec.json.Decoder(EngineResponsesFields, strict=False)

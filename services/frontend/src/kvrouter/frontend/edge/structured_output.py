@@ -10,12 +10,7 @@ from typing import Any
 from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.v1.worker_pb2 import ChoiceOutput, StructuredOutput
 
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """Kind of constraint by field of the body."""
 _MAX_BYTES = 256 << 10
 _ADVICE = "Send one constraint: a JSON schema, json_object, a regular expression, a list of choices or a grammar."

@@ -263,11 +263,7 @@ class EngineCalls:
     async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
         """Passes on the response of the engine generating the output."""
         is_stream = answer.content_type == STREAM_TYPE
-        response = EngineResponse(
-            is_stream=is_stream,
-            status=answer.status,
-            hides_internal=self._is_authenticated,
-        )
+        response = EngineResponse(is_stream=is_stream, status=answer.status, hides_internal=self._is_authenticated)
         headers = _without(answer.headers, _NOT_RETURNED | (_LENGTH if self._is_authenticated else frozenset()))
         self._response.answers(answer.status, answer.reason or "", headers)
         pass_on = self._pass_stream if is_stream else self._pass_whole

@@ -68,14 +68,7 @@ class AttemptBudget:
     drains. Deaths of workers are counted besides, by ``RequestDeaths``.
     """
 
-    def __init__(
-        self,
-        *,
-        max_attempts: int,
-        migration_limit: int,
-        pinned: bool,
-        migration_blocker: str = "",
-    ) -> None:
+    def __init__(self, *, max_attempts: int, migration_limit: int, pinned: bool, migration_blocker: str = "") -> None:
         """Sets the limits.
 
         Args:

@@ -59,12 +59,7 @@ class LiveBooking:
 
     @classmethod
     def of(
-        cls,
-        key: BookingKey,
-        selection: SelectWorkerResponse,
-        local_hashes: bytes,
-        prompt_tokens: int,
-        block_size: int,
+        cls, key: BookingKey, selection: SelectWorkerResponse, local_hashes: bytes, prompt_tokens: int, block_size: int
     ) -> LiveBooking:
         """Returns the booking a selection made."""
         return cls(

@@ -52,11 +52,7 @@ def problems(system: System, hit_rates: HitWindow) -> list[Problem]:
 def _services(system: System) -> Iterator[Problem]:
     if system.note:
         yield Problem("error", system.note, "Start it, or correct the address (--etcd, --namespace).")
-    for kind, views in (
-        ("Scheduler", system.schedulers),
-        ("Indexer", system.indexers),
-        ("Frontend", system.frontends),
-    ):
+    for kind, views in (("Scheduler", system.schedulers), ("Indexer", system.indexers), ("Frontend", system.frontends)):
         for view in views:
             if view.failure:
                 what = f"{kind} at {view.address} does not answer: {view.failure}"

@@ -108,11 +108,7 @@ class WorkerConnection:
         if self._stream.ready:
             try:
                 return self._stream.start(
-                    _GENERATE,
-                    request,
-                    receiver,
-                    time_left=deadline.remaining(),
-                    trace_context=trace_context.current(),
+                    _GENERATE, request, receiver, time_left=deadline.remaining(), trace_context=trace_context.current()
                 )
             except NotSent:
                 pass  # Made as an ordinary call, which says why if the worker takes none.

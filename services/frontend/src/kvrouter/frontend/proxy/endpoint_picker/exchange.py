@@ -240,11 +240,7 @@ class Exchange:
         if hides_internal and headers.get("content-encoding", "identity") != "identity":
             await self._refuse(DependencyAway("the engine compresses a response although nobody accepts that"))
             return
-        self._response = EngineResponse(
-            is_stream=is_stream,
-            status=status,
-            hides_internal=hides_internal,
-        )
+        self._response = EngineResponse(is_stream=is_stream, status=status, hides_internal=hides_internal)
         added: dict[str, str] = {}
         if (pick := self._request.pick) is not None:
             served = served_endpoint(message.metadata_context)
