@@ -13,7 +13,7 @@ from aiohttp import web
 from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import check_uint64, invalid
 from kvrouter.frontend.edge.session_headers import session_of
-from kvrouter.frontend.edge.structured_output import read_structured_output
+from kvrouter.frontend.edge.structured_output import GUIDED, read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
 from kvrouter.frontend.request.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.runtime.requests import check_request_id
@@ -40,7 +40,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 
 _SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_CONSTRAINTS_OF_OUTPUT = (*GUIDED, "structured_outputs", "response_format")
+_UNCONSTRAINED = (None,) * len(_CONSTRAINTS_OF_OUTPUT)
+_constraints = attrgetter(*_CONSTRAINTS_OF_OUTPUT)
 _CONSTRAINTS = ("worker_id", "dp_rank")
 _EMPTY: tuple[object, ...] = ("", [], {})
 _UNSUPPORTED = "Leave it out: workers that receive tokens do not support it."
@@ -199,20 +201,9 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Raises:
             BadRequest: it is malformed, or there are several.
         """
-        if (
-            self.response_format is None
-            and self.structured_outputs is None
-            and self.guided_json is None
-            and self.guided_regex is None
-            and self.guided_choice is None
-            and self.guided_grammar is None
-        ):
+        if (given := _constraints(self)) == _UNCONSTRAINED:
             return None
-        return read_structured_output(
-            response_format=self.response_format,
-            structured_outputs=self.structured_outputs,
-            guided={name: getattr(self, name) for name in _GUIDED},
-        )
+        return read_structured_output(dict(zip(_CONSTRAINTS_OF_OUTPUT, given, strict=True)))
 
     def generate_request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
         """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""

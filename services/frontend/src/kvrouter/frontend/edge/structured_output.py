@@ -10,29 +10,28 @@ from typing import Any
 from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.v1.worker_pb2 import ChoiceOutput, StructuredOutput
 
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """Kind of constraint by field of the body."""
 _MAX_BYTES = 256 << 10
 _ADVICE = "Send one constraint: a JSON schema, json_object, a regular expression, a list of choices or a grammar."
 _invalid = partial(invalid, advice=_ADVICE)
 
 
-def read_structured_output(
-    *, response_format: Mapping[str, Any] | None, structured_outputs: object, guided: Mapping[str, object]
-) -> tuple[str, StructuredOutput] | None:
+def read_structured_output(fields: Mapping[str, Any]) -> tuple[str, StructuredOutput] | None:
     """Returns the field with a constraint, and the constraint; None if the output may be anything.
 
     Args:
-        response_format: The field of that name.
-        structured_outputs: The field of that name.
-        guided: The fields guided_json, guided_regex, guided_choice and guided_grammar, by name.
+        fields: The fields that may constrain an output, by name; None for one that is not given.
 
     Raises:
         BadRequest: a constraint is malformed or of an unknown kind, or there are several.
     """
-    found = [(name, _constraint(name, _GUIDED[name], value)) for name, value in guided.items() if value is not None]
-    if structured_outputs is not None:
-        found.append(("structured_outputs", _of_vllm(structured_outputs)))
+    found = [
+        (name, _constraint(name, kind, value)) for name, kind in GUIDED.items() if (value := fields[name]) is not None
+    ]
+    if (options := fields["structured_outputs"]) is not None:
+        found.append(("structured_outputs", _of_vllm(options)))
+    response_format = fields["response_format"]
     if response_format is not None and (kind := response_format.get("type") or "text") != "text":
         found.append(("response_format", _of_openai(kind, response_format)))
     if len(found) > 1:
@@ -55,7 +54,7 @@ def _of_openai(kind: object, response_format: Mapping[str, Any]) -> StructuredOu
 def _of_vllm(options: object) -> StructuredOutput:
     options = options if isinstance(options, dict) else {}
     given = {name: value for name, value in options.items() if value is not None and value is not False}
-    kinds = [name for name in given if name in (*_GUIDED.values(), "json_object")]
+    kinds = [name for name in given if name in (*GUIDED.values(), "json_object")]
     if unknown := next((name for name in given if name not in kinds), None):
         raise _invalid(f"structured_outputs.{unknown[:64]}", "not supported by the workers of this model")
     if len(kinds) != 1:
