@@ -32,27 +32,12 @@ def is_token(credential: str) -> bool:
 
 
 _SERVICE = "/kvrouter.v1.FrontendService/"
-_CLIENT_METHODS = frozenset(
-    f"{_SERVICE}{name}"
-    for name in (
-        "Generate",
-        "SelectWorker",
-        "GetPotentialLoads",
-        "MarkPrefillComplete",
-        "Free",
-        "ListModels",
-        "KeepSession",
-        "FindMatches",
-    )
-)
 _RUNNING_METHOD = f"{_SERVICE}Generate"
 _COUNTED_METHODS = frozenset(
-    (
-        _RUNNING_METHOD,
-        *(f"{_SERVICE}{name}" for name in ("SelectWorker", "GetPotentialLoads", "KeepSession", "FindMatches")),
-    )
+    f"{_SERVICE}{name}" for name in ("Generate", "SelectWorker", "GetPotentialLoads", "KeepSession", "FindMatches")
 )
 """Calls that count against the limits of their caller. The others cost no more than to refuse them, or end work."""
+_CLIENT_METHODS = _COUNTED_METHODS | {f"{_SERVICE}{name}" for name in ("MarkPrefillComplete", "Free", "ListModels")}
 _CLIENT_PATHS = "/v1/"
 """Beginning of the HTTP paths of clients; others need the role admin."""
 _MODELS_PATH = "/v1/models"

@@ -5,9 +5,9 @@ Text that only looks like a call passes as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 from uuid import uuid4
 
 from kvrouter.frontend.text.call_reader import FORCED, CallPart, CallReader, ToolFormat
@@ -27,23 +27,6 @@ class ToolCallPiece:
     """Id of the call, in its first piece only."""
 
 
-class ToolParser(Protocol):
-    """Separates the tool calls of one output from its text."""
-
-    @property
-    def ends_with_calls(self) -> bool:
-        """Whether the reason of the end is ``tool_calls``."""
-        ...
-
-    def feed(self, text: str) -> tuple[str, Sequence[ToolCallPiece]]:
-        """Adds text of the output. Returns the text outside calls, and the pieces of calls."""
-        ...
-
-    def end(self) -> str:
-        """Ends the output. Returns the rest of the text."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """Which tool calls a request allows."""
@@ -54,7 +37,7 @@ class ToolUse:
     parallel: bool = True
     """Whether there may be several calls."""
 
-    def parser(self, form: ToolFormat | None) -> ToolParser | None:
+    def parser(self, form: ToolFormat | None) -> NamedCall | ToolCallParser | None:
         """Returns the parser of one output; None if the model's format is not known."""
         if self.mode == "named":
             return NamedCall(self.name)
