@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import aiohttp
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from kvrouter.engines.fields import CHATS, MESSAGES, RESPONSES
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
@@ -18,7 +19,13 @@ from kvrouter.frontend.edge.completion_request import CompletionRequest
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.http_body import read_body
-from kvrouter.frontend.edge.http_errors import INTERNAL, counting_errors, error_body, errors_as_json, with_retry_time
+from kvrouter.frontend.edge.http_errors import (
+    INTERNAL,
+    counting_errors,
+    error_body,
+    errors_as_json,
+    with_retry_time,
+)
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.middlewares import (
@@ -52,6 +59,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 log = structlog.get_logger(component="frontend")
 
 _T = TypeVar("_T")
+_BodyHandler = Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]]
+"""Handles a request whose body has been read."""
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_TOKEN_BYTES = 8
@@ -128,9 +137,9 @@ class HttpApi:
 
     def _with_body(
         self,
-        handler: Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]],
+        handler: _BodyHandler,
         limit: Callable[[], int] = lambda: _MAX_BODY_BYTES,
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    ) -> Handler:
         """Returns a handler reading the body, up to ``limit()`` bytes, into room it holds until its end."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -208,9 +217,7 @@ class HttpApi:
         chat = await self._decoded(parse_chat, body)
         return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request)))
 
-    def _translating(
-        self, kind: type[TranslatedRequest]
-    ) -> Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]]:
+    def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""
 
         async def handle(request: web.Request, body: bytearray) -> web.StreamResponse:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from kvrouter.engines.fields import MESSAGES, RESPONSES
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER, request_id_of
@@ -65,9 +65,6 @@ def anthropic_error(body: dict[str, Any], status: int = 0) -> dict[str, Any]:
     known = _BY_STATUS.get(status) or _BY_CODE.get(code) or (kind if kind in _SHARED else "api_error")
     return {"type": "error", "error": {"type": known, "message": str(error.get("message"))}}
 
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 log = structlog.get_logger(component="frontend")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Set
-from typing import Any
+from collections.abc import Collection, Set
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from kvrouter.frontend.access.access import Access
 from kvrouter.net import trace_context
 from kvrouter.runtime.http_server import note_admitted
@@ -28,13 +28,11 @@ def cross_origin_headers(request: web.BaseRequest) -> dict[str, str]:
     return headers
 
 
-def allowing(origins: Collection[str]) -> Any:
+def allowing(origins: Collection[str]) -> Middleware:
     """Returns the middleware answering preflights of these origins, before anything else sees them."""
 
     @web.middleware
-    async def allow(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def allow(request: web.Request, handler: Handler) -> web.StreamResponse:
         origin = request.headers.get("Origin", "")
         if not origin or (ANY not in origins and origin not in origins):
             return await handler(request)
@@ -61,9 +59,7 @@ async def add_cross_origin_headers(request: web.Request, response: web.StreamRes
 
 
 @web.middleware
-async def traced(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Traces requests for tokens, in the trace of the client if it has sent its context."""
     headers = request.headers
     received = headers.get(trace_context.HEADER, "")
@@ -83,13 +79,11 @@ async def traced(
         return response
 
 
-def authenticated(access: Access, open_paths: Set[str]) -> Any:
+def authenticated(access: Access, open_paths: Set[str]) -> Middleware:
     """Returns the middleware; requests of ``open_paths`` need no credential."""
 
     @web.middleware
-    async def authenticate(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in open_paths:
             return await handler(request)
         with access.admit_http(request.method, request.path, request.headers):
