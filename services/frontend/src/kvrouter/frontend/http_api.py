@@ -19,13 +19,7 @@ from kvrouter.frontend.edge.completion_request import CompletionRequest
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.http_body import read_body
-from kvrouter.frontend.edge.http_errors import (
-    INTERNAL,
-    counting_errors,
-    error_body,
-    errors_as_json,
-    with_retry_time,
-)
+from kvrouter.frontend.edge.http_errors import INTERNAL, counting_errors, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.middlewares import (
@@ -135,11 +129,7 @@ class HttpApi:
         )
         return app
 
-    def _with_body(
-        self,
-        handler: _BodyHandler,
-        limit: Callable[[], int] = lambda: _MAX_BODY_BYTES,
-    ) -> Handler:
+    def _with_body(self, handler: _BodyHandler, limit: Callable[[], int] = lambda: _MAX_BODY_BYTES) -> Handler:
         """Returns a handler reading the body, up to ``limit()`` bytes, into room it holds until its end."""
 
         async def handle(request: web.Request) -> web.StreamResponse:

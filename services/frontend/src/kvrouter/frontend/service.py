@@ -26,32 +26,9 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.requests import component_name
 from kvrouter.runtime.rpc import not_awaited_by_drain
+from kvrouter.v1 import frontend_pb2 as pb
 from kvrouter.v1.common_pb2 import BusyThresholds, Component, RoutingRequest, Stage
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError, SessionLost
-from kvrouter.v1.frontend_pb2 import (
-    FrontendServiceDumpRequest,
-    FrontendServiceDumpResponse,
-    FrontendServiceFindMatchesRequest,
-    FrontendServiceFindMatchesResponse,
-    FrontendServiceFreeRequest,
-    FrontendServiceFreeResponse,
-    FrontendServiceGenerateRequest,
-    FrontendServiceGenerateResponse,
-    FrontendServiceGetPotentialLoadsRequest,
-    FrontendServiceGetPotentialLoadsResponse,
-    FrontendServiceMarkPrefillCompleteRequest,
-    FrontendServiceMarkPrefillCompleteResponse,
-    FrontendServiceSelectWorkerRequest,
-    FrontendServiceSelectWorkerResponse,
-    GetWorkerHealthRequest,
-    GetWorkerHealthResponse,
-    KeepSessionRequest,
-    KeepSessionResponse,
-    ListModelsRequest,
-    ListModelsResponse,
-    Model,
-    WorkerHealth,
-)
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.pages import page_of
@@ -111,8 +88,8 @@ class FrontendService:
         return self._directory.age_seconds
 
     async def generate(
-        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
-    ) -> AsyncGenerator[FrontendServiceGenerateResponse, None]:
+        self, request: pb.FrontendServiceGenerateRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[pb.FrontendServiceGenerateResponse, None]:
         """Routes a request, runs it, and yields its output piece by piece.
 
         Raises:
@@ -121,10 +98,10 @@ class FrontendService:
         """
         async with aclosing(self.generate_encoded(request, deadline=deadline)) as responses:
             async for encoded in responses:
-                yield FrontendServiceGenerateResponse.FromString(encoded)
+                yield pb.FrontendServiceGenerateResponse.FromString(encoded)
 
     async def generate_encoded(
-        self, request: FrontendServiceGenerateRequest, *, deadline: Deadline
+        self, request: pb.FrontendServiceGenerateRequest, *, deadline: Deadline
     ) -> AsyncGenerator[bytes, None]:
         """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
         buffer = OutputBuffer()
@@ -146,8 +123,8 @@ class FrontendService:
             del running  # Its exception's traceback refers to this frame.
 
     async def select_worker(
-        self, request: FrontendServiceSelectWorkerRequest, *, deadline: Deadline
-    ) -> FrontendServiceSelectWorkerResponse:
+        self, request: pb.FrontendServiceSelectWorkerRequest, *, deadline: Deadline
+    ) -> pb.FrontendServiceSelectWorkerResponse:
         """Returns the rank a request would go to. A named booking is made, in the session or under a lease.
 
         Raises:
@@ -176,19 +153,19 @@ class FrontendService:
 
     async def _select(
         self, scheduler: Scheduler, select: SelectWorkerRequest, session_id: str, deadline: Deadline
-    ) -> FrontendServiceSelectWorkerResponse:
+    ) -> pb.FrontendServiceSelectWorkerResponse:
         try:
             selection = await scheduler.select_worker(select, deadline=deadline)
-            return FrontendServiceSelectWorkerResponse(selection=selection_of(selection))
+            return pb.FrontendServiceSelectWorkerResponse(selection=selection_of(selection))
         except SessionLost:
             # KeepSession has not reached this Scheduler yet. If no such call runs, the session ends by itself.
             await open_session(scheduler, self._own_session(session_id))
             selection = await scheduler.select_worker(select, deadline=deadline)
-            return FrontendServiceSelectWorkerResponse(selection=selection_of(selection), session_opened=True)
+            return pb.FrontendServiceSelectWorkerResponse(selection=selection_of(selection), session_opened=True)
 
     async def get_potential_loads(
-        self, request: FrontendServiceGetPotentialLoadsRequest, *, deadline: Deadline
-    ) -> FrontendServiceGetPotentialLoadsResponse:
+        self, request: pb.FrontendServiceGetPotentialLoadsRequest, *, deadline: Deadline
+    ) -> pb.FrontendServiceGetPotentialLoadsResponse:
         """Returns the load each rank would have with a request.
 
         Raises:
@@ -198,11 +175,11 @@ class FrontendService:
         asked = GetPotentialLoadsRequest(request=request.request)
         scheduler = self._links.scheduler(self._resolve(asked.request, Stage.STAGE_WHOLE))
         answer = await scheduler.get_potential_loads(asked, deadline=deadline)
-        return FrontendServiceGetPotentialLoadsResponse(loads=answer.loads)
+        return pb.FrontendServiceGetPotentialLoadsResponse(loads=answer.loads)
 
     async def mark_prefill_complete(
-        self, request: FrontendServiceMarkPrefillCompleteRequest, *, deadline: Deadline
-    ) -> FrontendServiceMarkPrefillCompleteResponse:
+        self, request: pb.FrontendServiceMarkPrefillCompleteRequest, *, deadline: Deadline
+    ) -> pb.FrontendServiceMarkPrefillCompleteResponse:
         """Marks the prompt of a booking made by ``select_worker`` as computed.
 
         Raises:
@@ -215,9 +192,11 @@ class FrontendService:
             lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
         )
         self._bookings.renew(marking.booking)
-        return FrontendServiceMarkPrefillCompleteResponse(known=any(answer.known for answer in answers))
+        return pb.FrontendServiceMarkPrefillCompleteResponse(known=any(answer.known for answer in answers))
 
-    async def free(self, request: FrontendServiceFreeRequest, *, deadline: Deadline) -> FrontendServiceFreeResponse:
+    async def free(
+        self, request: pb.FrontendServiceFreeRequest, *, deadline: Deadline
+    ) -> pb.FrontendServiceFreeResponse:
         """Ends a booking made by ``select_worker``.
 
         Raises:
@@ -228,24 +207,24 @@ class FrontendService:
             own_booking(self.access.caller(), freeing.booking)
         answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
         self._bookings.release(freeing.booking)
-        return FrontendServiceFreeResponse(known=any(answer.known for answer in answers))
+        return pb.FrontendServiceFreeResponse(known=any(answer.known for answer in answers))
 
-    def served_models(self) -> list[Model]:
+    def served_models(self) -> list[pb.Model]:
         """Returns the served models that the caller may use, in order of name."""
         models = describe_models(self._directory.components)
         return models if self.access is None else visible(self.access.caller(), models)
 
-    async def list_models(self, request: ListModelsRequest, *, deadline: Deadline) -> ListModelsResponse:  # noqa: ARG002
+    async def list_models(self, request: pb.ListModelsRequest, *, deadline: Deadline) -> pb.ListModelsResponse:  # noqa: ARG002
         """Returns a page of the served models."""
         page, token = page_of(self.served_models(), request, _model_key)
-        return ListModelsResponse(models=page, next_page_token=token)
+        return pb.ListModelsResponse(models=page, next_page_token=token)
 
     async def get_worker_health(
         self,
-        request: GetWorkerHealthRequest,
+        request: pb.GetWorkerHealthRequest,
         *,
         deadline: Deadline,  # noqa: ARG002 - answered from memory
-    ) -> GetWorkerHealthResponse:
+    ) -> pb.GetWorkerHealthResponse:
         """Returns a page of the workers' health, as this Frontend sees it.
 
         Raises:
@@ -254,15 +233,15 @@ class FrontendService:
         component = component_name(request.component) if request.HasField("component") else None
         workers = self.runner.workers.health.status(component, self._prompts.difference)
         page, token = page_of(workers, request, _worker_key)
-        return GetWorkerHealthResponse(workers=page, next_page_token=token)
+        return pb.GetWorkerHealthResponse(workers=page, next_page_token=token)
 
     @not_awaited_by_drain
     async def keep_session(
         self,
-        request: KeepSessionRequest,
+        request: pb.KeepSessionRequest,
         *,
         deadline: Deadline,  # noqa: ARG002 - it lasts as long as the call
-    ) -> AsyncGenerator[KeepSessionResponse, None]:
+    ) -> AsyncGenerator[pb.KeepSessionResponse, None]:
         """Keeps a client's session open until the call ends. Yields one response, when it is open.
 
         Raises:
@@ -271,16 +250,16 @@ class FrontendService:
         if (grant := current_grant()) is not None:
             grant.end()  # It counts as a call, and then as a session.
         session_id = self._own_session(request.session_id)
-        owned = KeepSessionRequest(session_id=session_id, client_name=request.client_name)
+        owned = pb.KeepSessionRequest(session_id=session_id, client_name=request.client_name)
         with self._bookings.session(session_id) as kept:
             async with aclosing(kept_session(owned, self._links.schedulers)) as opened:
                 async for response in opened:
                     kept.grace_seconds = response.grace_ms / 1000
-                    yield KeepSessionResponse(grace_ms=response.grace_ms)
+                    yield pb.KeepSessionResponse(grace_ms=response.grace_ms)
 
     async def find_matches(
-        self, request: FrontendServiceFindMatchesRequest, *, deadline: Deadline
-    ) -> FrontendServiceFindMatchesResponse:
+        self, request: pb.FrontendServiceFindMatchesRequest, *, deadline: Deadline
+    ) -> pb.FrontendServiceFindMatchesResponse:
         """Returns the overlap of each rank with a prompt, as an Indexer reports it.
 
         Raises:
@@ -303,8 +282,8 @@ class FrontendService:
         return overlaps_of(await indexer.find_matches(query, deadline=deadline))
 
     async def dump(
-        self, request: FrontendServiceDumpRequest, *, deadline: Deadline
-    ) -> AsyncGenerator[FrontendServiceDumpResponse, None]:
+        self, request: pb.FrontendServiceDumpRequest, *, deadline: Deadline
+    ) -> AsyncGenerator[pb.FrontendServiceDumpResponse, None]:
         """Yields an Indexer's whole index of a component in chunks, rank by rank.
 
         Raises:
@@ -316,7 +295,7 @@ class FrontendService:
         dump = DumpRequest(component=Component(namespace=component.namespace, name=component.name))
         async with aclosing(indexer.dump(dump, deadline=deadline)) as parts:
             async for part in parts:
-                yield FrontendServiceDumpResponse(state=part.state)
+                yield pb.FrontendServiceDumpResponse(state=part.state)
 
     async def set_busy_threshold(self, request: SetBusyThresholdRequest, *, deadline: Deadline) -> BusyThresholds:
         """Sets the given busy thresholds of a model. Returns those in force.
@@ -420,9 +399,9 @@ async def _settled(requested: Awaitable[_Answer]) -> _Answer | KvRouterError:
         return error
 
 
-def _model_key(model: Model) -> str:
+def _model_key(model: pb.Model) -> str:
     return f"{model.name} {model.component.namespace}/{model.component.name}"
 
 
-def _worker_key(worker: WorkerHealth) -> str:
+def _worker_key(worker: pb.WorkerHealth) -> str:
     return f"{worker.component.namespace}/{worker.component.name} {worker.worker_id:020}"

@@ -15,22 +15,8 @@ import grpc
 import structlog
 from kvrouter.core import sequence_hashes
 from kvrouter.runtime.requests import add_sequence_hashes
+from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
-from kvrouter.v1.scheduler_pb2 import (
-    BookingUpdate,
-    CloseSessionRequest,
-    FreeRequest,
-    LiveBookings,
-    MarkPrefillCompleteRequest,
-    OpenSessionRequest,
-    OpenSessionResponse,
-    ReassertBooking,
-    RefusedUpdate,
-    ReportOutputRequest,
-    SelectWorkerResponse,
-    UpdateBookingsRequest,
-    UpdateBookingsResponse,
-)
 
 Key = tuple[str, int, int]
 """(request_id, attempt, stage)."""
@@ -59,7 +45,12 @@ class LiveBooking:
 
     @classmethod
     def of(
-        cls, key: BookingKey, selection: SelectWorkerResponse, local_hashes: bytes, prompt_tokens: int, block_size: int
+        cls,
+        key: BookingKey,
+        selection: pb.SelectWorkerResponse,
+        local_hashes: bytes,
+        prompt_tokens: int,
+        block_size: int,
     ) -> LiveBooking:
         """Returns the booking a selection made."""
         return cls(
@@ -84,9 +75,9 @@ class LiveBooking:
         blocks = -(-(self.prompt_tokens + output_tokens) // self.block_size)
         return blocks > -(-(self.prompt_tokens + self.output_tokens) // self.block_size)
 
-    def to_reassert(self) -> ReassertBooking:
+    def to_reassert(self) -> pb.ReassertBooking:
         """Returns the message that re-asserts the booking at another Scheduler."""
-        message = ReassertBooking(
+        message = pb.ReassertBooking(
             booking=self.key,
             rank=self.rank,
             component=self.component,
@@ -118,9 +109,9 @@ class BookingUpdates:
         self._selecting: dict[Key, BookingKey] = {}
         self._first = 1
         """Number of the oldest unacknowledged update."""
-        self._sent: deque[BookingUpdate] = deque()
+        self._sent: deque[pb.BookingUpdate] = deque()
         """Sent and unacknowledged updates."""
-        self._unsent: deque[BookingUpdate] = deque()
+        self._unsent: deque[pb.BookingUpdate] = deque()
         """Updates following those."""
         self._asserting: dict[int, Key] = {}
         """Re-asserts without acknowledgement, by number."""
@@ -156,7 +147,7 @@ class BookingUpdates:
         """Number of the last opening."""
         return self._opening_number
 
-    def opening(self) -> OpenSessionRequest:
+    def opening(self) -> pb.OpenSessionRequest:
         """Returns the call that opens the session again. Earlier calls will not be answered any more."""
         self._opening_number += 1
         self._asserting.clear()
@@ -169,15 +160,15 @@ class BookingUpdates:
         keys = [booking.key for booking in self._live.values()]
         # A Scheduler may have booked these already. If it freed them now, it would refuse the repeated selection.
         keys += (key for name, key in self._selecting.items() if name not in self._live)
-        return OpenSessionRequest(
+        return pb.OpenSessionRequest(
             session_id=self._session_id,
             client_name=self._client_name,
             opening_number=self._opening_number,
-            live=LiveBookings(bookings=keys),
+            live=pb.LiveBookings(bookings=keys),
             first_update=self._first,
         )
 
-    def opened(self, response: OpenSessionResponse) -> None:
+    def opened(self, response: pb.OpenSessionResponse) -> None:
         """Starts an opening: lost updates are sent again, and then each live booking is re-asserted."""
         while self._unsent and self._first <= response.acknowledged:
             self._unsent.popleft()
@@ -185,13 +176,13 @@ class BookingUpdates:
         for key in self._live:
             self._reassert(key)
 
-    def closing(self) -> CloseSessionRequest:
+    def closing(self) -> pb.CloseSessionRequest:
         """Returns the call that closes the last opening."""
-        return CloseSessionRequest(session_id=self._session_id, opening_number=self._opening_number)
+        return pb.CloseSessionRequest(session_id=self._session_id, opening_number=self._opening_number)
 
-    def heartbeat(self) -> UpdateBookingsRequest:
+    def heartbeat(self) -> pb.UpdateBookingsRequest:
         """Returns a call without updates."""
-        return UpdateBookingsRequest(session_id=self._session_id, opening_number=self._opening_number)
+        return pb.UpdateBookingsRequest(session_id=self._session_id, opening_number=self._opening_number)
 
     def assert_refused(self) -> int:
         """Adds re-asserts of the bookings the Scheduler refused before. Returns how many."""
@@ -212,33 +203,33 @@ class BookingUpdates:
         """Stores a booking until it is freed."""
         self._live[key_of(booking.key)] = booking
 
-    def prefill_complete(self, booking: LiveBooking, handover_us: int = 0) -> BookingUpdate:
+    def prefill_complete(self, booking: LiveBooking, handover_us: int = 0) -> pb.BookingUpdate:
         """Marks the prompt as computed and returns the update that reports it. ``handover_us`` as in the contract."""
         booking.prefill_complete = True
-        marking = MarkPrefillCompleteRequest(booking=booking.key)
+        marking = pb.MarkPrefillCompleteRequest(booking=booking.key)
         if handover_us:
             marking.handover_us = handover_us
-        return BookingUpdate(prefill_complete=marking)
+        return pb.BookingUpdate(prefill_complete=marking)
 
-    def report_output(self, booking: LiveBooking, output_tokens: int) -> BookingUpdate | None:
+    def report_output(self, booking: LiveBooking, output_tokens: int) -> pb.BookingUpdate | None:
         """Sets the number of output tokens. Returns an update only if the request needs a further block."""
         fills = booking.fills_block(output_tokens)
         booking.output_tokens = output_tokens
         if not fills:
             return None
-        return BookingUpdate(output=ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
+        return pb.BookingUpdate(output=pb.ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
 
     def free(self, key: BookingKey, cached_tokens: int | None = None, *, prefill_complete: bool = False) -> None:
         """Ends a booking, and adds the update that frees it. ``prefill_complete`` as in the contract."""
         self._live.pop(key_of(key), None)
-        freeing = FreeRequest(booking=key, cached_tokens=cached_tokens, prefill_complete=prefill_complete)
-        self.add(BookingUpdate(free=freeing))
+        freeing = pb.FreeRequest(booking=key, cached_tokens=cached_tokens, prefill_complete=prefill_complete)
+        self.add(pb.BookingUpdate(free=freeing))
 
-    def add(self, update: BookingUpdate) -> None:
+    def add(self, update: pb.BookingUpdate) -> None:
         """Adds an update to those to be sent."""
         self._unsent.append(update)
 
-    def next_call(self) -> UpdateBookingsRequest | None:
+    def next_call(self) -> pb.UpdateBookingsRequest | None:
         """Returns the next call with updates to send, as many as fit; None if there are none."""
         unsent, sent = self._unsent, self._sent
         if not unsent:
@@ -253,7 +244,7 @@ class BookingUpdates:
             size += update.ByteSize()
         return request
 
-    def answered(self, response: UpdateBookingsResponse, *, is_last: bool) -> None:
+    def answered(self, response: pb.UpdateBookingsResponse, *, is_last: bool) -> None:
         """Processes the response to a call of the current opening.
 
         Args:
@@ -279,9 +270,9 @@ class BookingUpdates:
 
     def _reassert(self, key: Key) -> None:
         self._asserting[self._first + len(self._sent) + len(self._unsent)] = key
-        self.add(BookingUpdate(reassert=self._live[key].to_reassert()))
+        self.add(pb.BookingUpdate(reassert=self._live[key].to_reassert()))
 
-    def _note_refusal(self, key: Key, refused: RefusedUpdate) -> None:
+    def _note_refusal(self, key: Key, refused: pb.RefusedUpdate) -> None:
         if refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
             # A repetition would be refused as well. The Scheduler does not account for this load until it ends.
             log.error("booking.refused", request_id=key[0], cause=refused.message)

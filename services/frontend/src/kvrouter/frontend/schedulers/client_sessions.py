@@ -9,14 +9,9 @@ from typing import Any, TypeVar
 
 from kvrouter.runtime.contracts import Immediate, Scheduler
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError, SessionLost
 from kvrouter.v1.frontend_pb2 import KeepSessionRequest
-from kvrouter.v1.scheduler_pb2 import (
-    CloseSessionRequest,
-    OpenSessionRequest,
-    OpenSessionResponse,
-    UpdateBookingsRequest,
-)
 
 T = TypeVar("T")
 
@@ -44,19 +39,19 @@ def scheduler_session_id(session_id: str) -> str:
     return f"client~{session_id}"
 
 
-async def open_session(scheduler: Scheduler, session_id: str, client_name: str = "") -> OpenSessionResponse:
+async def open_session(scheduler: Scheduler, session_id: str, client_name: str = "") -> pb.OpenSessionResponse:
     """Opens a client's session at one Scheduler. Its bookings stay if it was open.
 
     Raises:
         KvRouterError: it was not opened.
     """
-    request = OpenSessionRequest(session_id=scheduler_session_id(session_id), client_name=client_name)
+    request = pb.OpenSessionRequest(session_id=scheduler_session_id(session_id), client_name=client_name)
     return await _answer(scheduler.open_session(request, deadline=Deadline.after(_CALL_SECONDS)))
 
 
 async def kept_session(
     request: KeepSessionRequest, schedulers: Callable[[], list[Scheduler]]
-) -> AsyncGenerator[OpenSessionResponse, None]:
+) -> AsyncGenerator[pb.OpenSessionResponse, None]:
     """Keeps a session open at every live Scheduler until the generator is closed.
 
     Yields a response when it is open, and again after a Scheduler opened it that did not know it, such as one that was
@@ -77,9 +72,9 @@ async def kept_session(
             f"client_name is longer than {_MAX_NAME_BYTES} bytes", field="client_name", advice="Send a shorter name."
         )
 
-    async def heartbeat(scheduler: Scheduler) -> OpenSessionResponse | None:
+    async def heartbeat(scheduler: Scheduler) -> pb.OpenSessionResponse | None:
         """Returns the response of the opening if the Scheduler did not know the session; otherwise None."""
-        update = UpdateBookingsRequest(session_id=at_scheduler)
+        update = pb.UpdateBookingsRequest(session_id=at_scheduler)
         try:
             await _answer(scheduler.update_bookings(update, deadline=Deadline.after(_CALL_SECONDS)))
         except SessionLost:
@@ -87,7 +82,7 @@ async def kept_session(
         return None
 
     async def close(scheduler: Scheduler) -> None:
-        closing = CloseSessionRequest(session_id=at_scheduler)
+        closing = pb.CloseSessionRequest(session_id=at_scheduler)
         await _answer(scheduler.close_session(closing, deadline=Deadline.after(_CALL_SECONDS)))
 
     try:

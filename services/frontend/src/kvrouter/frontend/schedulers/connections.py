@@ -14,24 +14,15 @@ from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
-from kvrouter.v1 import scheduler_pb2
+from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.errors import Internal, KvRouterError
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import (
-    CloseSessionRequest,
-    CloseSessionResponse,
-    ListBusyThresholdsRequest,
-    OpenSessionRequest,
-    OpenSessionResponse,
-    UpdateBookingsRequest,
-    UpdateBookingsResponse,
-)
 
-_DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+_DESCRIPTOR = pb.DESCRIPTOR.services_by_name["SchedulerService"]
 _UPDATE = f"{_DESCRIPTOR.full_name}/UpdateBookings"
 _CLOSE = f"{_DESCRIPTOR.full_name}/CloseSession"
 
-UpdateAnswer = Callable[[UpdateBookingsResponse | KvRouterError], None]
+UpdateAnswer = Callable[[pb.UpdateBookingsResponse | KvRouterError], None]
 """Receives the response to a call with updates, or its failure. Must not block."""
 
 
@@ -43,7 +34,7 @@ class SchedulerConnection(Protocol):
         """The object, or a stub of it."""
         ...
 
-    async def open_session(self, request: OpenSessionRequest) -> OpenSessionResponse:
+    async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         """Opens a session.
 
         Raises:
@@ -51,11 +42,11 @@ class SchedulerConnection(Protocol):
         """
         ...
 
-    def update_bookings(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+    def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
         """Sends updates and does not wait. ``answer`` is called once, possibly before this returns."""
         ...
 
-    def close_session(self, request: CloseSessionRequest) -> None:
+    def close_session(self, request: pb.CloseSessionRequest) -> None:
         """Closes a session and does not wait. If the call is lost, the session ends with its connection."""
         ...
 
@@ -67,11 +58,13 @@ class SchedulerConnection(Protocol):
 class _SchedulerObject(Scheduler, Protocol):
     """A Scheduler in this process, whose methods that never wait are plain functions."""
 
-    def open_session(self, request: OpenSessionRequest, *, deadline: Deadline) -> OpenSessionResponse: ...
+    def open_session(self, request: pb.OpenSessionRequest, *, deadline: Deadline) -> pb.OpenSessionResponse: ...
 
-    def update_bookings(self, request: UpdateBookingsRequest, *, deadline: Deadline) -> UpdateBookingsResponse: ...
+    def update_bookings(
+        self, request: pb.UpdateBookingsRequest, *, deadline: Deadline
+    ) -> pb.UpdateBookingsResponse: ...
 
-    def close_session(self, request: CloseSessionRequest, *, deadline: Deadline) -> CloseSessionResponse: ...
+    def close_session(self, request: pb.CloseSessionRequest, *, deadline: Deadline) -> pb.CloseSessionResponse: ...
 
 
 class LocalConnection:
@@ -85,7 +78,7 @@ class LocalConnection:
         """Returns the object."""
         return self._scheduler
 
-    async def open_session(self, request: OpenSessionRequest) -> OpenSessionResponse:
+    async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         """Opens a session.
 
         Raises:
@@ -93,7 +86,7 @@ class LocalConnection:
         """
         return self._scheduler.open_session(request, deadline=Deadline.never())
 
-    def update_bookings(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+    def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
         """Applies updates, and passes the response on."""
         try:
             response = self._scheduler.update_bookings(request, deadline=Deadline.never())
@@ -102,7 +95,7 @@ class LocalConnection:
         else:
             answer(response)
 
-    def close_session(self, request: CloseSessionRequest) -> None:
+    def close_session(self, request: pb.CloseSessionRequest) -> None:
         """Closes a session."""
         self._scheduler.close_session(request, deadline=Deadline.never())
 
@@ -135,20 +128,20 @@ class StreamConnection:
         """Returns a stub."""
         return self._scheduler
 
-    async def open_session(self, request: OpenSessionRequest) -> OpenSessionResponse:
+    async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         """Opens a session.
 
         Raises:
             KvRouterError: it was not opened.
         """
         opening = self._scheduler.open_session(request, deadline=Deadline.never())
-        return opening if isinstance(opening, OpenSessionResponse) else await opening
+        return opening if isinstance(opening, pb.OpenSessionResponse) else await opening
 
-    def update_bookings(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+    def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
         """Sends updates with whatever else is ready for the stream."""
         self._start(_UPDATE, request.SerializeToString(), answer)
 
-    def close_session(self, request: CloseSessionRequest) -> None:
+    def close_session(self, request: pb.CloseSessionRequest) -> None:
         """Closes a session."""
         self._start(_CLOSE, request.SerializeToString(), lambda _: None)
 
@@ -182,7 +175,7 @@ class _Response:
 
     def on_end(self) -> None:
         try:
-            response = UpdateBookingsResponse.FromString(self._encoded)
+            response = pb.UpdateBookingsResponse.FromString(self._encoded)
         except DecodeError:
             self._answer(Internal("the service sent a response that cannot be parsed"))
         else:
@@ -265,7 +258,7 @@ class SchedulerChoice:
         try:
             # The cheapest call that needs the Scheduler's event loop.
             deadline = Deadline.after(seconds)
-            await connection.scheduler.list_busy_thresholds(ListBusyThresholdsRequest(), deadline=deadline)
+            await connection.scheduler.list_busy_thresholds(pb.ListBusyThresholdsRequest(), deadline=deadline)
         except KvRouterError as error:
             self.avoid(scheduler_id)
             log.info(

@@ -23,6 +23,7 @@ from kvrouter.net import trace_context
 from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.runtime.deadline import Backoff, Deadline
 from kvrouter.runtime.tracing import Kind, span
+from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest
 from kvrouter.v1.errors import (
     DeadlineExceeded,
@@ -35,12 +36,6 @@ from kvrouter.v1.errors import (
     UnknownModel,
 )
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import (
-    SelectWorkerRequest,
-    SelectWorkerResponse,
-    UpdateBookingsRequest,
-    UpdateBookingsResponse,
-)
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 log = structlog.get_logger(component="frontend")
@@ -134,7 +129,7 @@ class SchedulerLink:
         """Returns when a session is open."""
         await self._open.wait()
 
-    async def select(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
+    async def select(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Chooses a rank. If the session ends meanwhile, the call is repeated in the next session.
 
         Args:
@@ -185,7 +180,7 @@ class SchedulerLink:
 
     async def book(
         self, key: BookingKey, routing: RoutingRequest, hashes: bytes, *, arrived_unix_ns: int = 0, deadline: Deadline
-    ) -> tuple[SelectWorkerResponse, LiveBooking]:
+    ) -> tuple[pb.SelectWorkerResponse, LiveBooking]:
         """Books a rank, and keeps the booking until it is freed. Returns the decision and the booking.
 
         Args:
@@ -198,7 +193,7 @@ class SchedulerLink:
         Raises:
             KvRouterError: as for ``select``.
         """
-        request = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=arrived_unix_ns)
+        request = pb.SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=arrived_unix_ns)
         selection = await self.select(request, deadline=deadline)
         booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size)
         self.keep(booking)
@@ -215,8 +210,8 @@ class SchedulerLink:
         return self._session
 
     async def _select_in(
-        self, session: Session, request: SelectWorkerRequest, deadline: Deadline
-    ) -> SelectWorkerResponse:
+        self, session: Session, request: pb.SelectWorkerRequest, deadline: Deadline
+    ) -> pb.SelectWorkerResponse:
         self._send_updates(session)
         remaining = deadline.remaining()
         request.session_id, request.opening_number = self._session_id, self._updates.opening_number
@@ -311,11 +306,11 @@ class SchedulerLink:
             self._send_call(session, request)
         session.unanswered -= 1
 
-    def _send_call(self, session: Session, request: UpdateBookingsRequest) -> None:
+    def _send_call(self, session: Session, request: pb.UpdateBookingsRequest) -> None:
         session.unanswered += 1
         session.connection.update_bookings(request, lambda answer: self._answered(session, answer))
 
-    def _answered(self, session: Session, answer: UpdateBookingsResponse | KvRouterError) -> None:
+    def _answered(self, session: Session, answer: pb.UpdateBookingsResponse | KvRouterError) -> None:
         session.unanswered -= 1
         if session is not self._session:
             return

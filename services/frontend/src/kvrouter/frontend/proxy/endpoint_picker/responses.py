@@ -6,17 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    BodyMutation,
-    BodyResponse,
-    CommonResponse,
-    HeaderMutation,
-    HeadersResponse,
-    ImmediateResponse,
-    ProcessingResponse,
-    StreamedBodyResponse,
-    TrailersResponse,
-)
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.duration_pb2 import Duration
 from kvrouter.frontend.edge.http_errors import error_body
@@ -30,74 +20,78 @@ MAX_PIECE_BYTES = 62 << 10
 
 def route(
     endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str] = ()
-) -> ProcessingResponse:
+) -> pb.ProcessingResponse:
     """Answers the request's headers: names the endpoints, and sets and removes further headers for the engine."""
     common = _routed(endpoints, headers, removed_headers)
-    return ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=destination(endpoints))
+    return pb.ProcessingResponse(
+        request_headers=pb.HeadersResponse(response=common), dynamic_metadata=destination(endpoints)
+    )
 
 
 def route_whole(
     endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str], body: bytes | None
-) -> ProcessingResponse:
+) -> pb.ProcessingResponse:
     """Does the same as the answer to a body the gateway has kept; ``body`` replaces it, None for no change."""
     changed = {} if body is None else {"content-length": str(len(body))}
     common = _routed(endpoints, {**headers, **changed}, removed_headers)
     if body is not None:
         common.body_mutation.body = body
-    return ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=destination(endpoints))
+    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=destination(endpoints))
 
 
-def request_body(body: bytes | bytearray, *, end_of_stream: bool) -> list[ProcessingResponse]:
+def request_body(body: bytes | bytearray, *, end_of_stream: bool) -> list[pb.ProcessingResponse]:
     """Returns the messages that pass a whole request body on, in pieces; without its end if trailers follow."""
     pieces = [bytes(body[start : start + MAX_PIECE_BYTES]) for start in range(0, len(body), MAX_PIECE_BYTES)] or [b""]
     return [
-        ProcessingResponse(request_body=_streamed(piece, end_of_stream=end_of_stream and number == len(pieces)))
+        pb.ProcessingResponse(request_body=_streamed(piece, end_of_stream=end_of_stream and number == len(pieces)))
         for number, piece in enumerate(pieces, start=1)
     ]
 
 
-def request_headers() -> ProcessingResponse:
+def request_headers() -> pb.ProcessingResponse:
     """Lets the gateway go on with the body, which it keeps together with the headers."""
-    return ProcessingResponse(request_headers=HeadersResponse())
+    return pb.ProcessingResponse(request_headers=pb.HeadersResponse())
 
 
-def more_time(seconds: float) -> ProcessingResponse:
+def more_time(seconds: float) -> pb.ProcessingResponse:
     """Tells the gateway the answer to its message takes up to so many seconds."""
     timeout = Duration()
     timeout.FromMilliseconds(int(seconds * 1000))
-    return ProcessingResponse(override_message_timeout=timeout)
+    return pb.ProcessingResponse(override_message_timeout=timeout)
 
 
-def request_trailers() -> ProcessingResponse:
+def request_trailers() -> pb.ProcessingResponse:
     """Passes the request's trailers on."""
-    return ProcessingResponse(request_trailers=TrailersResponse())
+    return pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
 
 
-def response_headers(headers: Mapping[str, str], removed_headers: Iterable[str] = ()) -> ProcessingResponse:
+def response_headers(headers: Mapping[str, str], removed_headers: Iterable[str] = ()) -> pb.ProcessingResponse:
     """Passes the response's headers on, with further ones for the client, and without those removed."""
     mutation = _mutation(headers)
     mutation.remove_headers.extend(removed_headers)
-    return ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation)))
+    return pb.ProcessingResponse(
+        response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation))
+    )
 
 
-def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_duplex: bool) -> ProcessingResponse:
+def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_duplex: bool) -> pb.ProcessingResponse:
     """Passes a piece of the response on. Unless the gateway waits for every piece, only changed ones are sent back."""
     if full_duplex:
-        return ProcessingResponse(response_body=_streamed(piece, end_of_stream=end_of_stream))
-    changed = CommonResponse(body_mutation=BodyMutation(body=piece)) if is_changed else CommonResponse()
-    return ProcessingResponse(response_body=BodyResponse(response=changed))
+        return pb.ProcessingResponse(response_body=_streamed(piece, end_of_stream=end_of_stream))
+    changed = pb.CommonResponse(body_mutation=pb.BodyMutation(body=piece)) if is_changed else pb.CommonResponse()
+    return pb.ProcessingResponse(response_body=pb.BodyResponse(response=changed))
 
 
-def response_trailers() -> ProcessingResponse:
+def response_trailers() -> pb.ProcessingResponse:
     """Passes the response's trailers on."""
-    return ProcessingResponse(response_trailers=TrailersResponse())
+    return pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 
 
-def refusal(error: KvRouterError, request_id: str) -> ProcessingResponse:
+def refusal(error: KvRouterError, request_id: str) -> pb.ProcessingResponse:
     """Ends the request with an error in the format of the OpenAI API."""
     status, body, headers = error_body(error)
-    return ProcessingResponse(
-        immediate_response=ImmediateResponse(
+    return pb.ProcessingResponse(
+        immediate_response=pb.ImmediateResponse(
             status=HttpStatus(code=status),
             headers=_mutation({"content-type": "application/json", REQUEST_ID_HEADER: request_id} | headers),
             body=msgspec.json.encode(body),
@@ -106,19 +100,19 @@ def refusal(error: KvRouterError, request_id: str) -> ProcessingResponse:
     )
 
 
-def _streamed(piece: bytes, *, end_of_stream: bool) -> BodyResponse:
-    streamed = StreamedBodyResponse(body=piece, end_of_stream=end_of_stream)
-    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+def _streamed(piece: bytes, *, end_of_stream: bool) -> pb.BodyResponse:
+    streamed = pb.StreamedBodyResponse(body=piece, end_of_stream=end_of_stream)
+    return pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed)))
 
 
-def _routed(endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str]) -> CommonResponse:
+def _routed(endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str]) -> pb.CommonResponse:
     mutation = _mutation({DESTINATION: ",".join(endpoints)} | dict(headers))
     mutation.remove_headers.extend(removed_headers)
-    return CommonResponse(header_mutation=mutation, clear_route_cache=True)
+    return pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
 
 
-def _mutation(headers: Mapping[str, str]) -> HeaderMutation:
-    return HeaderMutation(
+def _mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
+    return pb.HeaderMutation(
         set_headers=[
             HeaderValueOption(
                 header=HeaderValue(key=name.lower(), raw_value=value.encode()),
