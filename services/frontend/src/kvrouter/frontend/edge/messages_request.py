@@ -1,14 +1,16 @@
-"""Requests of Anthropic's Messages as chats."""
+"""Requests of Anthropic's Messages as chats, and their responses, whole and as a stream of events."""
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar, Self
 
 import msgspec
 from kvrouter.engines.fields import MESSAGES
 from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
-from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.frame import Piece, ResponseFrame
+from kvrouter.frontend.edge.http_errors import anthropic_error
 from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
 from kvrouter.frontend.edge.messages_chat import (
     EngineMessagesFields,
@@ -19,8 +21,8 @@ from kvrouter.frontend.edge.messages_chat import (
     chat_tool_choice,
     chat_tools,
 )
-from kvrouter.frontend.edge.messages_response import MessageEvents, WholeMessage
 from kvrouter.frontend.edge.request_fields import check_defaults
+from kvrouter.frontend.edge.response_stream import NamedEvents, named_event
 from kvrouter.frontend.edge.translated_request import (
     ROUTING_FIELDS,
     TranslatedRequest,
@@ -29,6 +31,139 @@ from kvrouter.frontend.edge.translated_request import (
     shallow,
     translated_chat,
 )
+from kvrouter.frontend.text.tool_calls import ToolCallPiece
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class WholeMessage(WholeSink):
+    """A whole message."""
+
+    def body(self) -> bytes:
+        """Returns the message as JSON."""
+        whole = self._sequences[0].whole()
+        content: list[dict[str, Any]] = []
+        if whole.reasoning:
+            content.append({"type": "thinking", "thinking": whole.reasoning, "signature": _message_id(self._frame)})
+        if whole.text:
+            content.append({"type": "text", "text": whole.text})
+        content += [_tool_use(call) | {"input": _input(call.arguments)} for call in whole.tool_calls]
+        ending = _ending(whole, calls=bool(whole.tool_calls))
+        return msgspec.json.encode(_message(self._frame, content) | ending | {"usage": _usage(self._frame)})
+
+
+class MessageEvents(NamedEvents):
+    """A ChoiceSink writing a message as events: each block begins, grows and ends before the next one."""
+
+    _block = -1
+    """Number of the last block."""
+    _kind = ""
+    """What grows now: text, thinking or a tool call; empty if no block is open."""
+    _call = -1
+    """Number of the last tool call."""
+    _last: Piece | None = None
+    _has_calls = False
+
+    def _begin(self) -> None:
+        empty = _message(self._frame, []) | _ending(None, calls=False) | {"usage": _usage(self._frame)}
+        self._write_named("message_start", {"message": empty})
+
+    def _piece(self, piece: Piece) -> None:
+        if piece.reasoning:
+            self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            self._grow({"type": "thinking_delta", "thinking": piece.reasoning})
+        # Text that belongs to the end of an output with calls follows them.
+        if piece.text:
+            self._enter("text", {"type": "text", "text": ""})
+            self._grow({"type": "text_delta", "text": piece.text})
+        for call in piece.tool_calls:
+            if call.name:
+                self._leave()
+                self._enter("tool_use", _tool_use(call) | {"input": {}})
+                self._call, self._has_calls = call.index, True
+            if call.arguments:
+                self._grow({"type": "input_json_delta", "partial_json": call.arguments})
+        self._last = piece
+
+    def _finish(self) -> None:
+        self._leave()
+        delta = _ending(self._last, calls=self._has_calls)
+        self._write_named("message_delta", {"delta": delta, "usage": _usage(self._frame)})
+        self._write_named("message_stop", {})
+
+    def _failure(self, body: dict[str, Any]) -> list[bytes]:
+        return [named_event("error", anthropic_error(body))]
+
+    def _enter(self, kind: str, block: dict[str, Any]) -> None:
+        """Begins a block unless one of its kind is open."""
+        if self._kind == kind:
+            return
+        self._leave()
+        self._block, self._kind = self._block + 1, kind
+        self._write_named("content_block_start", {"index": self._block, "content_block": block})
+
+    def _grow(self, delta: dict[str, Any]) -> None:
+        self._write_named("content_block_delta", {"index": self._block, "delta": delta})
+
+    def _leave(self) -> None:
+        """Ends the open block. Clients send the signature of thinking back; here nobody checks it."""
+        if not self._kind:
+            return
+        if self._kind == "thinking":
+            self._grow({"type": "signature_delta", "signature": _message_id(self._frame)})
+        self._write_named("content_block_stop", {"index": self._block})
+        self._kind = ""
+
+
+def _message(frame: ResponseFrame, content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": _message_id(frame),
+        "type": "message",
+        "role": "assistant",
+        "model": frame.request.fields.model,
+        "content": content,
+    }
+
+
+def _message_id(frame: ResponseFrame) -> str:
+    return f"msg_{frame.request_id}"
+
+
+def _ending(piece: Piece | None, *, calls: bool) -> dict[str, Any]:
+    """Returns why a message ended, by its last piece; null while it has not."""
+    reason = None if piece is None else piece.finish_reason
+    stop = None if piece is None else piece.stop_reason
+    if reason is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    # A forced call ends with "stop", unlike here.
+    known = "tool_use" if calls and reason == "stop" else _STOP_REASONS.get(reason, "end_turn")
+    return {"stop_reason": "stop_sequence" if stop is not None else known, "stop_sequence": stop}
+
+
+def _usage(frame: ResponseFrame) -> dict[str, Any]:
+    """Returns the numbers of tokens. Those read from a cache are counted apart, unlike in a chat."""
+    count = frame.counts[0]
+    cached = min(count.cached_tokens or 0, count.prompt_tokens)
+    return {
+        "input_tokens": count.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": count.output_tokens,
+    }
+
+
+def _tool_use(piece: ToolCallPiece) -> dict[str, Any]:
+    return {"type": "tool_use", "id": piece.id, "name": piece.name}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Returns arguments as an object; those that are none, as of an output that was cut, as Anthropic names them."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
 
 _FIELDS = msgspec.json.Decoder(MessagesFields, strict=False)
 _COUNTED_FIELDS = msgspec.json.Decoder(PromptFields, strict=False)
