@@ -1,16 +1,18 @@
-"""Requests of OpenAI's Responses as chats."""
+"""Requests of OpenAI's Responses as chats, and their responses, whole and as a stream of events."""
 
 from __future__ import annotations
 
+import time
 from typing import Any, ClassVar, Self
 
 import msgspec
 from kvrouter.engines.fields import RESPONSES
 from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
-from kvrouter.frontend.edge.frame import ResponseFrame
+from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
 from kvrouter.frontend.edge.request_fields import check_defaults
+from kvrouter.frontend.edge.response_stream import NamedEvents, named_event
 from kvrouter.frontend.edge.responses_chat import (
     EngineResponsesFields,
     ResponsesFields,
@@ -19,8 +21,219 @@ from kvrouter.frontend.edge.responses_chat import (
     chat_tools,
     response_format,
 )
-from kvrouter.frontend.edge.responses_response import ResponseEvents, WholeResponseObject
 from kvrouter.frontend.edge.translated_request import ROUTING_FIELDS, TranslatedRequest, copied, given, translated_chat
+from kvrouter.frontend.text.tool_calls import ToolCallPiece
+
+Event = tuple[str, dict[str, Any]]
+"""Name and fields of an event."""
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Type of the only part of an item."""
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class OutputItems:
+    """Turns pieces of an output into items, and the events of a stream that has them."""
+
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        """The items that have ended."""
+        self.reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self._item: dict[str, Any] | None = None
+        """The item that grows."""
+        self._texts: list[str] = []
+        self._request_id = ""
+
+    def begin(self, request_id: str) -> None:
+        """Sets the id of the request, from which items get theirs."""
+        self._request_id = request_id
+
+    def add(self, piece: Piece) -> list[Event]:
+        """Adds a piece. Returns the events of a stream."""
+        events: list[Event] = []
+        if piece.reasoning:
+            self.reasoning_tokens += len(piece.token_ids)
+            self._enter("reasoning", {"summary": [], "content": []}, events)
+            self._grow("response.reasoning_text.delta", piece.reasoning, events)
+        if piece.text:
+            self._enter("message", {"role": "assistant", "content": []}, events)
+            self._grow("response.output_text.delta", piece.text, events)
+        for call in piece.tool_calls:
+            self._call(call, events)
+        self.finish_reason = piece.finish_reason
+        return events
+
+    def end(self) -> list[Event]:
+        """Ends the last item. Returns the events of a stream."""
+        events: list[Event] = []
+        self._leave(events, "incomplete" if self.finish_reason == "length" else "completed")
+        return events
+
+    def _call(self, call: ToolCallPiece, events: list[Event]) -> None:
+        if call.name:
+            self._leave(events)
+            self._enter("function_call", {"call_id": call.id, "name": call.name, "arguments": ""}, events)
+        if call.arguments:
+            self._grow("response.function_call_arguments.delta", call.arguments, events)
+
+    def _enter(self, kind: str, fields: dict[str, Any], events: list[Event]) -> None:
+        """Begins an item unless one of its kind grows."""
+        if self._item is not None and self._item["type"] == kind:
+            return
+        self._leave(events)
+        item_id = f"{_PREFIXES[kind]}_{self._request_id}_{len(self.done)}"
+        self._item = {"id": item_id, "type": kind, "status": "in_progress"} | fields
+        events.append(("response.output_item.added", {"output_index": len(self.done), "item": dict(self._item)}))
+        if kind in _PARTS:
+            events.append(("response.content_part.added", self._place(kind) | {"part": _part(kind, "")}))
+
+    def _grow(self, name: str, text: str, events: list[Event]) -> None:
+        assert self._item is not None, "an item has begun"  # noqa: S101
+        self._texts.append(text)
+        fields = self._place(self._item["type"]) | {"delta": text}
+        events.append((name, fields | {"logprobs": []} if self._item["type"] == "message" else fields))
+
+    def _leave(self, events: list[Event], status: str = "completed") -> None:
+        """Ends the item that grows."""
+        item, text = self._item, "".join(self._texts)
+        if item is None:
+            return
+        kind = item["type"]
+        place = self._place(kind)
+        if kind == "function_call":
+            item["arguments"] = text
+            events.append(("response.function_call_arguments.done", place | {"arguments": text, "name": item["name"]}))
+        else:
+            part = _part(kind, text)
+            item["content"] = [part]
+            extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            events.append((f"response.{_PARTS[kind]}.done", place | {"text": text} | extra))
+            events.append(("response.content_part.done", place | {"part": part}))
+        item["status"] = status
+        events.append(("response.output_item.done", {"output_index": len(self.done), "item": item}))
+        self.done.append(item)
+        self._item = None
+        self._texts.clear()
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        assert self._item is not None, "an item has begun"  # noqa: S101
+        place = {"item_id": self._item["id"], "output_index": len(self.done)}
+        return place | {"content_index": 0} if kind in _PARTS else place
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    part = {"type": _PARTS[kind], "text": text}
+    return part | {"annotations": [], "logprobs": []} if kind == "message" else part
+
+
+_ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "prompt_cache_key", "reasoning")
+_ALSO_ECHOED = ("safety_identifier", "service_tier", "temperature", "text", "tools", "top_p", "user")
+_CUT = "length"
+_FAILURES = {"rate_limit_exceeded": "rate_limit_exceeded"}
+"""Codes of a failed response that are OpenAI's; others are its server_error."""
+
+
+class _Envelope:
+    """Everything of a response but its items."""
+
+    def __init__(self, frame: ResponseFrame, fields: ResponsesFields) -> None:
+        self._frame = frame
+        echoed = {name: getattr(fields, name) for name in (*_ECHOED, *_ALSO_ECHOED)}
+        self._fields = echoed | {
+            "object": "response",
+            "created_at": int(time.time()),
+            "background": False,
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "tool_choice": fields.tool_choice or "auto",
+            "tools": fields.tools or [],
+            "truncation": "disabled",
+        }
+
+    def with_items(self, items: OutputItems, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the response."""
+        cut = status == "incomplete"
+        return (
+            {"id": f"resp_{self._frame.request_id}"}
+            | self._fields
+            | {
+                "status": status,
+                "error": error,
+                "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+                "output": items.done,
+                "usage": None if status == "in_progress" else self._usage(items),
+            }
+        )
+
+    def _usage(self, items: OutputItems) -> dict[str, Any]:
+        count = self._frame.counts[0]
+        return {
+            "input_tokens": count.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": count.cached_tokens or 0, "cache_write_tokens": 0},
+            "output_tokens": count.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": items.reasoning_tokens},
+            "total_tokens": count.prompt_tokens + count.output_tokens,
+        }
+
+
+class WholeResponseObject(WholeSink):
+    """A whole response. Its items are in the order of their pieces."""
+
+    def __init__(self, frame: ResponseFrame, fields: ResponsesFields) -> None:
+        super().__init__(frame)
+        self._envelope = _Envelope(frame, fields)
+        self._items = OutputItems()
+
+    def add(self, index: int, piece: Piece) -> None:  # noqa: ARG002 - there is one sequence
+        """Adds a piece."""
+        self._items.begin(self._frame.request_id)
+        self._items.add(piece)
+
+    def body(self) -> bytes:
+        """Returns the response as JSON."""
+        self._items.end()
+        return msgspec.json.encode(self._envelope.with_items(self._items, _status(self._items)))
+
+
+class ResponseEvents(NamedEvents):
+    """A ChoiceSink writing a response as events, which are numbered."""
+
+    def __init__(self, frame: ResponseFrame, events: EventStream, fields: ResponsesFields) -> None:
+        super().__init__(frame, events)
+        self._envelope = _Envelope(frame, fields)
+        self._items = OutputItems()
+        self._number = 0
+
+    def _begin(self) -> None:
+        self._items.begin(self._frame.request_id)
+        for name in ("response.created", "response.in_progress"):
+            self._numbered(name, {"response": self._envelope.with_items(self._items, "in_progress")})
+
+    def _piece(self, piece: Piece) -> None:
+        for name, fields in self._items.add(piece):
+            self._numbered(name, fields)
+
+    def _finish(self) -> None:
+        for name, fields in self._items.end():
+            self._numbered(name, fields)
+        status = _status(self._items)
+        self._numbered(f"response.{status}", {"response": self._envelope.with_items(self._items, status)})
+
+    def _failure(self, body: dict[str, Any]) -> list[bytes]:
+        error = body["error"]
+        shown = {"code": _FAILURES.get(str(error.get("code")), "server_error"), "message": str(error.get("message"))}
+        response = self._envelope.with_items(self._items, "failed", shown)
+        return [named_event("response.failed", {"sequence_number": self._number, "response": response})]
+
+    def _numbered(self, name: str, fields: dict[str, Any]) -> None:
+        self._write_named(name, {"sequence_number": self._number} | fields)
+        self._number += 1
+
+
+def _status(items: OutputItems) -> str:
+    return "incomplete" if items.finish_reason == _CUT else "completed"
+
 
 _FIELDS = msgspec.json.Decoder(ResponsesFields, strict=False)
 _ENGINE_FIELDS = msgspec.json.Decoder(EngineResponsesFields, strict=False)
