@@ -11,8 +11,8 @@ from kvrouter.core import MemoryBudget
 from kvrouter.engines.relay.metrics import RelayMetrics
 from kvrouter.frontend.access.following import FollowedKeys
 from kvrouter.frontend.access.json_web_tokens import FollowedSigningKeys
-from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.access.refusals import Refusals
+from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.processes.parent import ProcessMetrics
 from kvrouter.frontend.proxy.endpoint_picker.exchange import PickerMetrics

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
-from kvrouter.frontend.access.request_admission import RequestAdmission
+from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits, RequestAdmission
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.progress import OutputReceiver

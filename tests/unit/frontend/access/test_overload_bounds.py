@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from kvrouter.frontend.access.overload_bounds import CountedRequest, OverloadBounds, OverloadLimits
+from kvrouter.frontend.access.request_admission import CountedRequest, OverloadBounds, OverloadLimits
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1.common_pb2 import Role

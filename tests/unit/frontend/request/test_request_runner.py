@@ -9,10 +9,9 @@ import pytest
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller, RateLimits, acting_for
 from kvrouter.frontend.access.limit_table import LimitTable
-from kvrouter.frontend.access.overload_bounds import OverloadBounds, OverloadLimits
 from kvrouter.frontend.access.quotas import Quotas
 from kvrouter.frontend.access.refusals import Refusals
-from kvrouter.frontend.access.request_admission import RequestAdmission
+from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits, RequestAdmission
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels

@@ -3,19 +3,184 @@
 A request takes its part of its caller's limits as soon as its headers are known (``Access``), with an estimate of its
 tokens. Here it is admitted once its prompt is known: its tokens replace the estimate, and the bounds of this Frontend
 count it.
+
+Admits requests by their number, the size of their bodies and prompts, and their work for their model's workers.
+
+    work of a request = prompt tokens + min(maximum output tokens, mean output tokens of the model)
+    bounds of a model = max_work * KV cache of its workers, tokens of work
+                        max_work * slots of its ranks, requests
+
+The mean is that of the last requests that ended (EWMA), so a high ``max_tokens`` does not count in full. Prefixes
+that requests share are counted in each: with long shared prefixes the bound must be higher. Slots are the requests
+that ranks run at once (``max_sequences``), without those of prefill workers, which a request leaves after its prompt. A
+bound does not apply while the size of the KV cache of a worker, or the slots of a rank, are unknown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrouter.frontend.access.access import Access
-from kvrouter.frontend.access.body_room import BodyRoom
+from kvrouter.frontend.access.body_room import MAX_WAITING, BodyRoom, BodyRooms, current_room
 from kvrouter.frontend.access.caller import current_caller, current_grant
-from kvrouter.frontend.access.overload_bounds import CountedRequest, OverloadBounds
-from kvrouter.frontend.access.quotas import Grant
+from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant
+from kvrouter.runtime.bounds import FairBound, bounds_of
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.common_pb2 import Role
+from kvrouter.v1.errors import Overloaded
+from prometheus_client import CollectorRegistry, Counter
+
+_FIRST_OUTPUT_TOKENS = 256.0
+"""Mean output before any request has ended."""
+_SMOOTHING = 0.05
+_RETRY_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadLimits:
+    """Bounds of one process; 0 for none."""
+
+    requests: int
+    prompt_bytes: int
+    work: float
+    """Work of a model in multiples of the KV cache, and of the slots, of its workers."""
+
+
+@dataclass(slots=True, eq=False)
+class CountedRequest:
+    """A request counting until it is ended. End it once."""
+
+    bounds: OverloadBounds
+    model: _Model
+    tenant: str
+    size: int
+    """Bytes of its prompt beyond those of its body."""
+    work: float
+    """Tokens of KV cache it takes."""
+
+    def end(self, output_tokens: int) -> None:
+        """Ends the request; ``output_tokens`` is 0 if it had no output."""
+        self.bounds.end(self.tenant, self.size)
+        self.model.work.remove(self.tenant, self.work)
+        self.model.slots.remove(self.tenant, 1)
+        if output_tokens:
+            self.model.mean_output += _SMOOTHING * (output_tokens - self.model.mean_output)
+
+
+@dataclass(slots=True)
+class _Model:
+    work: FairBound = field(default_factory=lambda: FairBound(0.0))
+    """Tokens of KV cache."""
+    slots: FairBound = field(default_factory=lambda: FairBound(0.0))
+    """Requests."""
+    mean_output: float = _FIRST_OUTPUT_TOKENS
+
+
+class OverloadBounds:
+    """Admits the requests of one process within its bounds."""
+
+    def __init__(self, limits: OverloadLimits, registry: CollectorRegistry) -> None:
+        self._limits = limits
+        self._requests = FairBound(limits.requests)
+        self._prompt_bytes = FairBound(limits.prompt_bytes)
+        self._rooms = BodyRooms(self._prompt_bytes, lambda message: self._refusal("prompt_bytes", message))
+        self._models: dict[str, _Model] = {}
+        self._refused = Counter(
+            "kvrouter_frontend_overload_refusals",
+            "Requests refused because there is no room for them, by bound: requests, prompt_bytes or work.",
+            ["bound"],
+            registry=registry,
+        )
+        for bound in ("requests", "prompt_bytes", "work"):
+            self._refused.labels(bound=bound)
+        bounds = bounds_of(registry)
+        bounds.add("requests_in_flight", lambda: self._requests.used, limits.requests)
+        bounds.add("prompt_bytes_in_flight", lambda: self._prompt_bytes.used, limits.prompt_bytes)
+        bounds.add("waiting_bodies", lambda: self._rooms.waiting, MAX_WAITING)
+        bounds.add("admitted_work_share", self._highest_work_share, 1.0 if limits.work else 0.0)
+
+    def room(self, tenant: str, weight: float, grant: Grant | None) -> BodyRoom:
+        """Returns room for the body of a request, of which nothing is taken yet; arguments as for ``BodyRoom``."""
+        return BodyRoom(self._rooms, tenant, weight, grant)
+
+    def admit(
+        self, views: Sequence[ComponentView], tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
+    ) -> CountedRequest:
+        """Admits a request, which then counts until it is ended. Its prompt uses the room of its body first.
+
+        Args:
+            views: The components of its model, at least one.
+            tenant: Its tenant, empty for none.
+            weight: Share of the tenant when there is not enough room for all.
+            prompt_tokens: Tokens of its prompt.
+            max_output_tokens: Maximum number of output tokens; 0 if unknown.
+
+        Raises:
+            Overloaded: there is no room for it; nothing is counted then.
+        """
+        name = views[0].descriptor.model
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = _Model()
+        if self._limits.work:
+            model.work.most = self._limits.work * _cache_tokens(views)
+            model.slots.most = self._limits.work * _slots(views)
+        room = current_room()
+        size = prompt_tokens * TOKEN_BYTES
+        if room is not None:
+            size = room.claim(size)
+        work = prompt_tokens + min(max_output_tokens or model.mean_output, model.mean_output)
+        if not self._requests.try_add(tenant, weight, 1):
+            raise self._refusal("requests", "this Frontend runs as many requests as it may")
+        if size and not self._prompt_bytes.try_add(tenant, weight, size):
+            self._requests.remove(tenant, 1)
+            raise self._refusal("prompt_bytes", "this Frontend has no room for further prompts")
+        has_slot = model.slots.try_add(tenant, weight, 1)
+        if not has_slot or not model.work.try_add(tenant, weight, work):
+            if has_slot:
+                model.slots.remove(tenant, 1)
+            self.end(tenant, size)
+            raise self._refusal("work", "the workers of the model have more work than they can finish in time")
+        return CountedRequest(self, model, tenant, size, work)
+
+    def end(self, tenant: str, size: int) -> None:
+        """Ends a request of a tenant whose prompt takes so many bytes beside the room of its body."""
+        self._requests.remove(tenant, 1)
+        if size:
+            self._rooms.remove_prompt(tenant, size)
+
+    def _highest_work_share(self) -> float:
+        """Returns the part of its fuller bound the model with most work has in use, 0 to about 1."""
+        bounds = [bound for model in self._models.values() for bound in (model.work, model.slots)]
+        return max((bound.used / bound.most for bound in bounds if bound.most), default=0.0)
+
+    def _refusal(self, bound: str, message: str) -> Overloaded:
+        self._refused.labels(bound=bound).inc()
+        return Overloaded(message, _RETRY_MS)
+
+
+def _cache_tokens(views: Sequence[ComponentView]) -> int:
+    """Returns the size of the KV cache of all workers, tokens; 0 if the size of one of them is not known."""
+    caches = [
+        rank.total_blocks * view.descriptor.block_size
+        for view in views
+        for worker in view.workers.values()
+        for rank in worker.ranks
+    ]
+    return sum(caches) if all(caches) else 0
+
+
+def _slots(views: Sequence[ComponentView]) -> int:
+    """Returns the requests the ranks run at once, without prefill workers; 0 if the number is not known of one."""
+    slots = [
+        worker.max_sequences
+        for view in views
+        if view.descriptor.role != Role.ROLE_PREFILL
+        for worker in view.workers.values()
+        for _ in worker.ranks
+    ]
+    return sum(slots) if all(slots) else 0
 
 
 @dataclass(slots=True, eq=False)
