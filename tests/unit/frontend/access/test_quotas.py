@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.frontend.access.caller import Caller, RateLimits
-from kvrouter.frontend.access.limit_table import LimitTable, shared_file
-from kvrouter.frontend.access.quotas import LimitReached, Quotas
+from kvrouter.frontend.access.quotas import LimitReached, LimitTable, Quotas, shared_file
 from kvrouter.frontend.access.refusals import RefusalReason
 
 

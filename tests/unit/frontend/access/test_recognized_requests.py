@@ -7,8 +7,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.api_keys import ApiKeys
 from kvrouter.frontend.access.caller import Caller
 from kvrouter.frontend.access.key_file import KeyEntry, KeyFile, new_key
-from kvrouter.frontend.access.limit_table import LimitTable
-from kvrouter.frontend.access.quotas import Quotas
+from kvrouter.frontend.access.quotas import LimitTable, Quotas
 from kvrouter.frontend.access.refusals import CredentialRefused, RefusalReason, Refusals
 from kvrouter.v1.errors import RateLimited
 from prometheus_client import CollectorRegistry

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import Caller, RateLimits, acting_for
-from kvrouter.frontend.access.limit_table import LimitTable
-from kvrouter.frontend.access.quotas import Quotas
+from kvrouter.frontend.access.quotas import LimitTable, Quotas
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits, RequestAdmission
 from kvrouter.frontend.metrics import FrontendMetrics

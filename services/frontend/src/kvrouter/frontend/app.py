@@ -13,8 +13,8 @@ import aiohttp
 import structlog
 from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.client_bookings import ClientBookings
-from kvrouter.frontend.access.limit_table import LimitTable
 from kvrouter.frontend.access.opening import open_access
+from kvrouter.frontend.access.quotas import LimitTable
 from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits, RequestAdmission
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics

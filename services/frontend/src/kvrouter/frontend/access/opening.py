@@ -11,8 +11,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.following import FollowedKeys, follow_salt_key
 from kvrouter.frontend.access.key_file import KeyFileError
-from kvrouter.frontend.access.limit_table import LimitTable
-from kvrouter.frontend.access.quotas import Quotas
+from kvrouter.frontend.access.quotas import LimitTable, Quotas
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.rules import FieldRules
 from kvrouter.frontend.settings import FrontendSettings

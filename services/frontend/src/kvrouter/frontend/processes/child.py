@@ -15,7 +15,7 @@ from typing import NoReturn
 import aiohttp
 import msgspec
 from kvrouter.frontend import app
-from kvrouter.frontend.access.limit_table import LimitTable
+from kvrouter.frontend.access.quotas import LimitTable
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.process import lifecycle

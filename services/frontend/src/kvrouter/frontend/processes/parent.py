@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 from aiohttp import web
-from kvrouter.frontend.access.limit_table import shared_file
+from kvrouter.frontend.access.quotas import shared_file
 from kvrouter.frontend.processes.child import Assignment, Report
 from kvrouter.frontend.processes.merged_metrics import MergedMetrics
 from kvrouter.frontend.settings import FrontendSettings
