@@ -19,8 +19,8 @@ from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import routed_on_text
 from kvrouter.frontend.proxy.endpoint_picker import responses
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayRequest
-from kvrouter.frontend.proxy.endpoint_picker.metadata import code_details, header_values, served_endpoint
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
+from kvrouter.frontend.proxy.endpoint_picker.responses import code_details, header_values, served_endpoint
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.net.budgets import loop_budget
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
