@@ -14,10 +14,10 @@ from kvrouter.frontend.request.generation import BOOKED_ID_MARK, Generation
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.workers.attempt import RunningCall
-from kvrouter.frontend.workers.circuit_breaker import BackOff
 from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
 from kvrouter.frontend.workers.connection import ResponseReceiver
 from kvrouter.frontend.workers.health import WorkerHealth
+from kvrouter.frontend.workers.observed_worker import BackOff
 from kvrouter.frontend.workers.output import Output
 from kvrouter.frontend.workers.poison_prompts import PoisonPrompts, RequestDeaths
 from kvrouter.net.calls import OutcomeUnknown

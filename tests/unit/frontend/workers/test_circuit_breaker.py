@@ -6,7 +6,7 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.frontend.workers.circuit_breaker import BackOff, CircuitBreaker
+from kvrouter.frontend.workers.observed_worker import BackOff, CircuitBreaker
 
 BACK_OFF = BackOff(failures=3, first_seconds=1.0, max_seconds=8.0)
 LONGEST = 8.0 * 1.25

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from kvrouter.frontend.workers.circuit_breaker import BackOff
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
+from kvrouter.frontend.workers.observed_worker import BackOff
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
 from kvrouter.v1.names import ComponentName

@@ -11,10 +11,10 @@ from typing import cast
 
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.workers.circuit_breaker import BackOff
 from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
 from kvrouter.frontend.workers.connection import Probe
 from kvrouter.frontend.workers.health import WorkerHealth
+from kvrouter.frontend.workers.observed_worker import BackOff
 from kvrouter.frontend.workers.probes import StallTrials, WorkerProbes
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName

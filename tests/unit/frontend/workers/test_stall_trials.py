@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.workers.circuit_breaker import BackOff
 from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
 from kvrouter.frontend.workers.connection import ResponseReceiver
 from kvrouter.frontend.workers.health import WorkerHealth
+from kvrouter.frontend.workers.observed_worker import BackOff
 from kvrouter.frontend.workers.probes import StallTrials
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView

@@ -36,10 +36,10 @@ from kvrouter.frontend.text.client_work import ClientWork, Owner
 from kvrouter.frontend.text.model_files import fetch_files
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.frontend.web.routes import open_page
-from kvrouter.frontend.workers.circuit_breaker import BackOff
 from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
 from kvrouter.frontend.workers.failures import MAX_WATCHERS
 from kvrouter.frontend.workers.health import WorkerHealth
+from kvrouter.frontend.workers.observed_worker import BackOff
 from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, MAX_UNSENT, PoisonPrompts, SharedDeaths
 from kvrouter.frontend.workers.probes import StallTrials, WorkerProbes
 from kvrouter.runtime import http_server

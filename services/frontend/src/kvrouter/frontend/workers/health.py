@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Seq
 from random import Random
 
 import structlog
-from kvrouter.frontend.workers.circuit_breaker import BackOff, CircuitBreaker
 from kvrouter.frontend.workers.failures import WorkerFate
 from kvrouter.frontend.workers.observed_worker import (
     LOST_SECONDS,
     REASONS,
+    BackOff,
+    CircuitBreaker,
     ObservedWorker,
     Registered,
     WorkerCall,
