@@ -6,8 +6,7 @@ from random import Random
 from typing import cast
 
 import pytest
-from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
-from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import RoutingRequest

@@ -24,8 +24,7 @@ from kvrouter.frontend.request.prefill_attempt import (
     runs_concurrently,
 )
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
-from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
-from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
 from kvrouter.frontend.workers.attempt import Dispatch
 from kvrouter.frontend.workers.client import Workers
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths

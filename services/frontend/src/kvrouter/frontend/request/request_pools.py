@@ -9,7 +9,7 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.request.validation import can_take
-from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.schedulers.link_pool import PoolChoice
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView

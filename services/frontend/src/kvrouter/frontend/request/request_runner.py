@@ -20,8 +20,7 @@ from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
 from kvrouter.frontend.request.request_pools import RequestPools
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits, check_request, check_vocabulary, fitting_pools
-from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
-from kvrouter.frontend.schedulers.pool_choice import PoolChoice
+from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.workers.client import WorkerClient, Workers
 from kvrouter.frontend.workers.poison_prompts import PoisonPrompts, RequestDeaths

@@ -1,11 +1,25 @@
-"""The links to the Schedulers of all components: one per component, or one per shard if the component is sharded."""
+"""The links to the Schedulers of all components, and the choice among components that can serve one request.
+
+There is one link per component, or one per shard if the component is sharded.
+
+Each component's Scheduler names its cheapest rank and that rank's cost, without a booking. The request goes to the
+component where
+
+1. the Scheduler has a rank for it at all,
+2. the conversation's previous request went to that rank,
+3. the request would not be queued,
+4. the cost is lowest (in the policy's unit, blocks counted in tokens).
+
+Equal costs, and policies without a cost, leave the choice to chance, in proportion to the numbers of workers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 
 from kvrouter.core import sequence_hashes
 from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource
@@ -13,9 +27,12 @@ from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS,
 from kvrouter.frontend.schedulers.sharding import PrefixSplit, Sharding
 from kvrouter.net import trace_context
 from kvrouter.runtime.contracts import Scheduler
-from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.v1.errors import DependencyAway
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.v1.common_pb2 import RoutingRequest
+from kvrouter.v1.errors import DependencyAway, KvRouterError
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 
 _WHOLE = 0
 """Shard number of an unsharded component."""
@@ -173,3 +190,46 @@ class SchedulerLinks:
                 link.run(), name=f"scheduler-link {name} {shard}", context=trace_context.background()
             )
         return link
+
+
+_Rating = tuple[bool, bool, bool, float, float]
+"""Sort key of components; the lowest is first."""
+
+
+class PoolChoice:
+    """Compares components by the answers of their Schedulers."""
+
+    def __init__(self, links: SchedulerLinks, rng: Random | None = None) -> None:
+        """``rng`` breaks ties."""
+        self._links = links
+        self._rng = rng or Random()
+
+    async def cheapest_first(
+        self, views: Sequence[ComponentView], routing: Callable[[ComponentView], RoutingRequest], deadline: Deadline
+    ) -> list[ComponentView]:
+        """Returns the components, the cheapest one first. No Scheduler is asked about a single one.
+
+        Args:
+            views: The components.
+            routing: Returns the request as the Scheduler of a component receives it.
+            deadline: Deadline of the request. A Scheduler that does not answer delays it by 2 seconds at most.
+        """
+        if len(views) <= 1:
+            return list(views)
+        limit = deadline.within(HEARTBEAT_TIMEOUT_SECONDS)
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(self._rate(view, routing(view), limit)) for view in views]
+        ratings = [task.result() for task in asked]
+        return [views[place] for place in sorted(range(len(views)), key=ratings.__getitem__)]
+
+    async def _rate(self, view: ComponentView, routing: RoutingRequest, deadline: Deadline) -> _Rating:
+        # The least of several exponential variates is each one with a probability in proportion to its rate.
+        chance = self._rng.expovariate(len(view.workers) or 1e-9)
+        try:
+            scheduler = self._links.scheduler(view.name)
+            selection = await scheduler.select_worker(
+                SelectWorkerRequest(request=routing, compares=True), deadline=deadline
+            )
+        except KvRouterError:
+            return (True, False, False, 0.0, chance)
+        return (False, not selection.keeps_conversation, selection.would_queue, selection.cost, chance)
