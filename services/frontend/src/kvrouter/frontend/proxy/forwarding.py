@@ -19,8 +19,17 @@ from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
-from kvrouter.frontend.proxy.engine_body import can_share, decode_body, engine_request_id, prefill_body, transfer_params
-from kvrouter.frontend.proxy.engine_connection import EngineFailed, chunks, failure_body, posted
+from kvrouter.frontend.proxy.engine_body import (
+    EngineFailed,
+    can_share,
+    chunks,
+    decode_body,
+    engine_request_id,
+    failure_body,
+    posted,
+    prefill_body,
+    transfer_params,
+)
 from kvrouter.frontend.proxy.engine_response import EngineResponse, count_tokens
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.request.request_runner import RequestRunner
