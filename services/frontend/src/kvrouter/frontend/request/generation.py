@@ -28,7 +28,7 @@ from kvrouter.frontend.request.progress import (
     describe_outcome,
     of_request,
 )
-from kvrouter.frontend.request.request_pools import RequestPools
+from kvrouter.frontend.request.served_models import RequestPools
 from kvrouter.frontend.request.validation import can_take
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks

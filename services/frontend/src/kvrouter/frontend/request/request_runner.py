@@ -17,8 +17,7 @@ from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_bl
 from kvrouter.frontend.request.generation import Generation
 from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
-from kvrouter.frontend.request.request_pools import RequestPools
-from kvrouter.frontend.request.served_models import ServedModels
+from kvrouter.frontend.request.served_models import RequestPools, ServedModels
 from kvrouter.frontend.request.validation import Limits, check_request, check_vocabulary, fitting_pools
 from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
 from kvrouter.frontend.settings import FrontendSettings
