@@ -1,8 +1,8 @@
-"""Remembers the tokens of pieces of prompts, so a shared prefix is tokenized once.
+"""Remembers the tokens of pieces of prompts and of words, so shared prefixes and new texts cost little.
 
 A text is cut where its tokens are certain to be the same as without the cut. So the tokens of a text are those of its
 pieces. Where it is cut depends only on the text before and just after the cut. So texts with a common prefix have
-common pieces.
+common pieces. A word ends at such a place, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 PIECE_CHARACTERS = 256
 """Shortest piece. Longer pieces cost less to look up, but more tokens of a prefix lie after its last cut."""
@@ -92,3 +94,109 @@ class PieceCache:
 
 def _size(piece: str, tokens: bytes) -> int:
     return _OVERHEAD_BYTES + len(piece.encode()) + len(tokens)
+
+
+MAX_CHARACTERS = 64
+"""Longest word to keep. Longer ones are hardly ever repeated."""
+_ENTRY_BYTES = 384
+"""Memory of an entry: at most 200 bytes, twice because the tables of Python grow so."""
+_LEARNED = 4
+"""Words kept of a text of which most are new. A word costs as much as two of the text: a call each."""
+
+
+class TooManyNewWords(Exception):
+    """More words of a text are new than may be tokenized."""
+
+
+@dataclass(slots=True)
+class WordBudget:
+    """Bounds the tokenized new words."""
+
+    left: int
+
+    def take(self, words: Sequence[str]) -> None:
+        """Takes words out of the budget.
+
+        Raises:
+            TooManyNewWords: fewer are left, or a word is so long it takes much more time than others.
+        """
+        self.left -= len(words)
+        if self.left < 0 or any(len(word) > MAX_CHARACTERS for word in words):
+            raise TooManyNewWords
+
+
+class WordCache:
+    """Tokens of words. Usable from several threads.
+
+    There are two generations. When the younger one is full it becomes the older one, and the words of the one before
+    it are dropped, unless they were used since.
+    """
+
+    def __init__(
+        self, gap: re.Pattern[str], encode: Callable[[Sequence[str]], Sequence[bytes]], max_bytes: int
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            gap: Matches the space before each word.
+            encode: Returns the tokens of texts as packed buffers.
+            max_bytes: Memory of the cache.
+        """
+        self._gap = gap
+        self._encode = encode
+        self._max_words = max(1, max_bytes // _ENTRY_BYTES // 2)
+        # By word without the space before it.
+        self._young: dict[str, bytes] = {}
+        self._old: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def encode(self, text: str, budget: WordBudget | None = None) -> bytes:
+        """Returns the tokens of a text as a packed buffer.
+
+        Args:
+            text: The text.
+            budget: New words that may be tokenized; None for any number.
+
+        Raises:
+            TooManyNewWords: more words are new than the budget has.
+        """
+        spaced = text[:1] == " "
+        names = self._gap.split(text[1:] if spaced else text)
+        # Only the first word of a whole text has no space before it.
+        first = "" if spaced else names.pop(0)
+        found = list(map(self._young.get, names))
+        if None in found:
+            known, mostly_new = self._learn(
+                dict.fromkeys(name for name, tokens in zip(names, found, strict=True) if tokens is None),
+                len(names) // 2,
+                budget,
+            )
+            if mostly_new:
+                return self._encode([text])[0]
+            found = [known[name] if tokens is None else tokens for name, tokens in zip(names, found, strict=True)]
+        return (self._encode([first])[0] if first else b"") + b"".join(cast("list[bytes]", found))
+
+    def _learn(self, names: Collection[str], max_new: int, budget: WordBudget | None) -> tuple[dict[str, bytes], bool]:
+        """Adds words to the younger generation: few of them if there are too many new ones.
+
+        Returns:
+            The tokens of the added text, and whether there were too many.
+        """
+        old = self._old
+        known = {name: old[name] for name in names if name in old}
+        new = [name for name in names if name not in known]
+        if budget is not None:
+            budget.take(new)
+        too_many = len(new) > max_new
+        if too_many:
+            del new[_LEARNED:]
+        if new:
+            known.update(zip(new, self._encode([f" {name}" for name in new]), strict=True))
+        for name, tokens in known.items():
+            if len(name) <= MAX_CHARACTERS:
+                if len(self._young) >= self._max_words:
+                    self._old, self._young = self._young, {}
+                self._young[name] = tokens
+        return known, too_many
