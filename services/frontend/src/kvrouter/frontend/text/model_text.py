@@ -12,8 +12,13 @@ from kvrouter.engines.chats import chat_rule
 from kvrouter.frontend.text.call_reader import ToolFormatName, tool_format
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.client_work import Slices
-from kvrouter.frontend.text.detokenizer import PROMPT_TOKENS, Detokenizer
-from kvrouter.frontend.text.reasoning import ReasoningFormatName, ReasoningParser, reasoning_format
+from kvrouter.frontend.text.detokenizer import (
+    PROMPT_TOKENS,
+    Detokenizer,
+    ReasoningFormatName,
+    ReasoningParser,
+    reasoning_format,
+)
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
 from kvrouter.net.model_files import OUTPUT_FORMAT, TOKENIZER
 
