@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from kvrouter.frontend.edge.completion_request import CompletionRequest
 from kvrouter.frontend.edge.event_stream import EventStream
-from kvrouter.frontend.edge.token_responses import CompletionStream
+from kvrouter.frontend.edge.text_responses import CompletionStream
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES

@@ -11,8 +11,8 @@ import pytest
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.completion_request import CompletionRequest
 from kvrouter.frontend.edge.text_request import TextPrompt
+from kvrouter.frontend.edge.text_responses import WholeCompletion
 from kvrouter.frontend.edge.token_list import encode_token_ids
-from kvrouter.frontend.edge.token_responses import WholeCompletion
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.v1.common_pb2 import Rank

@@ -35,9 +35,8 @@ from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.edge.text_request import TextRequest
-from kvrouter.frontend.edge.text_responses import StreamedResponse, WholeResponse
+from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
-from kvrouter.frontend.edge.token_responses import CompletionStream, WholeCompletion
 from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
 from kvrouter.frontend.proxy.engine_body import check_salted, permitted, serves_itself
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
