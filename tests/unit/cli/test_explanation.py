@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 
 import pytest
-from kvrouter.cli.explain import lookups, matching_ids
-from kvrouter.cli.explanation import candidates_table, comparison_table, remainder, summary
+from kvrouter.cli.explain import candidates_table, comparison_table, lookups, matching_ids, remainder, summary
 from kvrouter.cli.terminal import PlainConsole
-from kvrouter.cli.top.decisions_table import request_name, why
+from kvrouter.cli.top.tables import request_name, why
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 from rich.table import Table

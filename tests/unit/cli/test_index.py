@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.index.calls import rank_of_text
-from kvrouter.cli.top.formatting import rank_name
+from kvrouter.cli.terminal import rank_name
 from kvrouter.v1.common_pb2 import Rank
 
 LONG = Rank(worker_id=1_234_567_890_123, dp_rank=1)

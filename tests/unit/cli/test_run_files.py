@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.cli.run_files import RunningSystem, announced, running_system, running_systems
+from kvrouter.cli.running import RunningSystem, announced, running_system, running_systems
 
 OTHER = """
 import sys
-from kvrouter.cli.run_files import RunningSystem, announced
+from kvrouter.cli.running import RunningSystem, announced
 with announced(RunningSystem("up", scheduler=sys.argv[1])):
     print("announced", flush=True)
     sys.stdin.read()

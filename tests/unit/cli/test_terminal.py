@@ -7,7 +7,7 @@ import io
 import pytest
 from kvrouter.cli.explain import candidates_table, summary
 from kvrouter.cli.terminal import PlainConsole, visible
-from kvrouter.cli.top.decisions_table import decisions_table
+from kvrouter.cli.top.tables import decisions_table
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 from rich.console import RenderableType

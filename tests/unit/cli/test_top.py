@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from kvrouter.cli.terminal import PlainConsole
-from kvrouter.cli.top.formatting import count
+from kvrouter.cli.terminal import PlainConsole, count
 from kvrouter.cli.top.frame import frame
 from kvrouter.runtime.overview.ranks import HitRate, HitWindow, duration
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System

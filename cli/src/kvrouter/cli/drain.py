@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar, cast
 
-from kvrouter.cli.component_names import named_component
+from kvrouter.cli.arguments import named_component
+from kvrouter.cli.connections import open_service
 from kvrouter.cli.errors import CommandFailed
-from kvrouter.cli.services import open_service
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.sources import Where, open_sources
 from kvrouter.runtime.contracts import Scheduler

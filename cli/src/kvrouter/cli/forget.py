@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from google.protobuf.message import DecodeError
-from kvrouter.cli.component_names import component_name
+from kvrouter.cli.arguments import component_name
+from kvrouter.cli.connections import command_etcd
 from kvrouter.cli.errors import CommandFailed, WrongUsage
-from kvrouter.cli.etcd import command_etcd
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.net.etcd import AWAY, InvalidEndpoint, connect
 from kvrouter.runtime.discovery.registry_views import build_views

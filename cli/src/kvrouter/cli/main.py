@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from kvrouter.cli.addresses import parse_address
+from kvrouter.cli.arguments import parse_address
 from kvrouter.cli.component import component_app
 from kvrouter.cli.engine.commands import engine_app
 from kvrouter.cli.errors import CommandFailed, WrongUsage, reason_of
@@ -100,20 +100,20 @@ def _start(
         print(f"kvrouter {VERSION}")  # noqa: T201
         raise typer.Exit
     if tls_ca_file or tls_cert_file or tls_key_file or tls_peer_domain:
-        from kvrouter.cli.tls import use_tls
+        from kvrouter.cli.connections import use_tls
 
         use_tls(tls_cert_file, tls_key_file, tls_ca_file, tls_peer_domain)
     if api_key_file:
-        from kvrouter.cli.services import use_api_key
+        from kvrouter.cli.connections import use_api_key
 
         use_api_key(api_key_file)
     if service_token_file:
-        from kvrouter.cli.services import service_token
+        from kvrouter.cli.connections import service_token
         from kvrouter.net.auth import showing
 
         context.with_resource(showing(service_token(service_token_file)))
     if etcd_user or etcd_password_file:
-        from kvrouter.cli.etcd import use_etcd_user
+        from kvrouter.cli.connections import use_etcd_user
 
         use_etcd_user(etcd_user, etcd_password_file)
     if context.invoked_subcommand is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.cli.run_files import RunningSystem, announced
+from kvrouter.cli.running import RunningSystem, announced
 from kvrouter.frontend import app as frontend
 from kvrouter.frontend.schedulers.connections import SchedulerSource
 from kvrouter.frontend.schedulers.rendezvous import LocalScheduler, RemoteSchedulers

@@ -5,7 +5,6 @@ from typing import Any
 
 from kvrouter.client.client import Client
 from kvrouter.client.errors import ClientClosed, NotConnected, WrongEventLoop
-from kvrouter.client.generation import Generation
 from kvrouter.client.options import (
     Constraints,
     GenerateOptions,
@@ -16,7 +15,7 @@ from kvrouter.client.options import (
     SamplingOptions,
     StopConditions,
 )
-from kvrouter.client.results import BestWorker, FinishReason, Model, Output, PotentialLoad, Routing
+from kvrouter.client.results import BestWorker, FinishReason, Generation, Model, Output, PotentialLoad, Routing
 from kvrouter.client.sync_client import SyncClient, SyncGeneration
 from kvrouter.v1.errors import (
     AllBusy,

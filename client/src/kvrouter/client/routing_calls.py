@@ -11,7 +11,6 @@ from typing import Self, Unpack, cast
 
 from kvrouter.client.calls import Calls
 from kvrouter.client.errors import ClientClosed, WrongEventLoop
-from kvrouter.client.generation import Generation
 from kvrouter.client.options import (
     GenerateOptions,
     OutputOptions,
@@ -24,6 +23,7 @@ from kvrouter.client.options import (
 )
 from kvrouter.client.results import (
     BestWorker,
+    Generation,
     Model,
     PotentialLoad,
     best_worker_of,

@@ -11,7 +11,6 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 from kvrouter.client.client import DEFAULT_RECONNECT_SECONDS, DEFAULT_TIMEOUT_SECONDS, Client
 from kvrouter.client.errors import ClientClosed
-from kvrouter.client.generation import Generation
 from kvrouter.client.options import (
     GenerateOptions,
     OutputOptions,
@@ -20,7 +19,7 @@ from kvrouter.client.options import (
     RouterConfigOverride,
     RoutingOptions,
 )
-from kvrouter.client.results import BestWorker, Model, Output, PotentialLoad, Routing
+from kvrouter.client.results import BestWorker, Generation, Model, Output, PotentialLoad, Routing
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
+from kvrouter.cli.connections import command_etcd
 from kvrouter.cli.errors import CommandFailed, WrongUsage
-from kvrouter.cli.etcd import command_etcd
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.net.etcd import AWAY, connect
 from kvrouter.scheduler.request.options import Thresholds

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from kvrouter.cli.addresses import is_url
+from kvrouter.cli.arguments import is_url
+from kvrouter.cli.connections import command_api_key, command_tls, open_service
 from kvrouter.cli.errors import CommandFailed
-from kvrouter.cli.services import command_api_key, open_service
-from kvrouter.cli.tls import command_tls
 from kvrouter.devtools.replay.charts import draw
 from kvrouter.devtools.replay.frontend_target import FrontendTarget, ReplayOptions
 from kvrouter.devtools.replay.open_loop import ReplayResult, replay

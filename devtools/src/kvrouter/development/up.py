@@ -11,7 +11,7 @@ from textwrap import indent
 
 from kvrouter import core
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.cli.run_files import RunningSystem, announced
+from kvrouter.cli.running import RunningSystem, announced
 from kvrouter.devtools.system.certificates import PEER_DOMAIN
 from kvrouter.devtools.system.ports import DEFAULT_HTTP_PORT
 from kvrouter.devtools.system.stack import Stack, StackOptions, running_stack, why_not_free

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from kvrouter.cli.top.decisions_table import decisions_table
-from kvrouter.cli.top.formatting import amount
-from kvrouter.cli.top.ranks_table import WIDE, queue_lines, ranks_table
+from kvrouter.cli.terminal import amount
+from kvrouter.cli.top.tables import WIDE, decisions_table, queue_lines, ranks_table
 from kvrouter.runtime.overview.ranks import BACKED_OFF, HitRate, HitWindow, duration
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Role

@@ -9,9 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
-from kvrouter.cli.etcd import command_etcd
-from kvrouter.cli.services import command_api_key
-from kvrouter.cli.tls import command_tls
+from kvrouter.cli.connections import command_api_key, command_etcd, command_tls
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.services import ServiceQueries, registered_addresses
 from kvrouter.runtime.overview.system import System

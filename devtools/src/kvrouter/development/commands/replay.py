@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvrouter.cli.addresses import is_url, parse_address
+from kvrouter.cli.arguments import is_url, parse_address
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.cli.running import Run, chosen_system
