@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides, RoutingRequest, TokenIds
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.packed_pb2 import PackedTokenIds
 from kvrouter.v1.worker_pb2 import SamplingOptions as SamplingMessage
 from kvrouter.v1.worker_pb2 import StopConditions as StopMessage
 
@@ -213,16 +214,7 @@ def _tokens(token_ids: Prompt) -> TokenIds:
 
 def _unpacked(buffer: memoryview) -> TokenIds:
     """Parses a buffer, which is faster than filling a message from a list."""
-    encoded = buffer.cast("B")
-    return TokenIds.FromString(b"\x0a" + _varint(len(encoded)) + bytes(encoded))
-
-
-def _varint(number: int) -> bytes:
-    encoded = bytearray()
-    while number > 127:
-        encoded.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*encoded, number])
+    return TokenIds.FromString(PackedTokenIds(ids=bytes(buffer)).SerializeToString())
 
 
 def _mapping(field: str, value: Any) -> Mapping[str, Any]:
