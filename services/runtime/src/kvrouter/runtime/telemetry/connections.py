@@ -36,61 +36,48 @@ class GrpcServer(Protocol):
 Conducts = Callable[[], Iterable[PeerConduct]]
 
 
-class _SummedBounds:
-    """Bounds of servers, each as one of all servers together."""
-
-    def __init__(self, registry: CollectorRegistry, servers: Callable[[], Iterable[GrpcServer]]) -> None:
-        self._bounds = bounds_of(registry)
-        self._servers = servers
+def expose_servers(registry: CollectorRegistry, servers: Callable[[], Iterable[GrpcServer]]) -> None:
+    """Exposes the bounds of servers, each as one of all servers together, and counts the connections they closed."""
+    bounds = bounds_of(registry)
 
     def add(
-        self,
         name: str,
         used: Callable[[GrpcServer], int],
         limit: Callable[[GrpcServer], int],
         when_full: WhenFull = "refuses",
     ) -> None:
-        self._bounds.add(
-            name,
-            lambda: sum(map(used, self._servers())),
-            lambda: sum(map(limit, self._servers())),
-            when_full=when_full,
-        )
+        bounds.add(name, lambda: sum(map(used, servers())), lambda: sum(map(limit, servers())), when_full=when_full)
 
-
-def expose_servers(registry: CollectorRegistry, servers: Callable[[], Iterable[GrpcServer]]) -> None:
-    """Exposes the bounds of servers, and counts the connections they closed."""
-    bounds = _SummedBounds(registry, servers)
-    bounds.add("grpc_calls", lambda each: each.gate.calls, lambda each: each.gate.max_calls)
-    bounds.add(
+    add("grpc_calls", lambda each: each.gate.calls, lambda each: each.gate.max_calls)
+    add(
         "grpc_calls_for_everybody",
         lambda each: len(each.gate.for_everybody),
         lambda each: each.gate.for_everybody.limit,
         "evicts",
     )
-    bounds.add(
+    add(
         "grpc_calls_waiting_for_refusal",
         lambda each: len(each.gate.refusals),
         lambda each: each.gate.refusals.limit,
         "evicts",
     )
-    bounds.add(
+    add(
         "call_streams",
         lambda each: each.call_streams.counts.streams,
         lambda each: each.call_streams.limits.server_streams,
         "evicts",
     )
-    bounds.add(
+    add(
         "call_stream_calls",
         lambda each: each.call_streams.counts.running,
         lambda each: each.call_streams.limits.server_calls,
     )
-    bounds.add(
+    add(
         "unfinished_request_bytes",
         lambda each: each.call_streams.counts.unfinished_bytes,
         lambda each: each.call_streams.limits.server_unfinished_bytes,
     )
-    bounds.add(
+    add(
         "unread_response_bytes",
         lambda each: each.call_streams.counts.unread_bytes,
         lambda each: each.call_streams.limits.server_unread_bytes,
