@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import grpc.aio
 from kvrouter.net.tls.tls import Tls
@@ -29,7 +30,53 @@ def open_channel(target: str, options: _Options, tls: Tls | None = None, role: s
     return _FollowingChannel(target, tuple(options), tls, role)
 
 
-class _FollowingChannel(grpc.aio.Channel):
+class OuterChannel(grpc.aio.Channel):
+    """A channel that passes the calls of its methods on to another one, which may change between two calls."""
+
+    @abstractmethod
+    def inner(self) -> grpc.aio.Channel:
+        """Returns the other channel."""
+
+    @abstractmethod
+    def method(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
+        """Returns a method of this channel, given the function that makes it for the other one."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Implements grpc.aio.Channel."""
+        return self.inner().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Implements grpc.aio.Channel."""
+        await self.inner().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Implements grpc.aio.Channel."""
+        await self.inner().channel_ready()
+
+    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
+        """Implements grpc.aio.Channel."""
+        return self.method(lambda channel: channel.unary_unary(*arguments, **named))
+
+    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
+        """Implements grpc.aio.Channel."""
+        return self.method(lambda channel: channel.unary_stream(*arguments, **named))
+
+    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
+        """Implements grpc.aio.Channel."""
+        return self.method(lambda channel: channel.stream_unary(*arguments, **named))
+
+    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
+        """Implements grpc.aio.Channel."""
+        return self.method(lambda channel: channel.stream_stream(*arguments, **named))
+
+
+class _FollowingChannel(OuterChannel):
     """Opens a new channel when the certificates change; running calls on the previous one continue there.
 
     gRPC's channels read their certificates once, so after a rotation a reconnection would show an expired one.
@@ -61,11 +108,13 @@ class _FollowingChannel(grpc.aio.Channel):
         self._replaced[closing] = channel
         closing.add_done_callback(lambda ended: self._replaced.pop(ended, None))
 
-    async def __aenter__(self) -> _FollowingChannel:
-        return self
+    def inner(self) -> grpc.aio.Channel:
+        """Returns the channel for new calls."""
+        return self.current()[0]
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    def method(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
+        """Returns a method whose calls go to the newest channel."""
+        return _Method(self, make)
 
     async def close(self, grace: float | None = None) -> None:
         """Closes the channel for new calls, and cancels running ones after ``grace`` seconds."""
@@ -76,34 +125,6 @@ class _FollowingChannel(grpc.aio.Channel):
             await channel.close(grace)
         if replaced:
             await asyncio.wait(replaced)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Implements grpc.aio.Channel."""
-        return self.current()[0].get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Implements grpc.aio.Channel."""
-        await self.current()[0].wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """Implements grpc.aio.Channel."""
-        await self.current()[0].channel_ready()
-
-    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
-        """Implements grpc.aio.Channel."""
-        return _Method(self, lambda channel: channel.unary_unary(*arguments, **named))
-
-    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
-        """Implements grpc.aio.Channel."""
-        return _Method(self, lambda channel: channel.unary_stream(*arguments, **named))
-
-    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
-        """Implements grpc.aio.Channel."""
-        return _Method(self, lambda channel: channel.stream_unary(*arguments, **named))
-
-    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
-        """Implements grpc.aio.Channel."""
-        return _Method(self, lambda channel: channel.stream_stream(*arguments, **named))
 
 
 class _Method:

@@ -20,6 +20,7 @@ from kvrouter.net.auth import HEADER, ServiceToken, shown_token
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts
 from kvrouter.net.http2.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.tls import Tls
+from kvrouter.net.tls.channel import OuterChannel
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc.methods import full_path, methods_by_python_name
 from kvrouter.v1.error_encoding import from_rpc_error
@@ -105,20 +106,25 @@ def remote(
         channel: Channel to the service; the caller closes it.
         raw_responses: Protobuf names of the methods whose responses are returned as ``bytes`` without parsing.
     """
-    return _Stub(descriptor, channel, raw_responses)
+    methods = methods_by_python_name(descriptor)
+
+    def make(name: str) -> Callable[..., Any] | None:
+        method = methods.get(name)
+        return None if method is None else _caller(method, channel, raw=method.name in raw_responses)
+
+    return _Stub(make)
 
 
 class _Stub:
-    def __init__(self, descriptor: ServiceDescriptor, channel: grpc.aio.Channel, raw_responses: frozenset[str]) -> None:
-        self._methods = methods_by_python_name(descriptor)
-        self._channel = channel
-        self._raw_responses = raw_responses
+    """Has the methods that ``make`` makes by their names in Python; None for a method it lacks. Makes each once."""
+
+    def __init__(self, make: Callable[[str], Callable[..., Any] | None]) -> None:
+        self._make = make
 
     def __getattr__(self, name: str) -> Any:
-        method = self._methods.get(name)
-        if method is None:
+        call = self._make(name)
+        if call is None:
             raise AttributeError(name)
-        call = _caller(method, self._channel, raw=method.name in self._raw_responses)
         setattr(self, name, call)
         return call
 
@@ -260,7 +266,7 @@ async def _end(rpc: Any, sending: asyncio.Task[None]) -> None:
     _failure_of(sending)  # Retrieves the exception, so that asyncio does not report it.
 
 
-class MetadataChannel(grpc.aio.Channel):
+class MetadataChannel(OuterChannel):
     """Adds an entry to the metadata of every call of another channel, which it closes with itself."""
 
     def __init__(self, channel: grpc.aio.Channel, entry: Callable[[], tuple[str, str]]) -> None:
@@ -268,50 +274,23 @@ class MetadataChannel(grpc.aio.Channel):
         self._channel = channel
         self._entry = entry
 
-    async def __aenter__(self) -> MetadataChannel:
-        return self
+    def inner(self) -> grpc.aio.Channel:
+        """Returns the other channel."""
+        return self._channel
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    def method(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
+        """Returns a method of the other channel that adds the entry."""
+        inner = make(self._channel)
+
+        def call(*arguments: Any, metadata: Any = None, **named: Any) -> Any:
+            entry = self._entry()
+            return inner(*arguments, metadata=(*(metadata or ()), *([entry] if entry[1] else ())), **named)
+
+        return call
 
     async def close(self, grace: float | None = None) -> None:
         """Implements grpc.aio.Channel."""
         await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Implements grpc.aio.Channel."""
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Implements grpc.aio.Channel."""
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """Implements grpc.aio.Channel."""
-        await self._channel.channel_ready()
-
-    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
-        """Implements grpc.aio.Channel."""
-        return self._extended(self._channel.unary_unary(*arguments, **named))
-
-    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
-        """Implements grpc.aio.Channel."""
-        return self._extended(self._channel.unary_stream(*arguments, **named))
-
-    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
-        """Implements grpc.aio.Channel."""
-        return self._extended(self._channel.stream_unary(*arguments, **named))
-
-    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
-        """Implements grpc.aio.Channel."""
-        return self._extended(self._channel.stream_stream(*arguments, **named))
-
-    def _extended(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, metadata: Any = None, **named: Any) -> Any:
-            entry = self._entry()
-            return method(*arguments, metadata=(*(metadata or ()), *([entry] if entry[1] else ())), **named)
-
-        return call
 
 
 def remote_on_call_stream(descriptor: ServiceDescriptor, client: CallStreamClient) -> Any:
@@ -321,22 +300,16 @@ def remote_on_call_stream(descriptor: ServiceDescriptor, client: CallStreamClien
     whose outcome is unknown, raises ``DependencyAway``. A method whose name has the suffix ``_encoded`` returns the
     encoded response.
     """
-    return _CallStreamStub(descriptor, client)
+    methods = methods_by_python_name(descriptor)
 
-
-class _CallStreamStub:
-    def __init__(self, descriptor: ServiceDescriptor, client: CallStreamClient) -> None:
-        self._methods = methods_by_python_name(descriptor)
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
+    def make(name: str) -> Callable[..., Any] | None:
         plain = name.removesuffix("_encoded")
-        method = self._methods.get(plain)
+        method = methods.get(plain)
         if method is None or method.client_streaming or method.server_streaming:
-            raise AttributeError(name)
-        call = (_unary_on_stream if plain == name else _encoded_on_stream)(method, self._client)
-        setattr(self, name, call)
-        return call
+            return None
+        return (_unary_on_stream if plain == name else _encoded_on_stream)(method, client)
+
+    return _Stub(make)
 
 
 def _encoded_on_stream(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
@@ -357,16 +330,9 @@ def _encoded_on_stream(method: MethodDescriptor, client: CallStreamClient) -> Ca
 
 def _unary_on_stream(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
     encoded = _encoded_on_stream(method, client)
-    parse = GetMessageClass(method.output_type).FromString
+    parse = _parser(GetMessageClass(method.output_type).FromString)
 
     async def call(request: Message, *, deadline: Deadline) -> Any:
-        return _parsed(parse, await encoded(request, deadline=deadline))
+        return _checked(parse(await encoded(request, deadline=deadline)))
 
     return call
-
-
-def _parsed(parse: Callable[[bytes], Any], encoded: bytes) -> Any:
-    try:
-        return parse(encoded)
-    except DecodeError:
-        raise Internal("the service sent a response that cannot be parsed") from None
