@@ -9,25 +9,19 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
-from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.tracing import Attribute, current_span
+from kvrouter.runtime.tracing import current_span
 from kvrouter.scheduler.api.request_reader import RequestReader
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.policies.interface import Wait
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.routing.context import RequestContext
-from kvrouter.scheduler.routing.decide import Decision
 from kvrouter.scheduler.routing.router import Router, selection_response
 from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import PotentialLoad
 from kvrouter.v1.errors import BadRequest, KvRouterError
-
-MAX_CANDIDATES = 8
-"""Candidates with their costs in a span, the cheapest ones. Explain has all of them."""
 
 
 @dataclass(eq=False)
@@ -59,7 +53,7 @@ class Selector:
             response = await self._select_once(context, request, deadline)
             queued_seconds = response.queued_us / 1e6
             if (span := current_span()).recording and (decision := self.router.decisions.by_id(response.decision_id)):
-                span.set(span_attributes(decision))
+                span.set(decision.span_attributes())
             return response
         except KvRouterError as error:
             code = error.code.name
@@ -148,35 +142,3 @@ class Selector:
                 for place in candidates.fit.tolist()
             ]
         )
-
-
-def span_attributes(decision: Decision) -> dict[str, Attribute]:
-    """Returns the decision with the terms of the chosen rank, and the cheapest candidates."""
-    attributes: dict[str, Attribute] = {
-        "kvrouter.decision_id": str(decision.decision_id),
-        "kvrouter.component": str(decision.component),
-        "kvrouter.mode": decision.mode,
-        "kvrouter.reason": decision.explanation.reason,
-        "kvrouter.load_only": decision.load_only,
-        "kvrouter.prompt_blocks": decision.prompt_blocks,
-        "kvrouter.queued_seconds": decision.queued_seconds,
-        "kvrouter.candidates": len(decision.snapshot.worker_set),
-    }
-    context, explanation = decision.context, decision.explanation
-    if context is None or decision.chosen is None:
-        return attributes
-    chosen = context.ranks.index(decision.chosen)
-    attributes["kvrouter.rank"] = _label(decision.chosen)
-    attributes["kvrouter.overlap_blocks"] = int(context.overlap_blocks[chosen])
-    for name, column in explanation.terms.items():
-        attributes[f"kvrouter.terms.{name}"] = float(column[chosen])
-    if len(explanation.costs):
-        cheapest = np.argsort(explanation.costs, kind="stable")[:MAX_CANDIDATES].tolist()
-        attributes["kvrouter.cheapest.ranks"] = [_label(context.ranks[index]) for index in cheapest]
-        attributes["kvrouter.cheapest.costs"] = [float(explanation.costs[index]) for index in cheapest]
-        attributes["kvrouter.cheapest.overlap_blocks"] = [int(context.overlap_blocks[index]) for index in cheapest]
-    return attributes
-
-
-def _label(rank: Rank) -> str:
-    return f"{rank[0]}:{rank[1]}"

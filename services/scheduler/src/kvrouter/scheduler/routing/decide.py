@@ -8,8 +8,10 @@ from collections import deque
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
 import structlog
 from kvrouter.core import Rank
+from kvrouter.runtime.tracing import Attribute
 from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -25,6 +27,10 @@ from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
 
 # Read once: looking up an enum value by name takes a microsecond.
 _PREFILL = Stage.STAGE_PREFILL
+
+
+MAX_CANDIDATES = 8
+"""Candidates with their costs in a span, the cheapest ones. Explain has all of them."""
 
 
 class Decision(NamedTuple):
@@ -145,6 +151,33 @@ class Decision(NamedTuple):
             (index for index in range(len(costs)) if index != chosen), key=lambda index: float(costs[index])
         )
         return self._message([self._terms(index) for index in (chosen, *others[:1])])
+
+    def span_attributes(self) -> dict[str, Attribute]:
+        """Returns the decision with the terms of the chosen rank, and the cheapest candidates."""
+        attributes: dict[str, Attribute] = {
+            "kvrouter.decision_id": str(self.decision_id),
+            "kvrouter.component": str(self.component),
+            "kvrouter.mode": self.mode,
+            "kvrouter.reason": self.explanation.reason,
+            "kvrouter.load_only": self.load_only,
+            "kvrouter.prompt_blocks": self.prompt_blocks,
+            "kvrouter.queued_seconds": self.queued_seconds,
+            "kvrouter.candidates": len(self.snapshot.worker_set),
+        }
+        context, explanation = self.context, self.explanation
+        if context is None or self.chosen is None:
+            return attributes
+        chosen = context.ranks.index(self.chosen)
+        attributes["kvrouter.rank"] = _label(self.chosen)
+        attributes["kvrouter.overlap_blocks"] = int(context.overlap_blocks[chosen])
+        for name, column in explanation.terms.items():
+            attributes[f"kvrouter.terms.{name}"] = float(column[chosen])
+        if len(explanation.costs):
+            cheapest = np.argsort(explanation.costs, kind="stable")[:MAX_CANDIDATES].tolist()
+            attributes["kvrouter.cheapest.ranks"] = [_label(context.ranks[index]) for index in cheapest]
+            attributes["kvrouter.cheapest.costs"] = [float(explanation.costs[index]) for index in cheapest]
+            attributes["kvrouter.cheapest.overlap_blocks"] = [int(context.overlap_blocks[index]) for index in cheapest]
+        return attributes
 
     def _weighed(self) -> tuple[SchedulingContext, Choice | Wait]:
         assert self.context is not None  # noqa: S101 - a candidate was left
@@ -295,3 +328,7 @@ class Decisions:
 def _names(booked_id: str, request_id: str) -> bool:
     """Returns whether a request id names a booked request."""
     return booked_id.startswith(request_id) and request_id in (booked_id, booked_id.rpartition("~")[0])
+
+
+def _label(rank: Rank) -> str:
+    return f"{rank[0]}:{rank[1]}"
