@@ -223,7 +223,7 @@ def test_every_column_agrees_with_the_rules(
     if not free:
         assert isinstance(found.refusal("pool"), AllBusy if fit else NoWorkers)
         return
-    context = context_of(found, found.free, request)
+    context = context_of(found, found.free, request, now=0.0)
     assert context.ranks == tuple(row.candidate.rank for row in free)
     in_decode = constraints.stage == Stage.STAGE_DECODE
     columns = {

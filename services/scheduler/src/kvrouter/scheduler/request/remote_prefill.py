@@ -173,5 +173,22 @@ def compute_ms(
     return factor * modelled_ms(tokens) if us is None else tokens.astype(np.float64) * (us / 1e3)
 
 
+def waits_ms(
+    booked_tokens: NDArray[np.int64],
+    head_seconds: NDArray[np.float64],
+    options: RemotePrefillOptions,
+    factor: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Returns the time until each rank has computed its booked prompts, ms.
+
+    Args:
+        booked_tokens: Booked prompt tokens, not yet computed.
+        head_seconds: Time for which the oldest of these prompts has been computed, seconds.
+        options: How long a worker computes a prompt token, if given.
+        factor: Measured time to compute a prompt over the modelled one.
+    """
+    return np.maximum(compute_ms(booked_tokens, options, factor) - head_seconds * 1e3, 0.0)
+
+
 def _after(wait_ms: float) -> str:
     return f" after a wait of {wait_ms:.1f} ms" if wait_ms >= _SHOWN_MS else ""

@@ -241,7 +241,7 @@ def decide(
     context: SchedulingContext | None = None
     verdict: Choice | Wait | None = None
     if len(places):
-        context = context_of(candidates, places, request, calibration_error=calibration_error)
+        context = context_of(candidates, places, request, now=now, calibration_error=calibration_error)
         verdict = POLICIES[request.options.mode].decide(context, rng)
     key = request.booking.key
     return Decision(

@@ -10,7 +10,6 @@ import numpy as np
 from kvrouter.core import Rank
 from kvrouter.scheduler.load.booked_load import Loads
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
-from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
@@ -19,9 +18,9 @@ from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import (
     FirstPrefill,
     PrefillPlaces,
-    RemotePrefillOptions,
     compute_ms,
     prefill_places,
+    waits_ms,
 )
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, Places, WorkerConstraints, WorkerSet, why_unfit
@@ -48,8 +47,6 @@ class CandidateSnapshot(NamedTuple):
     """Prompt tokens for each candidate to compute itself."""
     free_slots: Amounts
     """Free slots of each candidate; infinite where its slots are unknown."""
-    is_kept: Mask
-    """Whether the request would take room kept for other tenants there."""
     judged: Load | None
     """Loads to compare with the thresholds; None if no threshold is set."""
     fit: Places
@@ -159,7 +156,6 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
         overlap_blocks,
         new_tokens,
         free_slots,
-        _is_kept(request, loads, new_tokens, free_slots, now),
         judged,
         fit,
         free,
@@ -167,18 +163,18 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
     )
 
 
-def _is_kept(request: RequestContext, loads: Loads, new_tokens: Column, free_slots: Amounts, now: float) -> Mask:
+def _is_kept(candidates: CandidateSnapshot, request: RequestContext, now: float) -> Mask:
     """Returns where the request would take room kept for other tenants."""
     pool, headroom, tenant = request.pool, request.pool.headroom, request.tenant.name
-    ranks, size = pool.worker_set, pool.booked_load.block_size
+    ranks, loads, size = candidates.worker_set, candidates.loads, pool.booked_load.block_size
     if not request.options.queues or not headroom.uses_more(tenant, now):
         return ranks.nowhere
     total = np.where(ranks.total_blocks, ranks.total_blocks, np.inf)
-    slots = np.where(ranks.accepting, free_slots - pool.ahead(), 0.0)
+    slots = np.where(ranks.accepting, candidates.free_slots - pool.ahead(), 0.0)
     if not np.isfinite(np.minimum(slots, total)[ranks.accepting]).all():
         return ranks.nowhere  # there is no limit that others could meet
     typical = headroom.typical_tokens(tenant)
-    delayed = delays(loads.prefill_tokens, new_tokens, typical)
+    delayed = delays(loads.prefill_tokens, candidates.new_prefill_tokens, typical)
     if not headroom.has_share(tenant, ranks.accepted_blocks * size, ranks.accepted_slots):
         return delayed
     blocks = math.ceil(typical / size)
@@ -194,25 +190,26 @@ def _prefill_places(
     request: RequestContext, loads: Loads, uncached_tokens: Column, overlaps: Overlaps
 ) -> PrefillPlaces:
     """Decides who would compute the prompt, from the overlaps and the booked prompts of all workers."""
-    pool, options, factors = request.pool, request.options.remote_prefill, request.prefill_factors()
-    return prefill_places(
-        uncached_tokens,
-        options,
-        factors,
-        relative_latency=pool.booked_load.relative_latency(),
-        wait_ms=waits_ms(pool, loads, options, factors.compute),
-        first=first_prefill(request, overlaps, factors.compute),
-    )
+    options, factors = request.options.remote_prefill, request.prefill_factors()
+    first = first_prefill(request, overlaps, factors.compute)
+    latency = request.pool.booked_load.relative_latency()
+    wait = waits_ms(loads.prefill_tokens, loads.heads.seconds, options, factors.compute * latency)
+    return prefill_places(uncached_tokens, options, factors, relative_latency=latency, wait_ms=wait, first=first)
 
 
 def context_of(
-    candidates: CandidateSnapshot, places: Places, request: RequestContext, *, calibration_error: float = 1.0
+    candidates: CandidateSnapshot,
+    places: Places,
+    request: RequestContext,
+    *,
+    now: float,
+    calibration_error: float = 1.0,
 ) -> SchedulingContext:
-    """Returns the input of a policy: the request and the candidates at ``places``.
+    """Returns the input of a policy: the request and the candidates at ``places``. ``now`` is that of the snapshot.
 
     ``calibration_error`` multiplies the latency calibration, for simulations of a wrong time model.
     """
-    pool, options = request.pool, request.options
+    pool, options, is_kept = request.pool, request.options, _is_kept(candidates, request, now)
     worker_set, loads, heads = candidates.worker_set, candidates.loads, candidates.loads.heads
     overlap_blocks, new_prefill_tokens = candidates.overlap_blocks, candidates.new_prefill_tokens
     if candidates.prefill is not None:
@@ -234,7 +231,7 @@ def context_of(
         leading_active_blocks=loads.leading_active_blocks,
         active_requests=loads.requests,
         free_slots=candidates.free_slots,
-        is_kept=candidates.is_kept,
+        is_kept=is_kept,
         total_blocks=worker_set.total_blocks,
         max_batched_tokens=worker_set.max_batched_tokens,
         head_prefill_tokens=heads.tokens,
@@ -261,27 +258,16 @@ def first_prefill(request: RequestContext, overlaps: Overlaps, factor: float) ->
     needs = WorkerConstraints(Stage.STAGE_PREFILL, labels=constraints.labels, lora_name=constraints.lora_name)
     prefills = []
     for pool in request.prefill_pools:
-        load, fit = pool.booked_load, pool.worker_set.fit(needs)
+        load, loads = pool.booked_load, pool.booked_load.loads()
+        own = load.prefill_factors().compute if load.prefill_times.measured_prompts else factor
+        latency = own * load.relative_latency()
+        fit = pool.worker_set.fit(needs)
         if not len(fit):
             continue
-        own = load.prefill_factors().compute if load.prefill_times.measured_prompts else factor
         held = overlaps.prefill.get(pool.name, NOT_QUERIED).on(pool.worker_set)[fit] * load.block_size
         uncached = np.maximum(request.prompt.tokens - held, 0)
-        compute = compute_ms(uncached, options, own * load.relative_latency()[fit])
-        waits = waits_ms(pool, load.loads(), options, own)[fit]
+        compute = compute_ms(uncached, options, latency[fit])
+        waits = waits_ms(loads.prefill_tokens, loads.heads.seconds, options, latency)[fit]
         first = int(np.argmin(waits + compute))
         prefills.append(FirstPrefill(float(waits[first]), int(uncached[first]), float(compute[first])))
     return min(prefills, key=lambda each: each.wait_ms + each.compute_ms, default=None)
-
-
-def waits_ms(pool: Pool, loads: Loads, options: RemotePrefillOptions, factor: float) -> Amounts:
-    """Returns the wait at each rank of a component, ms, in order of rank.
-
-    Args:
-        pool: The component.
-        loads: Its load.
-        options: How long a worker computes a prompt token, if given.
-        factor: Measured time to compute a prompt over the modelled one, in the component.
-    """
-    booked = compute_ms(loads.prefill_tokens, options, factor * pool.booked_load.relative_latency())
-    return np.maximum(booked - loads.heads.seconds * 1e3, 0.0)
