@@ -68,19 +68,9 @@ class Tally:
 
     def event_counts(self) -> EventCounts:
         """Returns the counts as a message. ``rejected`` includes the misdirected messages."""
-        return EventCounts(
-            applied=self.applied,
-            duplicates=self.duplicates,
-            fenced=self.fenced,
-            gaps=self.gaps,
-            unknown_parents=self.unknown_parents,
-            unknown_removals=self.unknown_removals,
-            rejected=self.rejected + self.misdirected,
-            unparsable=self.unparsable,
-            repairs=self.repairs,
-            unconfirmed=self.unconfirmed,
-            evictions=self.evictions,
-        )
+        counts = EventCounts(**{field.name: getattr(self, field.name) for field in EventCounts.DESCRIPTOR.fields})
+        counts.rejected += self.misdirected
+        return counts
 
 
 class EvictionLog:

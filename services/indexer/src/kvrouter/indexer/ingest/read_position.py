@@ -51,26 +51,18 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOn:
-    """Plan: the consumer continues at the replica's position."""
-
-
-@dataclass(frozen=True, slots=True)
 class Recreate:
-    """Plan: the consumer must be recreated."""
+    """The consumer must be recreated."""
 
     start_sequence: int
     """Stream sequence at which the new consumer starts, 1 or more."""
     reason: str
 
 
-Plan = ReadOn | Recreate
-
-
 def plan(
     position: Position | None, stream: StreamView, consumer: ConsumerView | None, *, same_message: bool | None
-) -> Plan:
-    """Returns how a replica continues. Must be called while no delivery is in flight.
+) -> Recreate | None:
+    """Returns how the consumer must be recreated; None if the replica reads on. No delivery may be in flight.
 
     Args:
         position: Its position; None at its start.
@@ -94,7 +86,7 @@ def plan(
     if consumer.delivered_stream_sequence > position.applied:
         # The server delivers them again, but only after the acknowledgement timeout.
         return Recreate(position.applied + 1, "messages lost on the way")
-    return ReadOn()
+    return None
 
 
 def is_behind(position: Position, stream: StreamView) -> bool:
@@ -102,39 +94,13 @@ def is_behind(position: Position, stream: StreamView) -> bool:
     return stream.identity != position.identity or stream.first_sequence > position.applied + 1
 
 
-@dataclass(slots=True)
-class DeliveryOrder:
-    """Detects lost deliveries by their number: a consumer numbers its deliveries from 1.
+def is_caught_up(target: int, applied: int, pending: int) -> bool:
+    """Returns whether a replica has read all messages in the stream as of its start.
 
-    A lost delivery would show as a gap in a rank's events, although the stream still has the message.
+    Args:
+        target: Last sequence of the stream at the replica's start.
+        applied: Sequence of the last message applied.
+        pending: Number of messages in the stream after it. 0 means caught up even below the target, because
+            messages may have expired.
     """
-
-    last: int = 0
-    """Number of the last delivery; 0 for none."""
-
-    def follows(self, consumer_sequence: int) -> bool:
-        """Records a delivery. Returns False, and records nothing, if it is not the next one."""
-        if consumer_sequence != self.last + 1:
-            return False
-        self.last = consumer_sequence
-        return True
-
-
-@dataclass(slots=True)
-class CatchUp:
-    """Tracks whether a replica has read all messages in the stream as of its start."""
-
-    target: int
-    """Last sequence of the stream at the replica's start."""
-    done: bool = False
-
-    def reached(self, applied: int, pending: int) -> bool:
-        """Returns whether the replica has caught up. Once True, it stays True.
-
-        Args:
-            applied: Sequence of the last message applied.
-            pending: Number of messages in the stream after it. 0 means caught up even below the target, because
-                messages may have expired.
-        """
-        self.done = self.done or applied >= self.target or pending == 0
-        return self.done
+    return applied >= target or pending == 0

@@ -12,7 +12,7 @@ import structlog
 from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer
-from kvrouter.indexer.ingest.read_position import CatchUp, Position, Recreate, StreamView, is_behind, plan
+from kvrouter.indexer.ingest.read_position import Position, Recreate, StreamView, is_behind, is_caught_up, plan
 from kvrouter.runtime.deadline import Backoff
 
 log = structlog.get_logger(component="indexer")
@@ -56,7 +56,8 @@ class Ingest:
         self._events = events
         self._consumer = consumer
         self._later = later
-        self._catch_up: CatchUp | None = None
+        self._target: int | None = None
+        """Last sequence of the stream at the start; None before the stream was first viewed."""
         self._caught_up = asyncio.Event()
         self._fingerprint: int | None = None
         self._began = 0.0
@@ -123,11 +124,10 @@ class Ingest:
         if position is not None and self._fingerprint is not None:
             same = await self._consumer.holds(position.applied, self._fingerprint)
         consumer = await self._consumer.view()
-        decision = plan(position, stream, consumer, same_message=same)
-        if position is None or consumer is None or isinstance(decision, Recreate):
-            start, reason = (
-                (decision.start_sequence, decision.reason) if isinstance(decision, Recreate) else (1, "start")
-            )
+        recreation = plan(position, stream, consumer, same_message=same)
+        if position is None or consumer is None or recreation is not None:
+            recreation = recreation or Recreate(1, "start")
+            start = recreation.start_sequence
             consumer = await self._consumer.recreate(start)
             self.recreations += 1
             applied = max(start - 1, consumer.delivered_stream_sequence)
@@ -135,10 +135,13 @@ class Ingest:
                 self._fingerprint = None
             position = Position(stream.identity, applied, consumer.created_unix_ns)
             self._log.info(
-                "ingest.consumer_created", start_sequence=start, last_sequence=stream.last_sequence, reason=reason
+                "ingest.consumer_created",
+                start_sequence=start,
+                last_sequence=stream.last_sequence,
+                reason=recreation.reason,
             )
-        if self._catch_up is None:
-            self._catch_up, self._began = CatchUp(stream.last_sequence), time.monotonic()
+        if self._target is None:
+            self._target, self._began = stream.last_sequence, time.monotonic()
         self._advance(position, stream.last_sequence, consumer.pending)
 
     async def _read(self, thread: ThreadPoolExecutor) -> bool:
@@ -170,7 +173,9 @@ class Ingest:
         await self._consumer.acknowledge(delivery)
 
     def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
-        caught_up = self._catch_up is not None and self._catch_up.reached(position.applied, pending)
+        caught_up = self.progress.caught_up or (
+            self._target is not None and is_caught_up(self._target, position.applied, pending)
+        )
         self.progress = Progress(position, last_sequence, caught_up, time.monotonic())
         if caught_up and not self._caught_up.is_set():
             self._caught_up.set()
