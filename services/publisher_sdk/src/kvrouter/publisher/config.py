@@ -24,11 +24,19 @@ HASH_SCHEME = "xxh3-1337"
 """Identifier of the hash algorithm and seed of local hashes; the only scheme so far."""
 
 
-_INTEGERS = (
-    *("block_size", "worker_id", "lease_ttl_seconds", "buffer_events", "buffer_bytes"),
-    *("max_batched_tokens", "max_sequences", "max_model_len", "vocabulary_size"),
-)
-_SECONDS = ("heartbeat_seconds", "load_report_seconds", "drain_seconds", "flush_seconds")
+_INTEGERS = {
+    "block_size": (1, 1 << 20),
+    "worker_id": (0, (1 << 64) - 1),
+    "lease_ttl_seconds": (2, 86_400),
+    "buffer_events": (1, 1 << 40),
+    "buffer_bytes": (512 << 10, 1 << 50),
+    "max_batched_tokens": (0, (1 << 32) - 1),
+    "max_sequences": (0, (1 << 32) - 1),
+    "max_model_len": (0, (1 << 32) - 1),
+    "vocabulary_size": (0, (1 << 32) - 1),
+}
+_SECONDS = dict.fromkeys(("load_report_seconds", "drain_seconds", "flush_seconds"), (0, 86_400))
+"""Lowest and highest value of each option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +169,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name, low, high in (
-            ("block_size", 1, 1 << 20),
-            ("worker_id", 0, (1 << 64) - 1),
-            ("lease_ttl_seconds", 2, 86_400),
-            ("buffer_events", 1, 1 << 40),
-            ("buffer_bytes", 512 << 10, 1 << 50),
-            ("load_report_seconds", 0, 86_400),
-            ("drain_seconds", 0, 86_400),
-            ("flush_seconds", 0, 86_400),
-            ("max_batched_tokens", 0, (1 << 32) - 1),
-            ("max_sequences", 0, (1 << 32) - 1),
-            ("max_model_len", 0, (1 << 32) - 1),
-            ("vocabulary_size", 0, (1 << 32) - 1),
-        ):
+        for name, (low, high) in (_INTEGERS | _SECONDS).items():
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InvalidConfig(f"{name} is {value}: expected {low} to {high}")
@@ -230,7 +225,7 @@ class WorkerConfig:
             ("nats", str | NatsAccess, '"nats://127.0.0.1:4222"'),
             *((name, str, '"http://10.0.0.7:8000"') for name in ("openai_endpoint", "bootstrap_endpoint", "tokenizer")),
             *((name, int, "an integer") for name in _INTEGERS),
-            *((name, int | float, "a number of seconds") for name in _SECONDS),
+            *((name, int | float, "a number of seconds") for name in (*_SECONDS, "heartbeat_seconds")),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
