@@ -161,15 +161,15 @@ class SchedulerService:
         """
         match request.WhichOneof("which"):
             case "decision_id":
-                decided = self.decisions.by_id(request.decision_id)
+                decided, name = self.decisions.by_id(request.decision_id), str(request.decision_id)
             case "request_id":
                 decided = self.decisions.by_request(request.request_id)
+                name = f"for request {request.request_id[:128]!r}"
             case _:
                 raise BadRequest("no decision is named", field="which", advice="Send its id, or a request's id.")
         if decided is None:
             raise NotFound(
-                f"decision {_decision_of(request)} not found: this Scheduler keeps its last"
-                f" {self.decisions.capacity:,} decisions",
+                f"decision {name} not found: this Scheduler keeps its last {self.decisions.capacity:,} decisions",
                 field="which",
                 advice="Ask the Scheduler that made it, or raise --decisions-kept.",
             )
@@ -182,9 +182,3 @@ class SchedulerService:
             UnknownComponent.
         """
         return self.status.answer(request, ready=self.ready)
-
-
-def _decision_of(request: pb.ExplainRequest) -> str:
-    if request.WhichOneof("which") == "decision_id":
-        return str(request.decision_id)
-    return f"for request {request.request_id[:128]!r}"
