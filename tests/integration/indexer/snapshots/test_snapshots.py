@@ -12,6 +12,7 @@ from kvrouter.indexer.ingest.read_position import Position
 from kvrouter.indexer.replica.component import ComponentIndex, Limits
 from kvrouter.indexer.snapshots.coordinator import OthersLive, SnapshotHome, SnapshotOptions
 from kvrouter.indexer.snapshots.lock import LockLost, Pointer, acquired, read_pointer
+from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import connect
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.common_pb2 import Transport
@@ -32,7 +33,7 @@ def home(etcd: str, replica: str = "replica", threshold: int = 1_000_000) -> Sna
 
 async def pointer_of(etcd: str, component: ComponentName) -> Pointer:
     async with connect(etcd) as client:
-        return await read_pointer(client, component)
+        return await read_pointer(client, component, Quarantine())
 
 
 async def fill(connection: Client, component: ComponentName, count: int = 5) -> list[RankSource]:
@@ -254,14 +255,14 @@ async def test_a_replica_whose_clock_is_behind_deletes_the_older_ones_too(
 
 
 async def test_a_holder_that_lost_the_lock_moves_nothing(component: ComponentName, etcd_endpoint: str) -> None:
-    async with acquired(etcd_endpoint, component, "one", 2) as lock:
+    async with acquired(etcd_endpoint, component, "one", 2, Quarantine()) as lock:
         with pytest.raises(LockLost):
-            async with acquired(etcd_endpoint, component, "two", 2):
+            async with acquired(etcd_endpoint, component, "two", 2, Quarantine()):
                 pytest.fail("two replicas hold the lock")
         before = await pointer_of(etcd_endpoint, component)
         async with connect(etcd_endpoint) as client:
             await client.delete(component.snapshot_lock_key.encode())
-        async with acquired(etcd_endpoint, component, "two", 2) as other:
+        async with acquired(etcd_endpoint, component, "two", 2, Quarantine()) as other:
             with pytest.raises(LockLost):
                 await lock.move(before, SnapshotPointer())
             with pytest.raises(LockLost):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from kvrouter.core import InvalidDump, Rank, Scope, local_hashes
 from kvrouter.core.interface import MemoryBudget
@@ -263,15 +263,8 @@ class IndexerService:
         component = self._ready(component_name(request.component))
         if component.snapshots is None:
             raise NotReady("this replica takes no snapshots")
-        try:
-            async with asyncio.timeout(deadline.remaining()):
-                ref, blocks = await component.snapshots.take(component.position)
-        except (LockLost, NothingApplied) as error:
-            raise NotReady(str(error)) from None
-        except (InvalidSnapshot, *AWAY) as error:
-            if deadline.expired:
-                raise DeadlineExceeded from None
-            raise DependencyAway(f"etcd or NATS is away: {error!r}") from None
+        async with _using_stores(deadline):
+            ref, blocks = await component.snapshots.take(component.position)
         return pb.TakeSnapshotResponse(stream_sequence=ref.stream_sequence, object_name=ref.object_name, blocks=blocks)
 
     async def reset_states(self, request: pb.ResetStatesRequest, *, deadline: Deadline) -> pb.ResetStatesResponse:
@@ -284,19 +277,8 @@ class IndexerService:
             DependencyAway: etcd or NATS is unreachable.
         """
         component = self._component(request.component)
-        try:
-            async with asyncio.timeout(deadline.remaining()):
-                messages, snapshots = await component.reset(even_if_others_live=request.even_if_others_live)
-        except OthersLive as error:
-            raise BadRequest(
-                str(error), field="even_if_others_live", advice="Stop the others first, or set even_if_others_live."
-            ) from None
-        except LockLost as error:
-            raise NotReady(str(error)) from None
-        except AWAY as error:
-            if deadline.expired:
-                raise DeadlineExceeded from None
-            raise DependencyAway(f"etcd or NATS is away: {error!r}") from None
+        async with _using_stores(deadline):
+            messages, snapshots = await component.reset(even_if_others_live=request.even_if_others_live)
         return pb.ResetStatesResponse(messages=messages, snapshots=snapshots)
 
     def _component(self, component: Component) -> ComponentIndex:
@@ -325,6 +307,24 @@ class IndexerService:
         if len(ids) > _LONG_PROMPT_TOKENS:
             return await asyncio.to_thread(local_hashes, ids, block_size, scope, multimodal)
         return local_hashes(ids, block_size, scope, multimodal)
+
+
+@asynccontextmanager
+async def _using_stores(deadline: Deadline) -> AsyncIterator[None]:
+    """Limits the use of etcd and NATS by a deadline, and converts its errors to those of the contract."""
+    try:
+        async with asyncio.timeout(deadline.remaining()):
+            yield
+    except OthersLive as error:
+        raise BadRequest(
+            str(error), field="even_if_others_live", advice="Stop the others first, or set even_if_others_live."
+        ) from None
+    except (LockLost, NothingApplied) as error:
+        raise NotReady(str(error)) from None
+    except (InvalidSnapshot, *AWAY) as error:
+        if deadline.expired:
+            raise DeadlineExceeded from None
+        raise DependencyAway(f"etcd or NATS is away: {error!r}") from None
 
 
 def _chosen(ranks: Iterable[RankMessage]) -> list[Rank]:

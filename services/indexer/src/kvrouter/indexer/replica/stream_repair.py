@@ -18,7 +18,7 @@ from dataclasses import replace
 import structlog
 from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome
-from kvrouter.indexer.snapshots.lock import LockLost, acquired
+from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.net.etcd import AWAY as ETCD_AWAY
 from kvrouter.net.nats.event_stream import write_error
 from kvrouter.v1.names import ComponentName
@@ -88,8 +88,7 @@ class StreamRepair:
             await self._recreate()
 
     async def _recreate(self) -> None:
-        options = self._home.options
-        async with acquired(self._home.etcd, self._name, self._home.replica_id, options.lock_seconds):
+        async with self._home.locked(self._name):
             # Another replica may have recreated it just now.
             if self._unfinished is None and not await write_error(self._js, self._name.stream):
                 return

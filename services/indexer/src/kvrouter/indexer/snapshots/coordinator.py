@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -85,6 +86,10 @@ class SnapshotHome:
     options: SnapshotOptions = SnapshotOptions()
     quarantine: Quarantine = field(default_factory=Quarantine)
 
+    def locked(self, component: ComponentName) -> AbstractAsyncContextManager[AcquiredLock]:
+        """Acquires the snapshot lock of a component for this replica; see ``acquired``."""
+        return acquired(self.etcd, component, self.replica_id, self.options.lock_seconds, self.quarantine)
+
 
 class Snapshots:
     """Snapshots of one component, for one replica."""
@@ -99,12 +104,9 @@ class Snapshots:
     ) -> None:
         self._js = connection.jetstream()
         self._store = SnapshotStore(self._js, name)
-        self._etcd = home.etcd
-        self._quarantine = home.quarantine
+        self._home = home
         self._name = name
         self._state = state
-        self._replica_id = home.replica_id
-        self._options = home.options
         self._files = SnapshotFiles(self._store, name, descriptor, state, replica_id=home.replica_id)
         self._log = log.bind(component_name=str(name))
         self.current = SnapshotRef()
@@ -129,11 +131,10 @@ class Snapshots:
         backoff = Backoff(*_RETRY_SECONDS)
         while True:
             try:
-                if self._options.reset and may_reset:
+                if self._home.options.reset and may_reset:
                     await self._reset_first()
                     return None
-                async with connect(self._etcd) as client:
-                    pointer = (await read_pointer(client, self._name, self._quarantine)).value
+                pointer = await self._read_pointer()
                 position = await self._restore(pointer)
                 if failures := backoff.succeeded():
                     self._log.info("snapshot.store_reachable", failures=failures)
@@ -150,8 +151,7 @@ class Snapshots:
         stream. If etcd or NATS is unreachable it returns None without a retry, since resyncs can replace a snapshot.
         """
         try:
-            async with connect(self._etcd) as client:
-                pointer = (await read_pointer(client, self._name, self._quarantine)).value
+            pointer = await self._read_pointer()
             if pointer.current.object_name in ("", self._known):
                 return None
             position = await self._restore(pointer)
@@ -163,9 +163,13 @@ class Snapshots:
             return None
         return position if position.applied <= stream.last_sequence else None
 
+    async def _read_pointer(self) -> SnapshotPointer:
+        async with connect(self._home.etcd) as client:
+            return (await read_pointer(client, self._name, self._home.quarantine)).value
+
     async def _reset_first(self) -> None:
         try:
-            messages, snapshots = await self.reset(even_if_others_live=self._options.reset_even_if_others_live)
+            messages, snapshots = await self.reset(even_if_others_live=self._home.options.reset_even_if_others_live)
         except OthersLive as error:
             raise StartRefused(
                 f"cannot reset the states of {self._name}: {error}. "
@@ -214,7 +218,7 @@ class Snapshots:
     async def keep_taking(self, position: PositionSource) -> None:
         """Takes snapshots when they are due, until cancelled."""
         while True:
-            await asyncio.sleep(self._options.check_seconds)
+            await asyncio.sleep(self._home.options.check_seconds)
             try:
                 if await self._due():
                     await self.take(position, only_if_due=True)
@@ -232,10 +236,8 @@ class Snapshots:
             InvalidSnapshot: the written object cannot be read back.
             One of AWAY: etcd or NATS is unreachable.
         """
-        async with acquired(
-            self._etcd, self._name, self._replica_id, self._options.lock_seconds, self._quarantine
-        ) as lock:
-            before = await read_pointer(lock.client, self._name, self._quarantine)
+        async with self._home.locked(self._name) as lock:
+            before = await read_pointer(lock.client, self._name, self._home.quarantine)
             if only_if_due and not await self._due():
                 raise LockLost("another replica has just taken a snapshot")
             at = position()
@@ -268,7 +270,7 @@ class Snapshots:
         A process paused here does no harm when it resumes: later snapshots cover the purged messages.
         """
         await self._sweep(lock, pointer)
-        applied = await live_replicas(lock.client, self._name, self._quarantine)
+        applied = await live_replicas(lock.client, self._name, self._home.quarantine)
         limit = purge_up_to(pointer.previous, pointer.current, applied.values())
         await lock.check()
         if limit:
@@ -293,14 +295,12 @@ class Snapshots:
             LockLost: a snapshot is being taken.
             One of AWAY: etcd or NATS is unreachable.
         """
-        async with acquired(
-            self._etcd, self._name, self._replica_id, self._options.lock_seconds, self._quarantine
-        ) as lock:
-            replicas = await live_replicas(lock.client, self._name, self._quarantine)
-            others = sorted(replicas.keys() - {self._replica_id})
+        async with self._home.locked(self._name) as lock:
+            replicas = await live_replicas(lock.client, self._name, self._home.quarantine)
+            others = sorted(replicas.keys() - {self._home.replica_id})
             if others and not even_if_others_live:
                 raise OthersLive(others)
-            await lock.move(await read_pointer(lock.client, self._name, self._quarantine), None)
+            await lock.move(await read_pointer(lock.client, self._name, self._home.quarantine), None)
             snapshots = await self._store.count()
             await self._sweep(lock, SnapshotPointer())
             self.current, self._pointer_lost = SnapshotRef(), False
@@ -318,8 +318,7 @@ class Snapshots:
         except NotFoundError:
             return False
         former = self.current
-        async with connect(self._etcd) as client:
-            self.current = (await read_pointer(client, self._name, self._quarantine)).value.current
+        self.current = (await self._read_pointer()).current
         if self.current.object_name:
             self._pointer_lost = False
         elif former.object_name:
@@ -338,7 +337,7 @@ class Snapshots:
         return is_due(
             last=info.state.last_seq,
             covered=covered,
-            threshold=self._options.threshold,
+            threshold=self._home.options.threshold,
             oldest_age_seconds=self._ages.of(self.current.object_name, since, time.time(), time.monotonic()),
             retention_seconds=float(info.config.max_age or 0),
             bytes_after=_bytes_after(info, covered),

@@ -29,13 +29,12 @@ class Pointer:
     """Modification revision of its key; 0 if there is none."""
 
 
-async def read_pointer(client: Any, component: ComponentName, quarantine: Quarantine | None = None) -> Pointer:
+async def read_pointer(client: Any, component: ComponentName, quarantine: Quarantine) -> Pointer:
     """Returns the pointer. An undecodable one is quarantined, and returned as empty with its revision.
 
     Raises:
         One of ``kvrouter.net.etcd.AWAY``: etcd is unreachable.
     """
-    quarantine = Quarantine() if quarantine is None else quarantine
     key = component.snapshot_key
     entry = await client.get(key.encode())
     pointer = SnapshotPointer()
@@ -111,11 +110,7 @@ class AcquiredLock:
 
 @asynccontextmanager
 async def acquired(
-    etcd: str | EtcdAccess,
-    component: ComponentName,
-    replica_id: str,
-    ttl_seconds: int,
-    quarantine: Quarantine | None = None,
+    etcd: str | EtcdAccess, component: ComponentName, replica_id: str, ttl_seconds: int, quarantine: Quarantine
 ) -> AsyncIterator[AcquiredLock]:
     """Acquires the component's snapshot lock under a lease of ``ttl_seconds``, which is renewed until the context ends.
 
@@ -129,7 +124,7 @@ async def acquired(
     async with connect(etcd) as client:
         lease = await client.lease(ttl_seconds)
         value = SnapshotLock(replica_id=replica_id).SerializeToString()
-        await _delete_unleased(client, component, Quarantine() if quarantine is None else quarantine)
+        await _delete_unleased(client, component, quarantine)
         try:
             taken, _responses = await client.transaction(
                 compare=[client.transactions.create(key) == 0],
