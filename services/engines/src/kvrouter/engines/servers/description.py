@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -139,14 +139,9 @@ class EngineDescription:
 
     def changes(self, other: EngineDescription) -> dict[str, str]:
         """Returns what differs in ``other``, for a log."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _COMPARED}
+        compared = [each.name for each in fields(self) if each.compare]
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in compared}
         return {name: f"{before} -> {after}" for name, (before, after) in pairs.items() if before != after}
-
-
-_COMPARED = (
-    *("kind", "model", "block_size", "ranks", "events", "max_model_len", "role", "tokenizer", "bootstrap_endpoint"),
-    *("load_sockets", "is_identified", "max_sequences", "smaller_priority_first"),
-)
 
 
 def describe(url: str, host: str, found: Discovered, given: Overrides) -> EngineDescription:

@@ -12,6 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
+MOST_COUNTED = (1 << 31) - 1
+"""Most requests, and tokens, that an engine can credibly report."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSample:
     """One value."""
@@ -43,7 +47,29 @@ def read_samples(page: bytes, names: Collection[str]) -> tuple[list[EngineSample
     return samples, unusable
 
 
-def rank_of(sample: EngineSample, label: str, ranks: Collection[int]) -> int | None:
+def read_values(
+    page: bytes, names: Mapping[str, float], label: str, ranks: Collection[int]
+) -> tuple[dict[int, dict[str, float]], int]:
+    """Returns the values by name of each rank that has all of them, and how many values were unusable.
+
+    Args:
+        page: The metrics.
+        names: Names of the samples, each with the most that its value may be.
+        label: Label with the rank.
+        ranks: The ranks of the engine.
+    """
+    samples, unusable = read_samples(page, names)
+    values: dict[int, dict[str, float]] = {}
+    for sample in samples:
+        rank = _rank_of(sample, label, ranks)
+        if rank is None or sample.value > names[sample.name]:
+            unusable += 1
+        else:
+            values.setdefault(rank, {})[sample.name] = sample.value
+    return {rank: each for rank, each in values.items() if len(each) == len(names)}, unusable
+
+
+def _rank_of(sample: EngineSample, label: str, ranks: Collection[int]) -> int | None:
     """Returns the rank that a sample is of, by one of its labels; None for a rank that the engine does not have.
 
     A sample without the label is of the engine's only rank.

@@ -9,7 +9,7 @@ from kvrouter.engines.events.zmq_messages import MalformedMessage
 from kvrouter.engines.servers.api import EngineCall, EngineState
 from kvrouter.engines.servers.description import Discovered, EngineDescription, Models
 from kvrouter.engines.servers.http import EngineHttp, UnexpectedAnswer, as_json
-from kvrouter.engines.servers.metrics_text import rank_of, read_samples
+from kvrouter.engines.servers.metrics_text import MOST_COUNTED, read_values
 from kvrouter.engines.servers.sglang import discovery, requests
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
@@ -89,18 +89,11 @@ def read_loads(page: Loads, engine: EngineDescription) -> tuple[dict[int, LoadRe
 
 def read_metrics(page: bytes, engine: EngineDescription) -> tuple[dict[int, LoadReport], int]:
     """Returns the load of each rank that the metrics report completely, and how many values were unusable."""
-    samples, unusable = read_samples(page, {_RUNNING, _WAITING, _USED})
-    values: dict[int, dict[str, float]] = {}
-    for sample in samples:
-        rank = rank_of(sample, "dp_rank", engine.ranks)
-        if rank is None or sample.value >= 1 << 31:
-            unusable += 1
-            continue
-        values.setdefault(rank, {})[sample.name] = sample.value
+    most = dict.fromkeys((_RUNNING, _WAITING, _USED), MOST_COUNTED)
+    values, unusable = read_values(page, most, "dp_rank", engine.ranks)
     loads = {
         rank: _report(engine, rank, round(each[_RUNNING]), round(each[_WAITING]), round(each[_USED]))
         for rank, each in values.items()
-        if len(each) == 3
     }
     return loads, unusable
 

@@ -9,7 +9,7 @@ from kvrouter.engines.events.zmq_messages import MalformedMessage
 from kvrouter.engines.servers.api import EngineCall, EngineState
 from kvrouter.engines.servers.description import Discovered, EngineDescription, Models
 from kvrouter.engines.servers.http import EngineHttp, UnexpectedAnswer
-from kvrouter.engines.servers.metrics_text import rank_of, read_samples
+from kvrouter.engines.servers.metrics_text import MOST_COUNTED, read_values
 from kvrouter.engines.servers.vllm import discovery, requests
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
@@ -67,7 +67,8 @@ class VllmApi:
         """Does nothing: vLLM aborts a request whose connection is closed."""
 
 
-_RUNNING, _WAITING, _USAGE = (*("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),)
+_RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+_USAGE = "vllm:kv_cache_usage_perc"
 
 
 def read_loads(page: bytes, ranks: Mapping[int, int]) -> tuple[dict[int, LoadReport], int]:
@@ -75,14 +76,8 @@ def read_loads(page: bytes, ranks: Mapping[int, int]) -> tuple[dict[int, LoadRep
 
     ``ranks`` has each rank's KV blocks. The usage is that of running requests: cached blocks count as free.
     """
-    samples, unusable = read_samples(page, {_RUNNING, _WAITING, _USAGE})
-    values: dict[int, dict[str, float]] = {}
-    for sample in samples:
-        rank = rank_of(sample, "engine", ranks)
-        if rank is None or (sample.name == _USAGE and sample.value > 1):
-            unusable += 1
-            continue
-        values.setdefault(rank, {})[sample.name] = sample.value
+    most = {_RUNNING: MOST_COUNTED, _WAITING: MOST_COUNTED, _USAGE: 1.0}
+    values, unusable = read_values(page, most, "engine", ranks)
     loads = {
         rank: LoadReport(
             running_requests=round(each[_RUNNING]),
@@ -91,6 +86,5 @@ def read_loads(page: bytes, ranks: Mapping[int, int]) -> tuple[dict[int, LoadRep
             total_blocks=ranks[rank],
         )
         for rank, each in values.items()
-        if len(each) == 3 and max(each.values()) < 1 << 31
     }
     return loads, unusable
