@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import msgspec
 from kvrouter.engines.servers.description import Discovered, EngineDescription
 from kvrouter.v1.events_pb2 import LoadReport
-from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateRequest
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_FINISH = {
+    "stop": FinishReason.FINISH_REASON_STOP,
+    "length": FinishReason.FINISH_REASON_LENGTH,
+    "abort": FinishReason.FINISH_REASON_ABORT,
+    "error": FinishReason.FINISH_REASON_ERROR,
+    "tool_calls": FinishReason.FINISH_REASON_TOOL_CALLS,
+    "content_filter": FinishReason.FINISH_REASON_CONTENT_FILTER,
+}
+
+
+def finish_reason(said: str) -> FinishReason:
+    """Returns why a generation ended. Newer engines may have further reasons, which are all kinds of a regular end."""
+    return _FINISH.get(said, FinishReason.FINISH_REASON_STOP)
 
 
 class OutputReader(Protocol):

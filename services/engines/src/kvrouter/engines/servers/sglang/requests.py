@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from kvrouter.engines.fields import SGLANG_TRANSFER, engine_salt
-from kvrouter.engines.servers.api import EngineCall
+from kvrouter.engines.servers.api import EngineCall, TokenId, finish_reason
 from kvrouter.engines.servers.description import EngineDescription
 from kvrouter.engines.servers.failures import Answer, EngineFailed, read_answer, refusal_of_code
 from kvrouter.engines.servers.http import END, as_json
@@ -24,17 +24,10 @@ from kvrouter.v1 import worker_pb2 as pb
 from kvrouter.v1.common_pb2 import Stage
 
 _PATH = "/generate"
-_FINISH = {
-    "stop": pb.FinishReason.FINISH_REASON_STOP,
-    "length": pb.FinishReason.FINISH_REASON_LENGTH,
-    "abort": pb.FinishReason.FINISH_REASON_ABORT,
-}
 _SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _ID_BYTES = 16
 _META = re.compile(r"[\\.^$|?*+()\[\]{}]")
 """Characters with a meaning in regular expressions."""
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class _Finish(msgspec.Struct):
@@ -189,10 +182,10 @@ def _finish(reason: _Finish | str | None) -> pb.FinishReason | None:
     if reason is None:
         return None
     if isinstance(reason, str):
-        return _FINISH.get(reason, pb.FinishReason.FINISH_REASON_STOP)
+        return finish_reason(reason)
     if reason.type == "abort" and reason.status_code is not None and reason.status_code >= 400:
         raise refusal_of_code(reason.status_code, reason.message or "no message")
-    return _FINISH.get(reason.type, pb.FinishReason.FINISH_REASON_STOP)
+    return finish_reason(reason.type)
 
 
 def _top(entries: list[list[Any]] | None) -> pb.TopLogprobs:

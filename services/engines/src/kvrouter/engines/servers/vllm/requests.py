@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from kvrouter.engines.fields import START_OF_VLLM_TRANSFER, VLLM_TRANSFER, engine_salt
-from kvrouter.engines.servers.api import EngineCall
+from kvrouter.engines.servers.api import EngineCall, TokenId, finish_reason
 from kvrouter.engines.servers.description import EngineDescription
 from kvrouter.engines.servers.failures import Answer, EngineFailed, is_given, read_answer
 from kvrouter.engines.servers.http import END, as_json
@@ -22,19 +22,9 @@ from kvrouter.v1 import worker_pb2 as pb
 from kvrouter.v1.common_pb2 import Stage
 
 _PATH = "/v1/completions"
-_FINISH = {
-    "stop": pb.FinishReason.FINISH_REASON_STOP,
-    "length": pb.FinishReason.FINISH_REASON_LENGTH,
-    "abort": pb.FinishReason.FINISH_REASON_ABORT,
-    "error": pb.FinishReason.FINISH_REASON_ERROR,
-    "tool_calls": pb.FinishReason.FINISH_REASON_TOOL_CALLS,
-    "content_filter": pb.FinishReason.FINISH_REASON_CONTENT_FILTER,
-}
-_SAMPLING = (*("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),)
+_SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
 
 _ID_PREFIX = "token_id:"
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class _Logprobs(msgspec.Struct):
@@ -190,8 +180,7 @@ def _output(choice: _Choice) -> pb.GenerateOutput | None:
     if choice.token_ids is None and choice.text:
         raise EngineFailed("the engine returns text without token ids: use a vLLM that knows return_token_ids")
     tokens = choice.token_ids or []
-    # Newer releases may have further reasons, which are all kinds of a regular end.
-    finish = _FINISH.get(choice.finish_reason, pb.FinishReason.FINISH_REASON_STOP) if choice.finish_reason else None
+    finish = finish_reason(choice.finish_reason) if choice.finish_reason else None
     if not tokens and finish is None:
         return None
     output = pb.GenerateOutput(token_ids=tokens, finish_reason=finish)
