@@ -27,7 +27,7 @@ from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.requests import component_name
 from kvrouter.runtime.rpc import not_awaited_by_drain
 from kvrouter.v1 import frontend_pb2 as pb
-from kvrouter.v1.common_pb2 import BusyThresholds, Component, RoutingRequest, Stage
+from kvrouter.v1.common_pb2 import BookingKey, BusyThresholds, Component, RoutingRequest, Stage
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, KvRouterError, SessionLost
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest
 from kvrouter.v1.names import ComponentName
@@ -143,8 +143,7 @@ class FrontendService:
         scheduler = self._links.scheduler(component)
         if booking is None:
             return await self._select(scheduler, select, request.session_id, deadline)
-        if self.access is not None:
-            own_booking(self.access.caller(), select.booking)
+        self._own_booking(select.booking)
         select.lease_ms = self._bookings.lease_ms(request.lease_ms if request.HasField("lease_ms") else None)
         tokens, output_tokens = requested_tokens(select.request), select.request.max_output_tokens
         session_id = self._own_session(request.session_id)
@@ -185,14 +184,12 @@ class FrontendService:
         Raises:
             BadRequest, DeadlineExceeded, DependencyAway.
         """
-        marking = MarkPrefillCompleteRequest(booking=request.booking)
-        if self.access is not None:
-            own_booking(self.access.caller(), marking.booking)
-        answers = await self._ask_all(
+        marking = MarkPrefillCompleteRequest(booking=self._own_booking(request.booking))
+        known = await self._ask_all(
             lambda scheduler, limit: scheduler.mark_prefill_complete(marking, deadline=limit), deadline
         )
         self._bookings.renew(marking.booking)
-        return pb.FrontendServiceMarkPrefillCompleteResponse(known=any(answer.known for answer in answers))
+        return pb.FrontendServiceMarkPrefillCompleteResponse(known=known)
 
     async def free(
         self, request: pb.FrontendServiceFreeRequest, *, deadline: Deadline
@@ -202,12 +199,10 @@ class FrontendService:
         Raises:
             BadRequest, DeadlineExceeded, DependencyAway.
         """
-        freeing = FreeRequest(booking=request.booking)
-        if self.access is not None:
-            own_booking(self.access.caller(), freeing.booking)
-        answers = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
+        freeing = FreeRequest(booking=self._own_booking(request.booking))
+        known = await self._ask_all(lambda scheduler, limit: scheduler.free(freeing, deadline=limit), deadline)
         self._bookings.release(freeing.booking)
-        return pb.FrontendServiceFreeResponse(known=any(answer.known for answer in answers))
+        return pb.FrontendServiceFreeResponse(known=known)
 
     def served_models(self) -> list[pb.Model]:
         """Returns the served models that the caller may use, in order of name."""
@@ -318,12 +313,10 @@ class FrontendService:
             thresholds.update(answer.thresholds)
         return thresholds
 
-    async def _ask_all(
-        self, ask: Callable[[Scheduler, Deadline], Awaitable[_Answer]], deadline: Deadline
-    ) -> list[_Answer]:
+    async def _ask_all(self, ask: Callable[[Scheduler, Deadline], Awaitable[_Answer]], deadline: Deadline) -> bool:
         """Calls every live Scheduler about a booking, since a stand-in may have made it while the usual one was away.
 
-        A Scheduler that fails or times out matters only if no other Scheduler knows the booking.
+        Returns whether one knows it. One that fails or times out matters only if no other Scheduler knows the booking.
 
         Raises:
             DependencyAway: no Scheduler is live.
@@ -336,13 +329,19 @@ class FrontendService:
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(_settled(ask(each, limit))) for each in schedulers]
         outcomes = [task.result() for task in asking]
-        answers = [outcome for outcome in outcomes if not isinstance(outcome, KvRouterError)]
-        for outcome in outcomes:
-            if isinstance(outcome, KvRouterError) and not any(answer.known for answer in answers):
-                if isinstance(outcome, DeadlineExceeded) and not deadline.expired:
-                    raise DependencyAway("a Scheduler that may have the booking does not answer")
-                raise outcome.untraced()
-        return answers
+        known = any(not isinstance(outcome, KvRouterError) and outcome.known for outcome in outcomes)
+        failure = next((outcome for outcome in outcomes if isinstance(outcome, KvRouterError)), None)
+        if failure is None or known:
+            return known
+        if isinstance(failure, DeadlineExceeded) and not deadline.expired:
+            raise DependencyAway("a Scheduler that may have the booking does not answer")
+        raise failure.untraced()
+
+    def _own_booking(self, booking: BookingKey) -> BookingKey:
+        """Makes a client's booking one of its tenant, and returns it."""
+        if self.access is not None:
+            own_booking(self.access.caller(), booking)
+        return booking
 
     def _own_session(self, session_id: str) -> str:
         """Returns the id of a client's session, which is one of its tenant."""
