@@ -230,7 +230,7 @@ class Grant:
         """Ends the request. Merely estimated tokens are given back."""
         subjects, self._subjects = self._subjects, ()
         if subjects:
-            self._quotas.end(subjects, self._running, self._estimate)
+            self._quotas.give_back(subjects, self._estimate, running=self._running)
 
 
 class Quotas:
@@ -310,24 +310,15 @@ class Quotas:
                 if limits.tokens_per_minute is not None:
                     table.add(row, TOKENS, tokens, limits.tokens_per_minute / _MINUTE_SECONDS)
 
-    def give_back(self, subjects: tuple[_Subject, ...], tokens: float) -> None:
-        """Gives tokens back; takes them, whatever the limit, if they are negative."""
-        if not tokens:
+    def give_back(self, subjects: tuple[_Subject, ...], tokens: float, *, running: int = 0) -> None:
+        """Gives tokens back, or takes them, whatever the limit, if they are negative. Ends running requests."""
+        if not (tokens or running):
             return
         with self._table.locked():
-            self._give_back(subjects, tokens)
-
-    def end(self, subjects: tuple[_Subject, ...], running: int, unused_tokens: float) -> None:
-        """Ends running requests, and gives back the tokens they did not use."""
-        with self._table.locked():
-            for _, row, _ in subjects:
+            for _, row, limits in subjects:
                 self._table.end(row, running)
-            self._give_back(subjects, unused_tokens)
-
-    def _give_back(self, subjects: tuple[_Subject, ...], tokens: float) -> None:
-        for _, row, limits in subjects:
-            if tokens and limits.tokens_per_minute is not None:
-                self._table.add(row, TOKENS, -tokens, limits.tokens_per_minute / _MINUTE_SECONDS)
+                if tokens and limits.tokens_per_minute is not None:
+                    self._table.add(row, TOKENS, -tokens, limits.tokens_per_minute / _MINUTE_SECONDS)
 
     def _check(self, subject: _Subject, requests: int, running: int, tokens: float, *, passes_empty: bool) -> None:
         table = self._table
