@@ -11,7 +11,7 @@ from kvrouter.frontend.recording.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
 from kvrouter.frontend.web.traffic import Point, TrafficRates
 from kvrouter.runtime.overview.ranks import HitRate, HitWindow, Note, rank_notes
-from kvrouter.runtime.overview.system import FrontendView, System, rank_of
+from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System, rank_of
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.names import ComponentName
@@ -112,45 +112,32 @@ def _candidate(message: CandidateTerms) -> Json:
 
 def _services(system: System, frontend_ids: Mapping[str, str]) -> list[Json]:
     found: list[Json] = []
+
+    def add(
+        kind: str, view: SchedulerView | IndexerView | FrontendView, name: str, detail: str, *, ready: bool
+    ) -> None:
+        state = "away" if view.failure else "ready" if ready else "not ready"
+        found.append({"kind": kind, "address": view.address, "name": name, "state": state, "detail": detail})
+
     for scheduler in system.schedulers:
-        status = scheduler.status
-        found.append(
-            {
-                "kind": "Scheduler",
-                "address": scheduler.address,
-                "name": "" if status is None else status.scheduler_id,
-                "state": _state(scheduler.failure, ready=status is not None and status.ready),
-                "detail": scheduler.failure
-                if status is None
-                else f"{_amount(status.bookings, 'booking')}, {_amount(status.sessions, 'session')}",
-            }
-        )
+        if (status := scheduler.status) is None:
+            add("Scheduler", scheduler, "", scheduler.failure, ready=False)
+        else:
+            detail = f"{_amount(status.bookings, 'booking')}, {_amount(status.sessions, 'session')}"
+            add("Scheduler", scheduler, status.scheduler_id, detail, ready=status.ready)
     for indexer in system.indexers:
-        stats = indexer.stats
-        components = [] if stats is None else stats.components
-        blocks = _amount(sum(each.blocks for each in components), "block")
-        behind = sum(max(0, each.last_stream_sequence - each.applied_stream_sequence) for each in components)
-        found.append(
-            {
-                "kind": "Indexer",
-                "address": indexer.address,
-                "name": "" if stats is None else stats.replica_id,
-                "state": _state(indexer.failure, ready=stats is not None and all(each.ready for each in components)),
-                "detail": indexer.failure if stats is None else f"{blocks}, {_amount(behind, 'message')} behind",
-            }
-        )
+        if (stats := indexer.stats) is None:
+            add("Indexer", indexer, "", indexer.failure, ready=False)
+        else:
+            blocks = _amount(sum(each.blocks for each in stats.components), "block")
+            behind = sum(max(0, each.last_stream_sequence - each.applied_stream_sequence) for each in stats.components)
+            detail = f"{blocks}, {_amount(behind, 'message')} behind"
+            add("Indexer", indexer, stats.replica_id, detail, ready=all(each.ready for each in stats.components))
     for frontend in system.frontends:
         health = frontend.health
-        calls = 0 if health is None else sum(each.calls for each in health.workers)
-        found.append(
-            {
-                "kind": "Frontend",
-                "address": frontend.address,
-                "name": frontend_ids.get(frontend.address, ""),
-                "state": _state(frontend.failure, ready=health is not None or frontend.asks_for_key),
-                "detail": _frontend_detail(frontend, calls),
-            }
-        )
+        detail = _frontend_detail(frontend, 0 if health is None else sum(each.calls for each in health.workers))
+        ready = health is not None or frontend.asks_for_key
+        add("Frontend", frontend, frontend_ids.get(frontend.address, ""), detail, ready=ready)
     return found
 
 
@@ -162,12 +149,6 @@ def _frontend_detail(frontend: FrontendView, calls: int) -> str:
 
 def _amount(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def _state(failure: str, *, ready: bool) -> str:
-    if failure:
-        return "away"
-    return "ready" if ready else "not ready"
 
 
 def _component(name: ComponentName, status: ComponentStatus, system: System, hit_rates: HitWindow, role: str) -> Json:
