@@ -138,17 +138,8 @@ class WholeCompletion:
     def body(self) -> bytes:
         """Returns the response as JSON."""
         frame = self.frame
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": "",
-            "logprobs": None,
-            "finish_reason": self._finish_reason,
-            "stop_reason": None,
-        }
-        if frame.returns_token_ids:
-            choice["token_ids"] = encode_token_ids(self._token_ids)
-        if frame.returns_prompt:
-            choice["prompt_token_ids"] = frame.prompt_json(0)
+        whole = Piece("", self._token_ids, (), (), self._finish_reason, None)
+        choice = {"index": 0, "text": ""} | _details(frame, 0, whole, 0, with_prompt=True)
         return msgspec.json.encode(frame.envelope() | {"choices": [choice]} | frame.usage())
 
 
