@@ -57,12 +57,8 @@ BOOKED_ID_MARK = "~"
 id, but the key of a freed booking cannot be booked again."""
 
 
-class _PoolRefuses(Exception):
-    """The pool of an attempt has no worker for it, and there is another pool."""
-
-
-class _PoolRestarts(Exception):
-    """The pool of an attempt has no worker for it, and has been waited for a moment."""
+class _TryAgain(Exception):
+    """The pool of an attempt has no worker for it. Another pool may have one, or this one has been waited for."""
 
 
 class _Unreachable(Exception):
@@ -189,7 +185,7 @@ class Generation:
             except PrefillLost:
                 self._deaths.check()
                 continue  # The next attempt uses another prefill worker, or none.
-            except (_PoolRefuses, _PoolRestarts):
+            except _TryAgain:
                 continue
             if failure is None:
                 return
@@ -278,9 +274,9 @@ class Generation:
         except (NoWorkers, AllBusy, UnknownComponent) as error:
             self._refused.add(self._input.component)
             if self._pools is not None and self._pools.others(self._refused):
-                raise _PoolRefuses from None
+                raise _TryAgain from None
             if not isinstance(error, AllBusy) and await self._await_restart(deadline):
-                raise _PoolRestarts from None
+                raise _TryAgain from None
             if not isinstance(error, NoWorkers):
                 raise error if failure is None else self._after(failure, error) from None
             if failure is None:
