@@ -11,7 +11,7 @@ from kvrouter.engines.chats import ChatRule
 from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.text.chat_template import marked, until_mark
 from kvrouter.frontend.text.client_work import Slices
-from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.v1.errors import BadRequest
 
 MAX_MESSAGES = 65_536
@@ -116,7 +116,7 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
-class ChatPrompt:
+class ChatPrompt(PromptSource):
     """The prompt of a chat, not rendered yet."""
 
     field = "messages"
@@ -206,7 +206,3 @@ class ChatPrompt:
         # The template has written the special tokens that the tokenizer would add.
         yield
         return (yield from text.tokenizer.encode(rendered, special_tokens=False, limit=limit, field="messages"))
-
-    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
-        """Returns None: a template may take long."""
-        return None

@@ -22,7 +22,7 @@ from kvrouter.frontend.edge.json_body import check_structure, convert_fields, in
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.client_work import Slices
-from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.v1.errors import BadRequest, KvRouterError
 
 ROUTING_FIELDS = ("request_id", "conversation_id", "worker_id", "dp_rank", "migration_limit", "router_config_override")
@@ -139,7 +139,7 @@ def shallow() -> Iterator[None]:
         raise BadRequest("body: nested too deeply", advice="Send one JSON object without deep nesting.") from None
 
 
-class TranslatedPrompt:
+class TranslatedPrompt(PromptSource):
     """The prompt of a body an engine translates itself. It is translated here only to be rendered."""
 
     field = "messages"
@@ -159,10 +159,6 @@ class TranslatedPrompt:
         with shallow():
             prompt = chat_prompt(self._kind.engine_chat(self._body), self.characters)
         return (yield from prompt.slices(text, limit))
-
-    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
-        """Returns None: a template may take long."""
-        return None
 
 
 def chat_prompt(chat: Mapping[str, Any], characters: int) -> ChatPrompt:

@@ -242,7 +242,7 @@ class RoutedBody:
         return replace(self, token_ids=token_ids, is_tokenized=True, source=None) if token_ids else self
 
 
-class _Text:
+class _Text(PromptSource):
     """The prompt of a completion: a text, or a list, whose first element decides."""
 
     field = "prompt"
@@ -258,11 +258,8 @@ class _Text:
         prompts = parse_prompts(self._prompt, add_special_tokens=self._add_special_tokens, limit=limit)
         return (yield from prompts[0].slices(text, limit))
 
-    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
-        return None  # The body has to be decoded first, as in a thread.
 
-
-class _Chat:
+class _Chat(PromptSource):
     """The messages of a chat, which are decoded only to be rendered."""
 
     field = "messages"
@@ -287,9 +284,6 @@ class _Chat:
             characters=self.characters,
         )
         return (yield from prompt.slices(text, limit))
-
-    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
-        return None  # Its messages have to be decoded and rendered first.
 
 
 def _given(raw: _Raw) -> bytes:

@@ -198,10 +198,12 @@ class PromptSource(Protocol):
         """
         ...
 
-    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
         """Returns the same if that takes a fraction of a millisecond; otherwise None. Runs on the event loop.
+
+        A body that has to be decoded or rendered first takes longer.
 
         Raises:
             BadRequest, PromptTooLong.
         """
-        ...
+        return None
