@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.frontend.edge.session_headers import SESSION_HEADERS, session_of
+from kvrouter.frontend.edge.request_fields import SESSION_HEADERS, session_of
 from kvrouter.scheduler.api import request_reader
 from kvrouter.v1.common_pb2 import RoutingRequest
 

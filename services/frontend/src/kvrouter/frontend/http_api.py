@@ -30,10 +30,9 @@ from kvrouter.frontend.edge.middlewares import (
     traced,
 )
 from kvrouter.frontend.edge.model_objects import model_objects
-from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, with_headers
+from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, session_of, with_headers
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
-from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all

@@ -1,10 +1,11 @@
-"""Common fields of completions and chats."""
+"""Common fields of completions and chats, and the headers that stand in their place."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from hashlib import blake2b
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
@@ -12,7 +13,6 @@ import msgspec
 from aiohttp import web
 from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import check_uint64, invalid
-from kvrouter.frontend.edge.session_headers import session_of
 from kvrouter.frontend.edge.structured_output import GUIDED, read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
 from kvrouter.frontend.request.validation import MAX_REQUEST_ID_BYTES
@@ -20,6 +20,25 @@ from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput
+
+SESSION_HEADERS = ("x-claude-code-session-id", "thread-id", "session-id", "x-session-id", "x-session-affinity")
+"""Headers of known agents and gateways, in lower case. The first one given counts: a thread is a part of a session."""
+_MAX_CHARACTERS = 256
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """Returns the id of a request's session; empty if it names none.
+
+    An id that is long or no ASCII text is replaced by its digest.
+
+    Args:
+        headers: Headers of the request, by name in any or in lower case.
+    """
+    named = next((value for name in SESSION_HEADERS if (value := headers.get(name, "").strip())), "")
+    if len(named) <= _MAX_CHARACTERS and named.isascii():
+        return named
+    return blake2b(named.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
 
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]

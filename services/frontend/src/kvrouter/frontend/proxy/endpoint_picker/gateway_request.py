@@ -12,8 +12,7 @@ from kvrouter.frontend.access.caller import Caller, acting_for
 from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.request_admission import AdmittedRequest
 from kvrouter.frontend.edge.http_body import ENCODINGS, inflated
-from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank
-from kvrouter.frontend.edge.session_headers import session_of
+from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank, session_of
 from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.endpoint_picker.responses import allowed_endpoints, header_list
