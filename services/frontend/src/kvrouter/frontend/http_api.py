@@ -17,7 +17,6 @@ from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, sho
 from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.edge.completion_request import CompletionRequest
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
-from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.http_body import read_body
 from kvrouter.frontend.edge.http_errors import INTERNAL, counting_errors, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
@@ -38,9 +37,9 @@ from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResp
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
 from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
 from kvrouter.frontend.proxy.engine_body import check_salted, permitted, serves_itself
+from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse, TranslatedResponse
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.proxy.routed_body import RoutedBody
-from kvrouter.frontend.proxy.translated_response import TranslatedResponse
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS

@@ -17,7 +17,6 @@ from aiohttp import web
 from kvrouter.engines.fields import HARMLESS_HEADERS, quotes_internal, shown_failure
 from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
-from kvrouter.frontend.edge.forwarded_response import ForwardedResponse
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.proxy.engine_body import (
     EngineFailed,
@@ -31,6 +30,7 @@ from kvrouter.frontend.proxy.engine_body import (
     transfer_params,
 )
 from kvrouter.frontend.proxy.engine_response import EngineResponse, count_tokens
+from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
