@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.frontend.processes.merged_metrics import MergedMetrics
+from kvrouter.frontend.processes.parent import MergedMetrics
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
