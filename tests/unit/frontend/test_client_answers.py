@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrouter.frontend.client_answers import overlaps_of, selection_of
+from kvrouter.frontend.edge.grpc_output import overlaps_of, selection_of
 from kvrouter.v1.common_pb2 import Component, Cursor, PrefillDecision, Rank, Role
 from kvrouter.v1.frontend_pb2 import RankOverlap, Selection
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse

@@ -11,8 +11,7 @@ from kvrouter.frontend.access import rules
 from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.client_bookings import ClientBookings
 from kvrouter.frontend.access.rules import own_booking, owned_id, visible
-from kvrouter.frontend.client_answers import overlaps_of, selection_of
-from kvrouter.frontend.edge.grpc_output import OutputBuffer, with_text
+from kvrouter.frontend.edge.grpc_output import OutputBuffer, overlaps_of, selection_of, with_text
 from kvrouter.frontend.packed_prompt import take_prompt
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.request.progress import OutputReceiver
