@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 from kvrouter.engines.events.translation import TranslationOptions
 from kvrouter.engines.relay.relaying import EventSource
 from kvrouter.engines.servers.description import EngineDescription, Overrides
+from kvrouter.net.tls.tls import is_loopback
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.tracing import tracer
@@ -178,13 +178,6 @@ def _reachable(url: str, advertise: str) -> str:
     """Returns an engine's URL with the host of ``advertise``, if its own is a loopback address."""
     parts = urlsplit(url)
     host = advertise.rpartition(":")[0] if advertise.rpartition(":")[2].isdecimal() else advertise
-    if not host or not _is_loopback(parts.hostname or ""):
+    if not host or not is_loopback(parts.hostname or ""):
         return url
     return parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host).geturl()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from kvrouter.engines.servers.description import NO_EVENTS
 from kvrouter.engines.servers.detection import EngineKindOption
-from kvrouter.runtime.config.fields import EngineKeysFile, RoleOption, TransportOption, check_socket_endpoint
+from kvrouter.runtime.config.fields import Address, EngineKeysFile, RoleOption, TransportOption, check_socket_endpoint
 from kvrouter.runtime.config.settings import Name, ServiceSettings
 from kvrouter.sidecar.engines_file import checked_url, read_engines
 from pydantic import Field, field_validator, model_validator
@@ -55,7 +55,7 @@ class EngineSettings(ServiceSettings):
     """Role of the engine; by default the engine is asked, and both if it does not say."""
     tokenizer: str = ""
     """Path or name of the model's tokenizer; by default where the engine loaded its model."""
-    bootstrap_endpoint: tuple[str, ...] = ()
+    bootstrap_endpoint: tuple[Address, ...] = ()
     """Address at which decode workers meet each prefill engine, host:port; by default the engine is asked."""
     copy_counting: Literal["counted", "set"] = "counted"
     """Whether the engine reports each physical copy of a block, or a set of blocks."""
@@ -82,15 +82,6 @@ class EngineSettings(ServiceSettings):
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(checked_url, urls))
-
-    @field_validator("bootstrap_endpoint")
-    @classmethod
-    def _are_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        for address in addresses:
-            host, colon, port = address.rpartition(":")
-            if not (host and colon and port.isdecimal()):
-                raise ValueError(f"expected host:port, received {address!r}")
-        return addresses
 
     @field_validator("lora_ids")
     @classmethod
