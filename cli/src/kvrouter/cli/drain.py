@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from kvrouter.cli.arguments import named_component
-from kvrouter.cli.connections import open_service
 from kvrouter.cli.errors import CommandFailed
 from kvrouter.cli.terminal import PlainConsole
-from kvrouter.cli.top.sources import Where, open_sources
+from kvrouter.cli.top.sources import Where, open_schedulers
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import remote
-from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import DependencyAway, KvRouterError
 from kvrouter.v1.pages import all_pages
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, GetStatusRequest, UndrainWorkerRequest
 
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _CALL_SECONDS = 10.0
 _INTERVAL_SECONDS = 0.5
 """Interval between two looks at the running requests."""
@@ -50,12 +45,12 @@ async def drain(
     if migrate_after_seconds is not None:
         request.migrate_after_ms = round(migrate_after_seconds * 1000)
     console = PlainConsole()
-    async with _schedulers(where) as schedulers:
-        answer = await _first(schedulers, lambda each: each.drain_worker(request, deadline=_soon()))
+    async with open_schedulers(where) as schedulers:
+        answer = await _first(schedulers.values(), lambda each: each.drain_worker(request, deadline=_soon()))
         console.print(f"worker {worker_id} gets no new requests{' (as before)' if answer.was_draining else ''}")
         deadline, shown = Deadline.after(wait_seconds), -1
         while wait_seconds:
-            running = await _running(schedulers, request.component, worker_id)
+            running = await _running(schedulers.values(), request.component, worker_id)
             if running != shown:
                 requests = {0: "no request runs", 1: "1 request runs"}.get(running, f"{running} requests run")
                 console.print(f"{requests} on it")
@@ -78,8 +73,8 @@ async def undrain(where: Where, component: str, worker_id: int) -> None:
         CommandFailed: the worker is unknown, or no Scheduler answers.
     """
     request = UndrainWorkerRequest(component=named_component(component), worker_id=worker_id)
-    async with _schedulers(where) as schedulers:
-        answer = await _first(schedulers, lambda each: each.undrain_worker(request, deadline=_soon()))
+    async with open_schedulers(where) as schedulers:
+        answer = await _first(schedulers.values(), lambda each: each.undrain_worker(request, deadline=_soon()))
     outcome = "gets requests again" if answer.was_draining else "was not drained"
     PlainConsole().print(f"worker {worker_id} {outcome}")
 
@@ -88,18 +83,7 @@ def _soon() -> Deadline:
     return Deadline.after(_CALL_SECONDS)
 
 
-@asynccontextmanager
-async def _schedulers(where: Where) -> AsyncIterator[list[Scheduler]]:
-    async with open_sources(where) as sources:
-        addresses, note = sources.addresses("scheduler"), sources.note
-    if note:
-        raise CommandFailed(note)
-    async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(open_service(address, "scheduler")) for address in addresses]
-        yield [cast(Scheduler, remote(_SCHEDULER, channel)) for channel in channels]
-
-
-async def _first(schedulers: list[Scheduler], call: Callable[[Scheduler], Awaitable[_T]]) -> _T:
+async def _first(schedulers: Iterable[Scheduler], call: Callable[[Scheduler], Awaitable[_T]]) -> _T:
     """Calls one Scheduler after the other until one answers, since any of them can write to etcd."""
     failure = CommandFailed("no Scheduler is known")
     for scheduler in schedulers:
@@ -112,7 +96,7 @@ async def _first(schedulers: list[Scheduler], call: Callable[[Scheduler], Awaita
     raise failure
 
 
-async def _running(schedulers: list[Scheduler], component: Component, worker_id: int) -> int:
+async def _running(schedulers: Iterable[Scheduler], component: Component, worker_id: int) -> int:
     """Returns the requests that are booked on a worker, at whichever Scheduler."""
     most = 0
     for scheduler in schedulers:

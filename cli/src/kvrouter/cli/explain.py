@@ -7,21 +7,16 @@ import re
 import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import cast
 
-from kvrouter.cli.connections import open_service
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.terminal import SHORTENED, PlainConsole, may_stand_for, rank_name
-from kvrouter.cli.top.sources import Where, open_sources
+from kvrouter.cli.top.sources import Where, open_schedulers
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import remote
-from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.errors import KvRouterError, NotFound
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision, ExplainRequest, GetStatusRequest
 from rich.table import Table
 
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _RESPONSE_PREFIXES = ("chatcmpl-", "cmpl-")
 """What the OpenAI API puts before the request's id in the id of a response."""
 _INDEXED = re.compile(r"(.+)-\d+")
@@ -45,18 +40,13 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
         WrongUsage: several requests have the shortened id.
         CommandFailed: no Scheduler knows the decision, or one that may know it does not answer.
     """
-    async with open_sources(where) as sources:
-        addresses, note = sources.addresses("scheduler"), sources.note
-    if note:
-        raise CommandFailed(note)
     deadline = Deadline.after(seconds)
     failures: list[str] = []
     found: list[Decision] = []
-    for address in addresses:
-        if which and found:
-            break
-        async with open_service(address, "scheduler") as channel:
-            scheduler = cast(Scheduler, remote(_SCHEDULER, channel))
+    async with open_schedulers(where) as schedulers:
+        for address, scheduler in schedulers.items():
+            if which and found:
+                break
             try:
                 queries = await _queries(scheduler, which, deadline)
             except KvRouterError as error:
@@ -84,7 +74,7 @@ async def explain(where: Where, which: str, seconds: float, *, everything: bool 
         )
     about = f" about {which}" if which else ""
     raise CommandFailed(
-        f"no decision{about} found at {', '.join(addresses)}: a Scheduler keeps its last --decisions-kept "
+        f"no decision{about} found at {', '.join(schedulers)}: a Scheduler keeps its last --decisions-kept "
         f"decisions. Ask the Scheduler that decided, soon after the request{forwarded}"
     )
 

@@ -58,6 +58,11 @@ Schedulers = Annotated[
     typer.Option("--scheduler", help="gRPC address of a Scheduler, host:port, instead of discovery through etcd."),
 ]
 DEFAULT_ETCD = "127.0.0.1:2379"
+_PASSED_ON: dict[str, Any] = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+"""Declares a command that passes its options on, since they are settings."""
 STORED_HELP = ("serve", "relay", "sidecar")
 """Commands whose options are settings."""
 
@@ -123,8 +128,7 @@ def _start(
 @app.command(
     "serve",
     short_help="Run several services in one process.",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    **_PASSED_ON,
 )
 def serve_command(
     context: typer.Context,
@@ -143,8 +147,7 @@ def serve_command(
 @app.command(
     "relay",
     short_help="Publish the KV events of a vLLM or SGLang engine.",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    **_PASSED_ON,
 )
 def relay_command(context: typer.Context) -> None:
     """Publish the KV events of an engine that speaks vLLM's or SGLang's ZMQ format."""
@@ -156,8 +159,7 @@ def relay_command(context: typer.Context) -> None:
 @app.command(
     "sidecar",
     short_help="Serve an unchanged vLLM or SGLang server as a worker.",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    **_PASSED_ON,
 )
 def sidecar_command(context: typer.Context) -> None:
     """Serve an unchanged vLLM or SGLang server as a worker, with its KV events."""

@@ -26,13 +26,12 @@ from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer
 from kvrouter.scheduler import app as scheduler
-from kvrouter.scheduler.overlap.indexer_query import IndexerSource, OverlapIndex
+from kvrouter.scheduler.overlap.indexer_query import OverlapIndex
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.sidecar.local_engines import LocalEngines, serving_engines
 from kvrouter.sidecar.settings import LocalEnginesSettings
 from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.message_limits import MessageLimits
-from kvrouter.v1.names import ComponentName
 
 ROLES: Mapping[str, type[ServiceSettings]] = {
     "indexer": IndexerSettings,
@@ -142,14 +141,16 @@ async def _compose(
     settings: Mapping[str, Any], runtime: Runtime, running: AsyncExitStack, engines: LocalEngines | None
 ) -> list[Hosted]:
     hosted: list[Hosted] = []
-    indexers: IndexerSource | None = None
+    index: OverlapIndex | None = None
     own: tuple[str, Scheduler] | None = None
     if "indexer" in settings:
         indexing = await running.enter_async_context(indexer.running(settings["indexer"], runtime))
         ready = _Start(indexing, runtime.directory, engines).is_ready if engines else lambda: indexing.ready
         hosted.append(Hosted("indexer", _INDEXER, indexing, ready, limits=_limits(settings["indexer"])))
-        indexers = _OneIndexer(indexing)
+        index = indexing
     if "scheduler" in settings:
+        # The Indexer of this process serves every component.
+        indexers = None if index is None else lambda _component: index
         scheduling = await running.enter_async_context(scheduler.running(settings["scheduler"], runtime, indexers))
         hosted.append(
             Hosted("scheduler", _SCHEDULER, scheduling, lambda: scheduling.ready, limits=_limits(settings["scheduler"]))
@@ -198,13 +199,3 @@ class _Start:
     def _knows_all(self) -> bool:
         views = self._directory.components.items()
         return self._engines.worker_keys <= {name.worker_key(each) for name, view in views for each in view.workers}
-
-
-class _OneIndexer:
-    """Uses the Indexer in this process for every component."""
-
-    def __init__(self, indexing: OverlapIndex) -> None:
-        self._indexing = indexing
-
-    def __call__(self, component: ComponentName) -> OverlapIndex | None:  # noqa: ARG002 - it serves them all
-        return self._indexing
