@@ -83,7 +83,8 @@ class RpcServer:
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._port = 0
+        self.port = 0
+        """The port the server listens on, once started."""
         self._host = bind.rpartition(":")[0]
         """Host under which others reach the server by default."""
 
@@ -102,11 +103,6 @@ class RpcServer:
         """The call streams."""
         return self._server.call_streams
 
-    @property
-    def port(self) -> int:
-        """The port the server listens on, once started."""
-        return self._port
-
     def endpoint(self, advertise: str = "") -> str:
         """Returns the address under which others reach the server, host:port, once started.
 
@@ -115,7 +111,7 @@ class RpcServer:
                 server listens on all addresses.
         """
         host, _, port = advertise.rpartition(":") if ":" in advertise.rsplit("]", 1)[-1] else (advertise, "", "")
-        return f"{host or self._host}:{port or self._port}"
+        return f"{host or self._host}:{port or self.port}"
 
     async def start(self) -> None:
         """Starts to listen.
@@ -125,7 +121,7 @@ class RpcServer:
             InvalidTls: TLS is enabled without a certificate.
         """
         self.health.announce(self._server.services)
-        self._port = await self._server.start(self._bind)
+        self.port = await self._server.start(self._bind)
         if _is_any(self._host):
             # In a thread, because a name server may be slow or away.
             self._host = await asyncio.to_thread(socket.getfqdn)
@@ -332,7 +328,7 @@ def call_handler(
         context = {"connection": call.stream} if takes_connection else {}
         try:
             with admitted:
-                return _encoded(bound(parse(encoded), deadline=deadline, **context))
+                return _serialize(bound(parse(encoded), deadline=deadline, **context))
         except Exception as error:
             raise refused(error) from None
 
@@ -341,7 +337,7 @@ def call_handler(
     ) -> bytes:
         try:
             with admitted, trace_context.entered(traceparent), span(path[1:], Kind.SERVER):
-                return _encoded(await bound(parse(encoded), deadline=deadline))
+                return _serialize(await bound(parse(encoded), deadline=deadline))
         except Exception as error:
             raise refused(error) from None
 
@@ -353,7 +349,3 @@ def call_handler(
         return INTERNAL_ERROR.untraced()
 
     return handle
-
-
-def _encoded(response: Message | bytes) -> bytes:
-    return response if isinstance(response, bytes) else response.SerializeToString()
