@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import Context, ContextVar
-from types import TracebackType
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 HEADER = "traceparent"
 """HTTP header and gRPC metadata key of the trace context."""
@@ -39,6 +39,8 @@ class Companions(NamedTuple):
     baggage: str = ""
     """W3C baggage; empty for none."""
 
+
+_T = TypeVar("_T")
 
 _ALONE = Companions()
 _current: ContextVar[str] = ContextVar("kvrouter_trace_context", default="")
@@ -91,44 +93,30 @@ def headers() -> dict[str, str]:
     return {name: value for name, value in values if value}
 
 
-class entered:  # noqa: N801 - used as a context manager
-    """Sets the trace context for a ``with`` block."""
+class _Setting(Generic[_T]):
+    """Sets a context variable for a ``with`` block."""
 
-    __slots__ = ("_token", "_traceparent")
+    __slots__ = ("_token", "_value", "_variable")
 
-    def __init__(self, traceparent: str) -> None:
-        """``traceparent`` is valid, or empty for none."""
-        self._traceparent = traceparent
-
-    def __enter__(self) -> None:
-        """Sets it."""
-        self._token = _current.set(self._traceparent)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restores the one before."""
-        _current.reset(self._token)
-
-
-class accompanied:  # noqa: N801 - used as a context manager
-    """Sets the companions of the trace context for a ``with`` block."""
-
-    __slots__ = ("_companions", "_token")
-
-    def __init__(self, companions: Companions) -> None:
-        """``companions`` are checked."""
-        self._companions = companions
+    def __init__(self, variable: ContextVar[_T], value: _T) -> None:
+        self._variable = variable
+        self._value = value
 
     def __enter__(self) -> None:
-        """Sets it."""
-        self._token = _companions.set(self._companions)
+        self._token = self._variable.set(self._value)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restores the previous companions."""
-        _companions.reset(self._token)
+    def __exit__(self, *_: object) -> None:
+        self._variable.reset(self._token)
+
+
+def entered(traceparent: str) -> AbstractContextManager[None]:
+    """Returns a context with a trace context, which is valid, or empty for none."""
+    return _Setting(_current, traceparent)
+
+
+def accompanied(companions: Companions) -> AbstractContextManager[None]:
+    """Returns a context with checked companions of the trace context."""
+    return _Setting(_companions, companions)
 
 
 def background() -> Context:
