@@ -27,24 +27,6 @@ from kvrouter.core.interface import (
 )
 from kvrouter.core.multimodal import multimodal_hash
 
-_NAMES = (
-    "local_hashes",
-    "sequence_hashes",
-    "EventBatch",
-    "EventRecorder",
-    "MemoryBudget",
-    "PrefixIndex",
-    "PredictedIndex",
-    "ActiveSequences",
-    "CacheRecency",
-    "find_json_value",
-    "first_token_outside",
-    "json_flaw",
-    "read_tokens",
-    "tokens_from_json",
-    "tokens_to_json",
-)
-
 
 def _choose(requested: str) -> dict[str, tuple[str, Any]]:
     """Returns name → (implementation, object).
@@ -65,7 +47,7 @@ def _choose(requested: str) -> dict[str, tuple[str, Any]]:
             if requested == "native":
                 raise
     chosen: dict[str, tuple[str, Any]] = {}
-    for name in _NAMES:
+    for name in reference.__all__:
         if hasattr(native, name):
             chosen[name] = ("native", getattr(native, name))
         elif requested == "native":
