@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from kvrouter.engines.keys import EngineKeys
@@ -106,6 +107,20 @@ TRANSPORTS: Mapping[TransportOption, Transport] = MappingProxyType(
         "core-nats": Transport.TRANSPORT_CORE_NATS,
     }
 )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the content of a TOML file.
+
+    Raises:
+        ValueError: the file is unreadable or invalid; the message is one line.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
 
 
 def can_be_written(path: Path) -> bool:

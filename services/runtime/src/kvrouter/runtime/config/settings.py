@@ -12,16 +12,16 @@ import socket
 import uuid
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from kvrouter.net.etcd import EtcdAccess
 from kvrouter.net.nats.access import NatsAccess
 from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.runtime.config.fields import Address, Name, OptionalAddress
-from kvrouter.runtime.config.sources import SettingsError, load, load_all
+from kvrouter.runtime.config.sources import Options, SettingsError, load, load_all
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, read_static_file, static_component
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 __all__ = [
     "Address",
@@ -40,15 +40,8 @@ def _made_up_id() -> str:
     return f"{host}-{uuid.uuid4().hex[:8]}"
 
 
-class ServiceSettings(BaseModel):
+class ServiceSettings(Options):
     """Options every service has."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True, use_attribute_docstrings=True
-    )
-
-    section: ClassVar[str] = ""
-    """The service's own table in the file; empty for the class's name before ``Settings``, in lower case."""
 
     namespace: Name = "kvrouter"
     """Namespace of the deployment; only processes of one namespace see each other."""
@@ -122,11 +115,6 @@ class ServiceSettings(BaseModel):
         if endpoint and (parts.scheme not in {"http", "https"} or not parts.hostname):
             raise ValueError("expected an http or https URL, such as http://127.0.0.1:4318")
         return endpoint
-
-    @classmethod
-    def table(cls) -> str:
-        """Returns the name of the file's table with this service's own options."""
-        return cls.section or cls.__name__.removesuffix("Settings").lower()
 
     def tls_options(self) -> TlsOptions:
         """Returns the options of transport security.

@@ -9,16 +9,16 @@ import argparse
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NoReturn, Protocol, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin
 
+from kvrouter.runtime.config.fields import read_toml
 from kvrouter.runtime.version import VERSION
-from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -38,12 +38,23 @@ _SUCCESSORS: dict[str, str] = {
 """Options of earlier commits that were renamed or removed, with what replaced each; empty for nothing."""
 
 
-class _Settings(Protocol):
+class Options(BaseModel):
+    """Options of one service, as fields with their docstrings."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True, use_attribute_docstrings=True
+    )
+
+    section: ClassVar[str] = ""
+    """The service's own table in the file; empty for the class's name before ``Settings``, in lower case."""
+
     @classmethod
-    def table(cls) -> str: ...
+    def table(cls) -> str:
+        """Returns the name of the file's table with this service's own options."""
+        return cls.section or cls.__name__.removesuffix("Settings").lower()
 
 
-S = TypeVar("S", bound=BaseModel)
+S = TypeVar("S", bound=Options)
 
 
 class SettingsError(Exception):
@@ -95,7 +106,7 @@ def load(kind: type[S], argv: Sequence[str] | None = None, *, prog: str | None =
 
 
 def load_all(
-    kinds: Sequence[type[Any]], argv: Sequence[str] | None = None, *, prog: str | None = None, about: str = ""
+    kinds: Sequence[type[Options]], argv: Sequence[str] | None = None, *, prog: str | None = None, about: str = ""
 ) -> list[Any]:
     """Returns the settings of several services in one process, from one command line.
 
@@ -109,7 +120,7 @@ def load_all(
         parser.error(str(error))
 
 
-def help_of(kinds: Sequence[type[Any]], prog: str, about: str = "") -> str:
+def help_of(kinds: Sequence[type[Options]], prog: str, about: str = "") -> str:
     """Returns the help of a program with the settings of these services, as ``load_all`` shows it."""
     return _parser(kinds, prog, about).format_help()
 
@@ -121,7 +132,7 @@ def refuse(prog: str, message: str) -> NoReturn:
 
 
 def read_all(
-    kinds: Sequence[type[Any]],
+    kinds: Sequence[type[Options]],
     argv: Sequence[str],
     environ: Mapping[str, str],
     parser: argparse.ArgumentParser | None = None,
@@ -143,8 +154,8 @@ def read_all(
 
 
 def _build(
-    kind: type[BaseModel], flags: Mapping[str, Any], environ: Mapping[str, str], file: _File, known: frozenset[str]
-) -> BaseModel:
+    kind: type[Options], flags: Mapping[str, Any], environ: Mapping[str, str], file: _File, known: frozenset[str]
+) -> Options:
     from_file = dict(_from_file(kind, file, known))
     values: dict[str, _Value] = {}
     for name, field in kind.model_fields.items():
@@ -157,7 +168,7 @@ def _build(
         raise SettingsError("; ".join(_explain(kind, problem, values) for problem in error.errors())) from None
 
 
-def _explain(kind: type[BaseModel], problem: Any, values: Mapping[str, _Value]) -> str:
+def _explain(kind: type[Options], problem: Any, values: Mapping[str, _Value]) -> str:
     names = {alias: name for name, field in kind.model_fields.items() for alias in (name, *_aliases(field))}
     name = names.get(str(problem["loc"][0])) if problem["loc"] else None
     message = str(problem["msg"]).removeprefix("Value error, ")
@@ -207,15 +218,15 @@ def _from_environment(name: str, field: FieldInfo, environ: Mapping[str, str]) -
     return None
 
 
-def _names_of(kind: type[BaseModel]) -> dict[str, str]:
+def _names_of(kind: type[Options]) -> dict[str, str]:
     """Returns the fields of a kind by each of their names."""
     return {each: name for name, field in kind.model_fields.items() for each in _names(name, field)}
 
 
-def _from_file(kind: type[BaseModel], file: _File, known: frozenset[str]) -> Iterator[tuple[str, _Value]]:
+def _from_file(kind: type[Options], file: _File, known: frozenset[str]) -> Iterator[tuple[str, _Value]]:
     """``known`` has the names of the options of all services in the process: one at the top may be another's."""
     names = _names_of(kind)
-    own = _table(kind)
+    own = kind.table()
     general = {key: value for key, value in file.document.items() if key not in _TABLES | {own}}
     for table, entries in (("", general), (own, file.document.get(own, {}))):
         if not isinstance(entries, Mapping):
@@ -231,18 +242,11 @@ def _from_file(kind: type[BaseModel], file: _File, known: frozenset[str]) -> Ite
                 yield name, _Value(value, place)
 
 
-def _table(kind: Any) -> str:
-    settings: _Settings = kind
-    return settings.table()
-
-
 def _read_file(path: Path) -> _File:
     try:
-        document = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not valid TOML: {error}") from None
+        document = read_toml(path)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
     release = document.pop("release", VERSION)
     if not isinstance(release, str) or not _RELEASE.fullmatch(release):
         raise SettingsError(f'release in {path}: expected a release such as "{VERSION}" (received {release!r})')
@@ -261,23 +265,24 @@ def _prepared(value: Any, field: FieldInfo) -> Any:
     """Converts a text for the field's type: lists and ``key=value`` tables by commas, ``none`` to None."""
     if not isinstance(value, str):
         return value
-    types = _types(field.annotation)
+    types = _types(field)
     if NoneType in types and value.strip().lower() in {"", "none"}:
         return None
-    origins = {get_origin(each) or each for each in types}
-    if _is_list(field):
+    if types & _LISTS:
         return [part.strip() for part in value.split(",") if part.strip()]
-    if dict in origins:
+    if dict in types:
         return {key: entry for key, _, entry in (part.partition("=") for part in value.split(",") if part)}
     return value
 
 
-def _is_list(field: FieldInfo) -> bool:
-    return bool({get_origin(each) or each for each in _types(field.annotation)} & {tuple, list, set, frozenset})
+_LISTS = frozenset({tuple, list, set, frozenset})
 
 
-def _types(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in {Union, UnionType} else (annotation,)
+def _types(field: FieldInfo) -> set[Any]:
+    """Returns the types of a field's values, without the types of their elements."""
+    annotation = field.annotation
+    types = get_args(annotation) if get_origin(annotation) in {Union, UnionType} else (annotation,)
+    return {get_origin(each) or each for each in types}
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -289,7 +294,7 @@ class _OneLineParser(argparse.ArgumentParser):
         refuse(self.prog, message)
 
 
-def _parser(kinds: Sequence[type[BaseModel]], prog: str | None, about: str = "") -> argparse.ArgumentParser:
+def _parser(kinds: Sequence[type[Options]], prog: str | None, about: str = "") -> argparse.ArgumentParser:
     parser = _OneLineParser(
         prog=prog,
         usage="%(prog)s [options]",
@@ -301,7 +306,7 @@ def _parser(kinds: Sequence[type[BaseModel]], prog: str | None, about: str = "")
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with options. [{_PREFIX}CONFIG]")
     known: set[str] = set()
     for kind in kinds:
-        group = parser.add_argument_group(_table(kind) if len(kinds) > 1 else "options of the service")
+        group = parser.add_argument_group(kind.table() if len(kinds) > 1 else "options of the service")
         for name, field in kind.model_fields.items():
             fresh = [each for each in _names(name, field) if each not in known]
             known.update(fresh)
@@ -313,10 +318,10 @@ def _parser(kinds: Sequence[type[BaseModel]], prog: str | None, about: str = "")
 def _add_flag(group: Any, flag: str, name: str, field: FieldInfo, *, shown: bool) -> None:
     """Adds one flag. Each name of a field is a flag of its own, so an error can name the used one."""
     text = _help(name, field) if shown else argparse.SUPPRESS
-    if bool in _types(field.annotation):
+    if bool in _types(field):
         group.add_argument(f"--{flag}", dest=flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
-        action = "append" if _is_list(field) else "store"
+        action = "append" if _types(field) & _LISTS else "store"
         group.add_argument(f"--{flag}", dest=flag, metavar="VALUE", action=action, default=None, help=text)
 
 

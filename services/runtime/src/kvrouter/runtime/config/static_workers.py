@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvrouter.engines.fields import EngineName
-from kvrouter.runtime.config.fields import AddressOrUrl, Name, RoleOption, is_url
+from kvrouter.runtime.config.fields import AddressOrUrl, Name, RoleOption, is_url, read_toml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
@@ -91,12 +90,7 @@ def read_static_file(path: Path) -> tuple[StaticComponent, ...]:
     Raises:
         ValueError: the file is unreadable or invalid; the message is one line.
     """
-    try:
-        return _checked(_File, tomllib.loads(path.read_text()), str(path)).components
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    return _checked(_File, read_toml(path), str(path)).components
 
 
 def static_component(addresses: Sequence[str], *, name: str, model: str, block_size: int) -> StaticComponent:
