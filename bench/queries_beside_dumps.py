@@ -164,7 +164,7 @@ async def indexing(directory: Path, blocks: int) -> AsyncIterator[Indexing]:
         runtime = await stack.enter_async_context(open_runtime(settings))
         service = await stack.enter_async_context(running(settings, runtime))
         stopping, started = asyncio.Event(), asyncio.get_running_loop().create_future()
-        hosted = Hosted("indexer", SERVICE, service, lambda: service.ready)
+        hosted = Hosted("indexer", service, lambda: service.ready)
         hosting = asyncio.create_task(host(runtime, [hosted], stopping, started=started.set_result))
         try:
             there = Indexing(cast(Indexer, service), await started, connection, events)

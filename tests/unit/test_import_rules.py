@@ -93,7 +93,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "rpc": ("deadline", "telemetry", "tracing"),
         "discovery": ("config", "contracts", "deadline", "rpc"),
         "overview": ("contracts", "deadline", "discovery", "rpc"),
-        "process": ("config", "discovery", "rpc", "telemetry", "tracing"),
+        "process": ("config", "contracts", "discovery", "rpc", "telemetry", "tracing"),
     },
     "publisher": {
         "errors": (),

@@ -25,7 +25,7 @@ from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.settings import SchedulerSettings
-from kvrouter.v1 import frontend_pb2, scheduler_pb2
+from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.common_pb2 import PotentialLoad, RoutingRequest, TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -33,7 +33,6 @@ from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 MODEL = "mock-model"
 
@@ -161,7 +160,7 @@ async def running_system(
         remote_schedulers = await stack.enter_async_context(aclosing(RemoteSchedulers(runtime.directory)))
         frontend = await stack.enter_async_context(frontend_app.running(front, runtime, remote_schedulers))
         http = await stack.enter_async_context(frontend_app.serving_http(frontend, front, runtime))
-        hosting = _hosting(runtime, _FRONTEND, "frontend", frontend, frontend.ready, guard=frontend.access)
+        hosting = _hosting(runtime, "frontend", frontend, frontend.ready, guard=frontend.access)
         server = await stack.enter_async_context(hosting)
         channel = await stack.enter_async_context(open_channel(server.endpoint()))
         client = cast(Frontend, remote(_FRONTEND, channel))
@@ -171,14 +170,13 @@ async def running_system(
 async def _scheduler(stack: AsyncExitStack, settings: SchedulerSettings) -> SchedulerService:
     runtime = await stack.enter_async_context(open_runtime(settings))
     scheduler = await stack.enter_async_context(scheduler_app.running(settings, runtime))
-    await stack.enter_async_context(_hosting(runtime, _SCHEDULER, "scheduler", scheduler, lambda: scheduler.ready))
+    await stack.enter_async_context(_hosting(runtime, "scheduler", scheduler, lambda: scheduler.ready))
     return scheduler
 
 
 @asynccontextmanager
 async def _hosting(
     runtime: Runtime,
-    descriptor: Any,
     kind: str,
     service: object,
     ready: Callable[[], bool],
@@ -188,7 +186,7 @@ async def _hosting(
     stopping = asyncio.Event()
     listening: asyncio.Future[RpcServer] = asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as group:
-        hosted = [Hosted(kind, descriptor, service, ready, guard=guard)]
+        hosted = [Hosted(kind, service, ready, guard=guard)]
         group.create_task(host(runtime, hosted, stopping, started=listening.set_result))
         try:
             yield await listening

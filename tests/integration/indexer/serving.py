@@ -98,7 +98,7 @@ async def serving(settings: IndexerSettings, how: str) -> AsyncIterator[tuple[In
     async with AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(open_runtime(settings))
         service = await stack.enter_async_context(running(settings, runtime))
-        hosted = Hosted("indexer", DESCRIPTOR, service, lambda: service.ready)
+        hosted = Hosted("indexer", service, lambda: service.ready)
         hosting = asyncio.create_task(host(runtime, [hosted], stopping, started=server.set_result))
         try:
             rpc = await server

@@ -158,7 +158,7 @@ async def scheduling(
         runtime = await stack.enter_async_context(open_runtime(settings))
         service = await stack.enter_async_context(running(settings, runtime, rng=Random(1)))
         as_contract: Scheduler = service
-        hosted = Hosted("scheduler", SCHEDULER, service, lambda: service.ready)
+        hosted = Hosted("scheduler", service, lambda: service.ready)
         hosting = asyncio.create_task(host(runtime, [hosted], stopping, started=listening.set_result))
         try:
             server = await listening

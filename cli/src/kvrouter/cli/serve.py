@@ -30,7 +30,6 @@ from kvrouter.scheduler.overlap.indexer_query import OverlapIndex
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.sidecar.local_engines import LocalEngines, serving_engines
 from kvrouter.sidecar.settings import LocalEnginesSettings
-from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.message_limits import MessageLimits
 
 ROLES: Mapping[str, type[ServiceSettings]] = {
@@ -49,10 +48,6 @@ ABOUT = """Run several services in one process.
 
 """
 """Beginning of the help."""
-
-_INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
-_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 
 
 def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
@@ -146,15 +141,13 @@ async def _compose(
     if "indexer" in settings:
         indexing = await running.enter_async_context(indexer.running(settings["indexer"], runtime))
         ready = _Start(indexing, runtime.directory, engines).is_ready if engines else lambda: indexing.ready
-        hosted.append(Hosted("indexer", _INDEXER, indexing, ready, limits=_limits(settings["indexer"])))
+        hosted.append(Hosted("indexer", indexing, ready, limits=_limits(settings["indexer"])))
         index = indexing
     if "scheduler" in settings:
         # The Indexer of this process serves every component.
         indexers = None if index is None else lambda _component: index
         scheduling = await running.enter_async_context(scheduler.running(settings["scheduler"], runtime, indexers))
-        hosted.append(
-            Hosted("scheduler", _SCHEDULER, scheduling, lambda: scheduling.ready, limits=_limits(settings["scheduler"]))
-        )
+        hosted.append(Hosted("scheduler", scheduling, lambda: scheduling.ready, limits=_limits(settings["scheduler"])))
         own = (runtime.instance_id, cast(Scheduler, scheduling))
     if "frontend" in settings:
         unregistered = own[1] if own is not None and settings["frontend"].static_workers else None
@@ -172,7 +165,7 @@ async def _compose(
         serving = frontend.serving_http(service, settings["frontend"], runtime, scheduler=unregistered)
         address = await running.enter_async_context(serving)
         limits = frontend.request_limits(settings["frontend"])
-        hosted.append(Hosted("frontend", _FRONTEND, service, service.ready, address, limits))
+        hosted.append(Hosted("frontend", service, service.ready, address, limits))
         # The services share a port, so clients must not reach the others' calls there either.
         hosted = [replace(each, guard=service.access) for each in hosted]
     return hosted

@@ -24,7 +24,6 @@ from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.scheduler import app as scheduler_app
 from kvrouter.scheduler.settings import SchedulerSettings
-from kvrouter.v1 import scheduler_pb2
 from kvrouter.v1.common_pb2 import RoutingConstraints, RoutingOverrides, RoutingRequest, TokenIds
 from kvrouter.v1.errors import AllBusy, KvRouterError
 from kvrouter.v1.frontend_pb2 import (
@@ -41,7 +40,6 @@ from ..gateway import MODEL, request, until
 
 NOWHERE = {"etcd": "127.0.0.1:1", "nats": "nats://127.0.0.1:1"}
 """Where nobody listens: nothing may depend on them."""
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 
 @asynccontextmanager
@@ -126,7 +124,7 @@ async def gateway(
 async def _hosting(runtime: Any, scheduler: object, ready: Callable[[], bool]) -> AsyncIterator[None]:
     stopping = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        group.create_task(host(runtime, [Hosted("scheduler", _SCHEDULER, scheduler, ready)], stopping))
+        group.create_task(host(runtime, [Hosted("scheduler", scheduler, ready)], stopping))
         try:
             yield
         finally:

@@ -34,7 +34,6 @@ from kvrouter.runtime.process.context import open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.process.lifecycle import run
 from kvrouter.runtime.config.settings import ServiceSettings, load
-from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 
 here = Path(sys.argv.pop(1))
@@ -51,7 +50,7 @@ async def main(stopping):
     if (here / "fail").exists():
         raise RuntimeError("broken")
     async with open_runtime(settings) as runtime:
-        service = Hosted("indexer", indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], Indexer(),
+        service = Hosted("indexer", Indexer(),
                          (here / "ready").exists)
         await host(runtime, [service], stopping)
 

@@ -15,10 +15,9 @@ from kvrouter.cli.connections import open_service
 from kvrouter.cli.errors import CommandFailed, WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.cli.terminal import SHORTENED, PlainConsole, may_stand_for
-from kvrouter.runtime.contracts import Indexer
+from kvrouter.runtime.contracts import SERVICES, Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import remote
-from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component, Rank, RankState, Tier, Transport
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import (
@@ -179,7 +178,7 @@ def ask_indexer(
 
     async def ask() -> bool:
         async with open_service(address, "indexer") as channel:
-            service = cast(Indexer, remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], channel))
+            service = cast(Indexer, remote(SERVICES["indexer"], channel))
             return await question(IndexerCalls(service, component, Deadline.after(seconds)))
 
     try:

@@ -7,20 +7,17 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import structlog
 from kvrouter.cli.connections import command_api_key, command_etcd, command_tls, open_service
 from kvrouter.cli.errors import CommandFailed
-from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.contracts import SERVICES, Scheduler
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.services import ServiceQueries, registered_addresses
 from kvrouter.runtime.overview.system import System
 from kvrouter.runtime.rpc import remote
-from kvrouter.v1 import scheduler_pb2
 from prometheus_client import CollectorRegistry
 
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _DISCOVERY_SECONDS = 5.0
 """Maximum wait for etcd before the first frame."""
 
@@ -115,5 +112,8 @@ async def open_schedulers(where: Where) -> AsyncIterator[dict[str, Scheduler]]:
     if note:
         raise CommandFailed(note)
     async with AsyncExitStack() as stack:
-        channels = {each: await stack.enter_async_context(open_service(each, "scheduler")) for each in addresses}
-        yield {address: cast(Scheduler, remote(_SCHEDULER, channel)) for address, channel in channels.items()}
+        schedulers: dict[str, Scheduler] = {}
+        for address in addresses:
+            channel = await stack.enter_async_context(open_service(address, "scheduler"))
+            schedulers[address] = remote(SERVICES["scheduler"], channel)
+        yield schedulers

@@ -49,12 +49,10 @@ from kvrouter.runtime.http_server import HttpLimits, share_of_descriptors
 from kvrouter.runtime.process.context import Runtime, open_runtime
 from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
 from kvrouter.v1.names import worker_deaths_subject
 from prometheus_client import CollectorRegistry
 
-_DESCRIPTOR = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 _READY_SECONDS = 5.0
 _READINESS_SECONDS = 0.05
 """Interval of readiness checks."""
@@ -297,7 +295,7 @@ async def serve(
             await _until_ready(service, stopping)
         async with serving_http(service, settings, runtime, shared) as http_address:
             limits = request_limits(settings)
-            hosted = Hosted("frontend", _DESCRIPTOR, service, service.ready, http_address, limits, guard=service.access)
+            hosted = Hosted("frontend", service, service.ready, http_address, limits, guard=service.access)
             await host(
                 runtime,
                 [hosted],

@@ -16,16 +16,14 @@ def main() -> None:
     from kvrouter.runtime.process import lifecycle
     from kvrouter.runtime.process.context import open_runtime
     from kvrouter.runtime.process.hosting import Hosted, host
-    from kvrouter.v1 import indexer_pb2
     from kvrouter.v1.message_limits import MessageLimits
 
     settings = load(IndexerSettings, prog="kvrouter-indexer")
-    descriptor = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 
     async def serve(stopping: asyncio.Event) -> None:
         async with open_runtime(settings) as runtime, running(settings, runtime) as service:
             limits = MessageLimits(elements=settings.max_prompt_tokens)
-            hosted = Hosted("indexer", descriptor, service, lambda: service.ready, limits=limits)
+            hosted = Hosted("indexer", service, lambda: service.ready, limits=limits)
             await host(runtime, [hosted], stopping)
 
     lifecycle.run(serve, settings, "indexer")

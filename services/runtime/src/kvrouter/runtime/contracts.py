@@ -10,14 +10,26 @@ that carries the call. The .proto files define every field.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Protocol, TypeAlias, TypeVar
 
+from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1 import frontend_pb2 as frontend
 from kvrouter.v1 import indexer_pb2 as indexer
 from kvrouter.v1 import scheduler_pb2 as scheduler
 from kvrouter.v1 import worker_pb2 as worker
+
+SERVICES: Mapping[str, ServiceDescriptor] = MappingProxyType(
+    {
+        "indexer": indexer.DESCRIPTOR.services_by_name["IndexerService"],
+        "scheduler": scheduler.DESCRIPTOR.services_by_name["SchedulerService"],
+        "frontend": frontend.DESCRIPTOR.services_by_name["FrontendService"],
+        "worker": worker.DESCRIPTOR.services_by_name["WorkerService"],
+    }
+)
+"""Services by the role of their processes."""
 
 T = TypeVar("T")
 Stream: TypeAlias = AsyncGenerator[T, None]

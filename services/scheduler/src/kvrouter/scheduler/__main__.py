@@ -16,16 +16,14 @@ def main() -> None:
     from kvrouter.runtime.process.hosting import Hosted, host
     from kvrouter.scheduler.app import running
     from kvrouter.scheduler.settings import SchedulerSettings
-    from kvrouter.v1 import scheduler_pb2
     from kvrouter.v1.message_limits import MessageLimits
 
     settings = load(SchedulerSettings, prog="kvrouter-scheduler")
-    descriptor = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
     async def serve(stopping: asyncio.Event) -> None:
         async with open_runtime(settings) as runtime, running(settings, runtime) as service:
             limits = MessageLimits(elements=settings.max_prompt_tokens)
-            hosted = Hosted("scheduler", descriptor, service, lambda: service.ready, limits=limits)
+            hosted = Hosted("scheduler", service, lambda: service.ready, limits=limits)
             await host(runtime, [hosted], stopping)
 
     lifecycle.run(serve, settings, "scheduler")

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.net.etcd.registry_entries import read_descriptor, read_service, read_worker
+from kvrouter.runtime.contracts import SERVICES
 from kvrouter.runtime.discovery.retention import Process
-from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
 from kvrouter.v1.common_pb2 import Component, Role
 from kvrouter.v1.names import (
     ComponentName,
@@ -93,13 +93,6 @@ KINDS: Mapping[str, ServiceKind] = {
     "frontend": ServiceKind.SERVICE_KIND_FRONTEND,
 }
 """Kinds of services by their names in etcd."""
-
-_GRPC_SERVICES = {
-    "indexer": indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"].full_name,
-    "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,
-    "frontend": frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"].full_name,
-}
-_WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
 @dataclass(slots=True)
@@ -209,9 +202,9 @@ def process_of(key: str, raw: bytes, namespace: str) -> Process | None:
     except Undecodable:
         return None
     if isinstance(entry, WorkerRegistration) and entry.endpoint and not entry.draining:
-        return Process(entry.endpoint, _WORKER_SERVICE, "worker")
+        return Process(entry.endpoint, SERVICES["worker"].full_name, "worker")
     if isinstance(name, ServiceKey) and isinstance(entry, ServiceRegistration) and entry.ready:
-        return Process(entry.endpoint, _GRPC_SERVICES[name.kind], name.kind)
+        return Process(entry.endpoint, SERVICES[name.kind].full_name, name.kind)
     return None
 
 

@@ -16,17 +16,15 @@ from typing import Any, cast
 import aiohttp
 import grpc.aio
 import structlog
-from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.engines.openai_server import Unanswered, served_models
 from kvrouter.net.etcd import Snapshot
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.fields import ROLES, is_url
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, StaticWorker
-from kvrouter.runtime.contracts import Worker
+from kvrouter.runtime.contracts import SERVICES, Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc.client import open_channel, remote
-from kvrouter.v1 import scheduler_pb2, worker_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.events_pb2 import LoadReport
@@ -43,8 +41,6 @@ from prometheus_client import CollectorRegistry, Gauge
 
 log = structlog.get_logger(component="discovery")
 
-_WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 _PROBE_SECONDS = 2.0
 """Deadline of a probe."""
 _FAILURES = 2
@@ -108,7 +104,7 @@ class StaticDiscovery:
                 for place, worker in enumerate(component.workers, start=1):
                     group.create_task(self._probe(component, worker, place))
             schedulers = [
-                (address, group.create_task(self._serving(_SCHEDULER, address))) for address in self._listed.schedulers
+                (address, group.create_task(self._serving("scheduler", address))) for address in self._listed.schedulers
             ]
         entries: dict[str, bytes] = {}
         for component in self._listed.components:
@@ -153,9 +149,9 @@ class StaticDiscovery:
         if is_url(worker.endpoint):
             await self._probe_openai_server(component, worker, known, place)
             return
-        service = cast(Worker, remote(_WORKER, self._channel(worker.endpoint, "worker")))
+        service = cast(Worker, remote(SERVICES["worker"], self._channel(worker.endpoint, "worker")))
         answer, failure, mismatch = GetLoadResponse(), "", ""
-        serving = await self._serving(_WORKER, worker.endpoint)
+        serving = await self._serving("worker", worker.endpoint)
         try:
             answer = await service.get_load(GetLoadRequest(), deadline=Deadline.after(_PROBE_SECONDS))
             mismatch = _mismatch(component, answer)
@@ -220,13 +216,11 @@ class StaticDiscovery:
         )
         return known.registration
 
-    async def _serving(self, service: ServiceDescriptor, address: str) -> bool | None:
+    async def _serving(self, role: str, address: str) -> bool | None:
         """Returns whether a service is ready by grpc.health; None if it does not report it."""
-        health: Any = health_pb2_grpc.HealthStub(
-            self._channel(address, "worker" if service is _WORKER else "scheduler")
-        )
+        health: Any = health_pb2_grpc.HealthStub(self._channel(address, role))
         try:
-            request = health_pb2.HealthCheckRequest(service=service.full_name)
+            request = health_pb2.HealthCheckRequest(service=SERVICES[role].full_name)
             answer = await health.Check(request, timeout=_PROBE_SECONDS)
         except grpc.aio.AioRpcError:
             return None

@@ -9,23 +9,18 @@ from types import MappingProxyType
 from typing import cast
 
 import grpc.aio
-from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.net.tls import Tls
-from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
+from kvrouter.runtime.contracts import SERVICES, Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.runtime.rpc import open_channel, remote
-from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.errors import KvRouterError, NotFound, PermissionDenied, Unauthenticated
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, GetWorkerHealthResponse
 from kvrouter.v1.indexer_pb2 import GetStatsRequest
 from kvrouter.v1.pages import all_pages
 from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest, GetStatusResponse
 
-_SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
-_FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
-_INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 _CALL_SECONDS = 2.0
 """Deadline of each call, which limits the time of a look."""
 _DECISIONS, _QUEUED = 50, 5
@@ -96,7 +91,7 @@ class ServiceQueries:
         """
         if scheduler not in self._addresses("scheduler"):
             raise NotFound(f"no Scheduler at {scheduler!r} is known", advice="Reload the list of decisions.")
-        stub = cast(Scheduler, self._stub(_SCHEDULER, scheduler, "scheduler"))
+        stub = cast(Scheduler, self._stub("scheduler", scheduler))
         asked = ExplainRequest(decision_id=decision_id)
         return (await stub.explain(asked, deadline=Deadline.after(_CALL_SECONDS))).decision
 
@@ -105,7 +100,7 @@ class ServiceQueries:
         await self._close(list(self._channels))
 
     async def _ask_scheduler(self, address: str) -> SchedulerView:
-        scheduler = cast(Scheduler, self._stub(_SCHEDULER, address, "scheduler"))
+        scheduler = cast(Scheduler, self._stub("scheduler", address))
         request = GetStatusRequest(decisions=_DECISIONS, queued_requests=_QUEUED)
         try:
             return SchedulerView(address, await _whole_status(scheduler, request))
@@ -113,7 +108,7 @@ class ServiceQueries:
             return SchedulerView(address, failure=_why(error))
 
     async def _ask_indexer(self, address: str) -> IndexerView:
-        indexer = cast(Indexer, self._stub(_INDEXER, address, "indexer"))
+        indexer = cast(Indexer, self._stub("indexer", address))
         try:
             stats = await indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(_CALL_SECONDS))
             return IndexerView(address, stats)
@@ -123,7 +118,7 @@ class ServiceQueries:
     async def _ask_frontend(self, address: str, *, may_ask: bool) -> FrontendView:
         if not may_ask:
             return FrontendView(address, asks_for_key=True)
-        frontend = cast(Frontend, self._stub(_FRONTEND, address, "frontend"))
+        frontend = cast(Frontend, self._stub("frontend", address))
         try:
             deadline = Deadline.after(_CALL_SECONDS)
             pages = all_pages(
@@ -136,14 +131,14 @@ class ServiceQueries:
         except KvRouterError as error:
             return FrontendView(address, failure=_why(error))
 
-    def _stub(self, descriptor: ServiceDescriptor, address: str, role: str) -> object:
+    def _stub(self, role: str, address: str) -> object:
         if address in self._local:
             return self._local[address]
         channel = self._channels.get(address)
         if channel is None:
             channel = open_channel(address, tls=self._tls(), role=role, api_key=self._api_key())
             self._channels[address] = channel
-        return remote(descriptor, channel)
+        return remote(SERVICES[role], channel)
 
     async def _close(self, addresses: Iterable[str]) -> None:
         for address in list(addresses):

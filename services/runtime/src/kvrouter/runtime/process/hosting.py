@@ -13,6 +13,7 @@ from functools import partial
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.net.rpc.server import BindFailed
+from kvrouter.runtime.contracts import SERVICES
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.runtime.rpc import Guard, RpcServer
 from kvrouter.runtime.telemetry.connections import expose_servers
@@ -33,7 +34,6 @@ class Hosted:
 
     kind: str
     """indexer, scheduler or frontend."""
-    descriptor: ServiceDescriptor
     implementation: object
     ready: Callable[[], bool]
     """Whether the service can work; called often, so it must be cheap."""
@@ -43,6 +43,11 @@ class Hosted:
     """Size limits of a request."""
     guard: Guard | None = None
     """Decides which calls may run; None for all."""
+
+    @property
+    def descriptor(self) -> ServiceDescriptor:
+        """The service in the contract."""
+        return SERVICES[self.kind]
 
 
 async def host(
