@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
 import numpy as np
 from kvrouter.core import Rank
@@ -90,24 +90,7 @@ class SchedulingContext(NamedTuple):
         return np.maximum(self.now - self.head_prefill_since, 0.0)
 
 
-_COLUMNS = (
-    "overlap_blocks",
-    "new_prefill_tokens",
-    "prefill_tokens",
-    "active_blocks",
-    "leading_active_blocks",
-    "active_requests",
-    "free_slots",
-    "is_kept",
-    "total_blocks",
-    "max_batched_tokens",
-    "head_prefill_tokens",
-    "head_prefill_since",
-    "prefill_requests",
-    "relative_latency",
-    "unused_blocks",
-    "reuse_chance",
-)
+_COLUMNS = tuple(name for name, kind in get_type_hints(SchedulingContext).items() if kind in (Column, Amounts, Mask))
 """Fields of a context with an entry for each candidate, besides the ranks."""
 
 
