@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 from kvrouter.core.interface import ApplySummary, EventBatch, PrefixIndex, Rank
@@ -28,28 +29,24 @@ _AT_ONCE_MESSAGES = 8
 _QUARANTINED_BYTES = 4096  # per message: enough to recognise it
 
 
+@dataclass(eq=False)
 class EventApplier:
     """Applies events to a shared index, counts them, and keeps early ones."""
 
-    def __init__(
-        self,
-        component: str,
-        block_size: int,
-        shared: SharedIndex,
-        known: KnownRanks,
-        policy: RepairPolicy,
-        quarantine: Quarantine,
-    ) -> None:
-        """Creates an applier.
+    component: str
+    """Name of the component, for logs."""
+    block_size: int
+    """Tokens per block of the component."""
+    shared: SharedIndex
+    """The index."""
+    known: KnownRanks
+    """Status of the ranks."""
+    policy: RepairPolicy
+    """Requests and defers repairs."""
+    quarantine: Quarantine
+    """Counts and logs undecodable input."""
 
-        Args:
-            component: Name of the component, for logs.
-            block_size: Tokens per block of the component.
-            shared: The index.
-            known: Status of the ranks.
-            policy: Requests and defers repairs.
-            quarantine: Counts and logs undecodable input.
-        """
+    def __post_init__(self) -> None:
         self.tally = Tally()
         self.quarantined: deque[QuarantinedMessage] = deque(maxlen=_QUARANTINED_MESSAGES)
         self.lag_seconds = 0.0
@@ -57,12 +54,7 @@ class EventApplier:
         self.incarnations = Incarnations()
         self.pending: PendingBuffers[ReceivedBatch] = PendingBuffers()
         self._unfit_workers: frozenset[int] = frozenset()
-        self._block_size = block_size
-        self._shared = shared
-        self._known = known
-        self._policy = policy
-        self._quarantine = quarantine
-        self._log = log.bind(component_name=component)
+        self._log = log.bind(component_name=self.component)
         self._evictions = EvictionLog(self._log)
 
     def register(self, incarnations: Mapping[Rank, int], unfit_workers: frozenset[int]) -> None:
@@ -79,8 +71,8 @@ class EventApplier:
         Must be called from one thread only, which is not the event loop's, and not during ``apply_at_once``.
         """
         for message in messages:
-            batch = validate(message.subject, message.data, self._block_size, self._unfit_workers)
-            with self._shared.applying() as index:
+            batch = validate(message.subject, message.data, self.block_size, self._unfit_workers)
+            with self.shared.applying() as index:
                 if isinstance(batch, Refusal):
                     self._refuse(message, batch)
                 else:
@@ -94,8 +86,8 @@ class EventApplier:
         applied = 0
         if len(messages) <= _AT_ONCE_MESSAGES:
             for message in messages:
-                batch = validate(message.subject, message.data, self._block_size, self._unfit_workers)
-                with self._shared.applying_at_once() as index:
+                batch = validate(message.subject, message.data, self.block_size, self._unfit_workers)
+                with self.shared.applying_at_once() as index:
                     if index is None or isinstance(batch, Refusal) or not index.applies_at_once(batch):
                         break
                     self.apply_batch(index, ReceivedBatch(message, batch))
@@ -106,9 +98,9 @@ class EventApplier:
         self.tally.refuse(refusal)
         self._keep_quarantined(message, refusal)
         # One faulty publisher may send thousands of invalid messages. The quarantine logs each subject once.
-        self._quarantine.reject("nats", message.subject, Undecodable(refusal.reason, refusal.detail))
+        self.quarantine.reject("nats", message.subject, Undecodable(refusal.reason, refusal.detail))
 
-    def quarantine(self, received: ReceivedBatch, reason: str, detail: str) -> None:
+    def quarantine_batch(self, received: ReceivedBatch, reason: str, detail: str) -> None:
         """Drops a batch whose incarnation or ids are not confirmed. A resync fetches the true part of it."""
         self.tally.unconfirmed += received.batch.events or 1
         self._keep_quarantined(received.message, Refusal(reason, detail))
@@ -144,12 +136,12 @@ class EventApplier:
                 self._refuse(received.message, Refusal("unparsable", summary.unparsable))
                 return
             self._count(rank, batch, summary, again=again)
-            repair = repair_after(summary, was_partial=self._known.is_partial(rank))
+            repair = repair_after(summary, was_partial=self.known.is_partial(rank))
             if summary.unknown_parents or summary.rejected:
-                self._known.set_partial(rank, True)
+                self.known.set_partial(rank, True)
             if repair is None:
                 break
-            waits = retain and repair.reason == "gap" and not self._known.is_partial(rank)
+            waits = retain and repair.reason == "gap" and not self.known.is_partial(rank)
             if waits and self._retain(received):
                 break
             self.drop(index, rank, repair)
@@ -162,12 +154,12 @@ class EventApplier:
         self._note_lag(rank, batch)
         # Events of an earlier incarnation are no evidence about the current one.
         if summary.incarnation == batch.incarnation:
-            self._known.tally(rank).evidence.heard_at = time.monotonic()
+            self.known.tally(rank).evidence.heard_at = time.monotonic()
 
     def _count(self, rank: Rank, batch: EventBatch, summary: ApplySummary, *, again: bool) -> None:
         self.tally.add(summary, again=again)
-        if summary.new_incarnation or (self._known.is_partial(rank) and summary.applied and batch.clears_all):
-            self._known.set_partial(rank, False)
+        if summary.new_incarnation or (self.known.is_partial(rank) and summary.applied and batch.clears_all):
+            self.known.set_partial(rank, False)
         if summary.rejected:
             self._log.warning("rank.events_refused", worker_id=rank[0], dp_rank=rank[1], reasons=summary.rejected)
         self.note_evictions(rank, summary)
@@ -185,8 +177,8 @@ class EventApplier:
         self._evictions.note(rank, dropped_blocks)
 
     def _suspect_if_whole(self, rank: Rank) -> None:
-        if not self._known.is_partial(rank):
-            self._policy.suspect(rank, "behind")
+        if not self.known.is_partial(rank):
+            self.policy.suspect(rank, "behind")
 
     def _is_admitted(self, index: PrefixIndex, received: ReceivedBatch, *, kept: bool) -> bool:
         """Returns whether a batch may be applied, by its incarnation. A batch alone never ends an incarnation.
@@ -211,9 +203,9 @@ class EventApplier:
                     "rank.incarnation_unconfirmed", worker_id=rank[0], dp_rank=rank[1], incarnation=batch.incarnation
                 )
             self.incarnations.claim(rank, batch.incarnation)
-            self._known.mark_unverified(rank)
-            self._policy.suspect(rank, "incarnation")
-        self.quarantine(received, "unconfirmed_incarnation", "neither worker nor registration confirms it")
+            self.known.mark_unverified(rank)
+            self.policy.suspect(rank, "incarnation")
+        self.quarantine_batch(received, "unconfirmed_incarnation", "neither worker nor registration confirms it")
         return False
 
     def _retain(self, received: ReceivedBatch) -> bool:
@@ -228,25 +220,25 @@ class EventApplier:
             # The batch is in the buffer already, and is applied again when the worker has answered.
             kept.retained = True
             return True
-        if self._policy.is_deferred(rank, "gap"):
-            self.quarantine(received, "unconfirmed_event", "the worker did not confirm the last ids of this kind")
-            self._known.mark_unverified(rank)
-            self._policy.suspect(rank, "gap")
+        if self.policy.is_deferred(rank, "gap"):
+            self.quarantine_batch(received, "unconfirmed_event", "the worker did not confirm the last ids of this kind")
+            self.known.mark_unverified(rank)
+            self.policy.suspect(rank, "gap")
             return True
-        if not self._policy.may_retain(rank):
+        if not self.policy.may_retain(rank):
             return False
         self.pending.open(rank, retained=True)
         self.pending.keep(rank, received)
-        self._known.mark_unverified(rank)
-        self._policy.suspect(rank, "gap")
+        self.known.mark_unverified(rank)
+        self.policy.suspect(rank, "gap")
         return True
 
     def drop(self, index: PrefixIndex, rank: Rank, repair: Repair) -> None:
         """Empties a rank whose blocks may be wrong, and requests a resync."""
         dropped = index.reset_rank(rank, repair.incarnation, repair.next_event_id, partial=True)
-        self._known.set_partial(rank, True)
+        self.known.set_partial(rank, True)
         self.tally.repairs += 1
-        tally = self._known.tally(rank)
+        tally = self.known.tally(rank)
         tally.verified = False
         tally.resynced_unix_ns = time.time_ns()
         tally.resync_reason = repair.reason
@@ -264,10 +256,10 @@ class EventApplier:
             if tally.drift_at == place:
                 # The digest still differs after the worker's own state was loaded: fetching it again cannot help.
                 self._log.error("rank.drift_persistent", worker_id=rank[0], dp_rank=rank[1], next_event_id=place[1])
-                self._policy.suspect(rank, PERSISTENT_DRIFT)
+                self.policy.suspect(rank, PERSISTENT_DRIFT)
                 return
             tally.drift_at = place
-        self._policy.suspect(rank, repair.reason)
+        self.policy.suspect(rank, repair.reason)
 
     def take_pending(self, rank: Rank) -> list[ReceivedBatch]:
         """Removes the pending buffer of a rank. Returns its batches; none if its worker has become unfit."""
@@ -277,4 +269,4 @@ class EventApplier:
     def _note_lag(self, rank: Rank, batch: EventBatch) -> None:
         if batch.published_unix_ns:
             self.lag_seconds = max(0.0, (time.time_ns() - batch.published_unix_ns) / 1e9)
-            self._known.tally(rank).lag_seconds = self.lag_seconds
+            self.known.tally(rank).lag_seconds = self.lag_seconds

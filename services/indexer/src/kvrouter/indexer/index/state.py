@@ -275,7 +275,9 @@ class RankRepair:
         for place, received in enumerate(self._events.take_pending(rank)):
             if place < requested and _is_ahead(index, received):
                 unknown += 1
-                self._events.quarantine(received, "unconfirmed_event", "the worker has not reached these event ids")
+                self._events.quarantine_batch(
+                    received, "unconfirmed_event", "the worker has not reached these event ids"
+                )
             else:
                 self._events.apply_batch(index, received, again=True)
         return unknown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import structlog
 from kvrouter.indexer.ingest.jetstream import DurableConsumer
@@ -23,44 +23,33 @@ _RECORD_SECONDS = 1.0
 """Interval of writing the applied sequence to etcd, if it changed."""
 
 
+@dataclass(eq=False)
 class Replica:
     """Starts and stops the indexes of components as these appear and disappear."""
 
-    def __init__(
-        self,
-        replica_id: str,
-        directory: Directory,
-        connect: Callable[[], Awaitable[Client | LocalMessages]],
-        keys: LeasedKeys | LocalKeys,
-        limits: Limits,
-        *,
-        fetches: int = 8,
-        home: SnapshotHome | None = None,
-        quarantine: Quarantine | None = None,
-    ) -> None:
-        """Prepares a replica.
+    id: str
+    """Id of this replica."""
+    directory: Directory
+    """Components and workers of the namespace."""
+    connect: Callable[[], Awaitable[Client | LocalMessages]]
+    """Returns where events arrive: the connection to NATS, once it is reachable, or this process itself."""
+    keys: LeasedKeys | LocalKeys
+    """Registrations with the lifetime of this process."""
+    limits: Limits
+    """Bounds of each component's index."""
+    _: KW_ONLY
+    fetches: int = 8
+    """Maximum number of concurrent fetches from workers."""
+    home: SnapshotHome | None = None
+    """Settings for snapshots; None for no snapshots."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    """Counts and logs undecodable input."""
 
-        Args:
-            replica_id: Id of this replica.
-            directory: Components and workers of the namespace.
-            connect: Returns where events arrive: the connection to NATS, once it is reachable, or this process itself.
-            keys: Registrations with the lifetime of this process.
-            limits: Bounds of each component's index.
-            fetches: Maximum number of concurrent fetches from workers.
-            home: Settings for snapshots; None for no snapshots.
-            quarantine: Counts and logs undecodable input.
-        """
-        self.id = replica_id
+    def __post_init__(self) -> None:
         self.components: dict[ComponentName, ComponentIndex] = {}
         self.known = False
         """Whether the components of the namespace are known."""
-        self._directory = directory
-        self._connect = connect
-        self._keys = keys
-        self._limits = limits
-        self._home = home
-        self._quarantine = Quarantine() if quarantine is None else quarantine
-        self._slots = asyncio.Semaphore(fetches)
+        self._slots = asyncio.Semaphore(self.fetches)
         self._tasks: dict[ComponentName, asyncio.Task[None]] = {}
         self._recorded: dict[ComponentName, bytes] = {}
 
@@ -74,16 +63,16 @@ class Replica:
         """Returns whether every registered rank was compared with its worker, as far as workers answer."""
         return self.known and all(
             (component := self.components.get(name)) is not None and component.has_compared(view.workers)
-            for name, view in self._directory.components.items()
+            for name, view in self.directory.components.items()
             if view.descriptor.block_size
         )
 
     async def run(self) -> None:
         """Follows the components of the namespace until cancelled."""
-        messages = await self._connect()
+        messages = await self.connect()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._record_applied(), name="applied records")
-            async for directory in self._directory.changes():
+            async for directory in self.directory.changes():
                 await self._follow(group, messages, directory.components)
 
     async def _follow(
@@ -103,26 +92,26 @@ class Replica:
                     view.descriptor,
                     messages,
                     consumer,
-                    self._limits,
+                    self.limits,
                     self._slots,
-                    self._home,
-                    self._quarantine,
-                    self._directory.tls,
+                    self.home,
+                    self.quarantine,
+                    self.directory.tls,
                 )
                 self._tasks[name] = group.create_task(self.components[name].run(), name=f"component {name}")
             if name in self.components:
                 self.components[name].update_workers(view.workers, self._unfit(name))
         self.known = True
-        if self._home is not None and self._home.options.reset:
+        if self.home is not None and self.home.options.reset:
             # The reset at start does not apply to components that appear later or again.
-            self._home = replace(self._home, options=replace(self._home.options, reset=False))
+            self.home = replace(self.home, options=replace(self.home.options, reset=False))
 
     def _is_same(self, name: ComponentName, view: ComponentView | None) -> bool:
         return view is not None and view.descriptor == self.components[name].descriptor
 
     def _unfit(self, name: ComponentName) -> frozenset[int]:
         """Returns the registered workers in conflict with the descriptor of their component."""
-        ids = (worker_id_of_key(key) for key in self._directory.ignored if key.startswith(name.workers_prefix))
+        ids = (worker_id_of_key(key) for key in self.directory.ignored if key.startswith(name.workers_prefix))
         return frozenset(worker_id for worker_id in ids if worker_id is not None)
 
     async def _end(self, name: ComponentName) -> None:
@@ -132,7 +121,7 @@ class Replica:
         task = self._tasks.pop(name)
         task.cancel()
         await asyncio.wait({task})
-        self._keys.delete(name.applied_key(self.id))
+        self.keys.delete(name.applied_key(self.id))
 
     async def _record_applied(self) -> None:
         while True:
@@ -141,5 +130,5 @@ class Replica:
                 value = record.SerializeToString() if record else b""
                 if value and self._recorded.get(name) != value:
                     self._recorded[name] = value
-                    self._keys.put(name.applied_key(self.id), value)
+                    self.keys.put(name.applied_key(self.id), value)
             await asyncio.sleep(_RECORD_SECONDS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import structlog
@@ -36,33 +37,26 @@ _LACK_EVENTS = (*_ALARMS, "registered", "start", "silent")
 """Reasons after which the present blocks are still true, so that the missing events alone can complete them."""
 
 
+@dataclass(eq=False)
 class Resync:
     """Resyncs the ranks of one component. ``run`` processes the queue."""
 
-    def __init__(
-        self,
-        name: str,
-        state: IndexState,
-        requests: ResyncRequests,
-        slots: asyncio.Semaphore,
-        tls: Tls | None = None,
-    ) -> None:
-        """Creates the resyncs of a component.
+    name: str
+    """Name of the component, for logs."""
+    state: IndexState
+    """The index."""
+    requests: ResyncRequests
+    """The queue, and the registered workers."""
+    slots: asyncio.Semaphore
+    """Bounds concurrent resyncs over all components of the replica."""
+    tls: Tls | None = None
+    """Encrypts connections to workers; None for plain text."""
 
-        Args:
-            name: Name of the component, for logs.
-            state: The index.
-            requests: The queue, and the registered workers.
-            slots: Bounds concurrent resyncs over all components of the replica.
-            tls: Encrypts connections to workers; None for plain text.
-        """
-        self._tls = tls
-        self._known = state.known
-        self._index_repair = state.repair
-        self._slots = slots
-        self._requests = requests
-        self._resync_queue = requests.queue
-        self._log = log.bind(component_name=name)
+    def __post_init__(self) -> None:
+        self._known = self.state.known
+        self._index_repair = self.state.repair
+        self._resync_queue = self.requests.queue
+        self._log = log.bind(component_name=self.name)
         self.resyncs = 0
         """Number of resyncs with a whole state."""
         self.refetches = 0
@@ -104,21 +98,21 @@ class Resync:
         """
         return any(
             not self._known.view(rank).verified and self._resync_queue.failures(rank) < _UNANSWERED
-            for rank in self._requests.ranks()
+            for rank in self.requests.ranks()
         )
 
     async def repair_now(self, rank: Rank, reason: str) -> bool:
         """Resyncs a rank immediately, for an operator. Returns whether the worker answered."""
-        async with self._slots:
+        async with self.slots:
             return await self._repair(rank, reason, forced=True) is not _Outcome.FAILED
 
     async def worker_dump(self, rank: Rank) -> RankDump | None:
         """Returns the worker's own state of a rank, for a comparison; None if the worker does not answer."""
-        worker = self._requests.worker(rank)
+        worker = self.requests.worker(rank)
         if worker is None:
             return None
         try:
-            async with self._slots, worker_at(worker.endpoint, self._tls) as stub:
+            async with self.slots, worker_at(worker.endpoint, self.tls) as stub:
                 return await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
         except Exception as error:
             self._log.warning(
@@ -132,18 +126,18 @@ class Resync:
 
     async def run(self, ready: asyncio.Event) -> None:
         """Processes the queue until cancelled. Starts when ``ready`` is set, after the retained messages are read."""
-        self._requests.accept()
+        self.requests.accept()
         await ready.wait()
-        self._requests.open()
+        self.requests.open()
         async with asyncio.TaskGroup() as group:
             while True:
-                self._requests.added.clear()
+                self.requests.added.clear()
                 while (taken := self._resync_queue.take(time.monotonic())) is not None:
-                    await self._slots.acquire()
+                    await self.slots.acquire()
                     group.create_task(self._repair_in_turn(*taken), name=f"repair {taken[0]}")
                 try:
                     async with asyncio.timeout(self._resync_queue.pause(time.monotonic())):
-                        await self._requests.added.wait()
+                        await self.requests.added.wait()
                 except TimeoutError:
                     continue
 
@@ -153,18 +147,18 @@ class Resync:
         try:
             outcome = await self._repair(rank, reason)
         finally:
-            self._slots.release()
+            self.slots.release()
             if outcome is _Outcome.UNFOUNDED:
                 self._note_false_alarm(rank, reason)
             elif outcome is _Outcome.POSTPONED:
                 self._resync_queue.postponed(rank, time.monotonic())
-            elif outcome is _Outcome.REPAIRED or rank not in set(self._requests.ranks()):
+            elif outcome is _Outcome.REPAIRED or rank not in set(self.requests.ranks()):
                 self._resync_queue.done(rank)
             else:
                 self._resync_queue.failed(rank, time.monotonic())
             if failures and outcome is not _Outcome.FAILED:
                 self._log.info("worker.reachable", worker_id=rank[0], dp_rank=rank[1], failures=failures)
-            self._requests.added.set()
+            self.requests.added.set()
 
     def _note_false_alarm(self, rank: Rank, reason: str) -> None:
         pause = self._resync_queue.unfounded(rank, reason, time.monotonic())
@@ -199,18 +193,18 @@ class Resync:
         return outcome
 
     async def _fetch(self, rank: Rank, reason: str, *, forced: bool) -> _Outcome:
-        worker = self._requests.worker(rank)
+        worker = self.requests.worker(rank)
         start = await self._index_repair.begin_repair(rank)
         info = start.info
         if worker is None:
             return _Outcome.FAILED
-        async with worker_at(worker.endpoint, self._tls) as stub:
+        async with worker_at(worker.endpoint, self.tls) as stub:
             if info is not None and not info.partial and reason in _LACK_EVENTS:
                 cursor = (info.incarnation, info.next_event_id)
                 batches = await fetch_events(stub, rank, cursor, Deadline.after(_EVENTS_SECONDS))
                 if (
                     batches is not None
-                    and self._requests.is_still(rank, worker)
+                    and self.requests.is_still(rank, worker)
                     and await self._index_repair.apply_fetched(rank, batches)
                 ):
                     refuted = await self._index_repair.confirm_rank(
@@ -223,7 +217,7 @@ class Resync:
             if not self._resync_queue.may_fetch_state(rank, time.monotonic()) and not forced:
                 return _Outcome.POSTPONED
             dump = await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
-        if not self._requests.is_still(rank, worker):
+        if not self.requests.is_still(rank, worker):
             # The worker registered again during the call: this answer is of the former process.
             return _Outcome.FAILED
         blocks = await self._index_repair.replace_rank(dump, reason, start.claims)

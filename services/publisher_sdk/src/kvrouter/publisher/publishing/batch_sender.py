@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 
 from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder, RecordedEvent
 from kvrouter.net.logs import get_logger
@@ -19,38 +20,31 @@ log = get_logger(__name__)
 _TRIES_BEFORE_WARNING = 4
 
 
+@dataclass(eq=False)
 class BatchSender:
     """Sends batches one at a time, and heartbeats while there are no events."""
 
-    def __init__(
-        self,
-        *,
-        subject: str,
-        dp_rank: int,
-        recorder: EventRecorder,
-        lock: threading.RLock,
-        kept: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Args:
-        subject: Where to send.
-        dp_rank: Data-parallel rank.
-        recorder: The rank's events.
-        lock: Guards the recorder.
-        kept: Waits until all recorded events are in the journal.
-        """  # noqa: D205
+    _: KW_ONLY
+    subject: str
+    """Where to send."""
+    dp_rank: int
+    """Data-parallel rank."""
+    recorder: EventRecorder
+    """The rank's events."""
+    lock: threading.RLock
+    """Guards the recorder."""
+    kept: Callable[[], Awaitable[None]]
+    """Waits until all recorded events are in the journal."""
+
+    def __post_init__(self) -> None:
         self.batches_sent = self.heartbeats_sent = self.bytes_sent = self.retries = self.refused = 0
-        self._subject = subject
-        self._rank = dp_rank
-        self._recorder = recorder
-        self._lock = lock
-        self._kept = kept
         # The stream drops a message whose id it has seen, whoever sent that one: other workers must not guess the ids.
         self._secret = secrets.token_hex(8)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._recorded = asyncio.Event()
         self._sleeps = False
         self._sent = asyncio.Condition()
-        counts = recorder.counts()
+        counts = self.recorder.counts()
         self._taken_id = self._sent_id = counts.next_event_id - counts.unsent_events
         self._waits_since: float | None = None
         self._waits_for = ""
@@ -67,7 +61,7 @@ class BatchSender:
 
     def unsent(self) -> list[RecordedEvent]:
         """Returns the possibly unsent events, oldest first. The caller owns the lock."""
-        return self._recorder.events(self._sent_id)
+        return self.recorder.events(self._sent_id)
 
     def wake(self) -> None:
         """Announces new events. The caller owns the lock."""
@@ -104,8 +98,8 @@ class BatchSender:
             await self._sent.wait_for(self._all_sent)
 
     def _all_sent(self) -> bool:
-        with self._lock:
-            return self._sent_id == self._taken_id and not self._recorder.counts().unsent_events
+        with self.lock:
+            return self._sent_id == self._taken_id and not self.recorder.counts().unsent_events
 
     async def _recorded_within(self, seconds: float) -> bool:
         try:
@@ -117,18 +111,18 @@ class BatchSender:
 
     def _take(self, max_bytes: int) -> tuple[int, int, bytes]:
         """Takes a batch, or a heartbeat if there are no events; see ``EventRecorder.take_batch``."""
-        with self._lock:
-            first, after, payload = self._recorder.take_batch(max_bytes)
+        with self.lock:
+            first, after, payload = self.recorder.take_batch(max_bytes)
             if first == after:
                 self._recorded.clear()
                 self._sleeps = True
         if first > self._taken_id:
-            log.warning("publish.events_dropped", rank=self._rank, events=first - self._taken_id)
+            log.warning("publish.events_dropped", rank=self.dp_rank, events=first - self._taken_id)
         self._taken_id = after
         return first, after, payload
 
     async def _deliver(self, transport: Transport, payload: bytes, first: int, after: int) -> None:
-        await self._kept()
+        await self.kept()
         events = after - first
         # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
         message_id = f"{self._secret}.{first}-{after - 1}" if events else None
@@ -139,11 +133,11 @@ class BatchSender:
                 before_sleep=self._note_retry,
             ):
                 with attempt:
-                    await or_cancelled(transport.send(self._subject, payload, message_id))
+                    await or_cancelled(transport.send(self.subject, payload, message_id))
         except MessageRefused as error:
             self._end_wait()
             self.refused += events
-            log.error("publish.rejected", rank=self._rank, events=events, bytes=len(payload), error=str(error))
+            log.error("publish.rejected", rank=self.dp_rank, events=events, bytes=len(payload), error=str(error))
             return
         self._end_wait()
         self.bytes_sent += len(payload)
@@ -161,9 +155,9 @@ class BatchSender:
         if state.attempt_number == _TRIES_BEFORE_WARNING:
             log.warning(
                 "publish.delayed",
-                rank=self._rank,
+                rank=self.dp_rank,
                 error=self._waits_for,
-                unsent_events=self._recorder.counts().unsent_events,
+                unsent_events=self.recorder.counts().unsent_events,
                 consequence="events are buffered, and Indexers read the rank over gRPC",
             )
 
@@ -172,4 +166,4 @@ class BatchSender:
             return
         seconds = time.monotonic() - self._waits_since
         self._waits_since, self._waits_for = None, ""
-        log.info("publish.recovered", rank=self._rank, seconds=round(seconds, 1))
+        log.info("publish.recovered", rank=self.dp_rank, seconds=round(seconds, 1))

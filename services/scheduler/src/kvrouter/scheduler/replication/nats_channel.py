@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 
 import nats.errors
 import structlog
@@ -44,24 +45,20 @@ _INCARNATION_AHEAD_NS = 24 * 3600 * 10**9
 """Maximum lead of another Scheduler's clock, ns. An incarnation of next year would fence that Scheduler for a year."""
 
 
+@dataclass(eq=False)
 class SyncChannel:
     """Connects the replicas of one component to NATS. ``run`` must be running."""
 
-    def __init__(
-        self,
-        sync: ReplicaSync,
-        component: ComponentName,
-        client: Client,
-        heartbeat_seconds: float,
-        quarantine: Quarantine,
-    ) -> None:
-        self._component = component
-        self._quarantine = quarantine
-        self._replicas: Replicas = sync.of(component)
-        self._metrics = sync.metrics
-        self._client = client
-        self._heartbeat_seconds = heartbeat_seconds
-        self._here = sync.booking_table.here
+    sync: ReplicaSync
+    component: ComponentName
+    client: Client
+    heartbeat_seconds: float
+    quarantine: Quarantine
+
+    def __post_init__(self) -> None:
+        self._replicas: Replicas = self.sync.of(self.component)
+        self._metrics = self.sync.metrics
+        self._here = self.sync.booking_table.here
         self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
         self._state_requested = asyncio.Event()
         self._announce = asyncio.Event()
@@ -70,21 +67,21 @@ class SyncChannel:
 
     def put(self, event: ReplicaSyncEvent) -> bool:
         """Queues an event to send. Returns False if the queue is full or NATS is away."""
-        if not self._client.is_connected or self.outgoing.full():
+        if not self.client.is_connected or self.outgoing.full():
             return False
         self.outgoing.put_nowait((event.SerializeToString(), not event.HasField("heartbeat")))
         return True
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        events = await self._client.subscribe(
-            self._component.sync_subject,
+        events = await self.client.subscribe(
+            self.component.sync_subject,
             cb=self._take,
             pending_msgs_limit=_MAX_PENDING_MESSAGES,
             pending_bytes_limit=_MAX_PENDING_BYTES,
         )
-        state_subject = self._component.sync_state_subject(self._here[1])
-        requests = await self._client.subscribe(state_subject, cb=self._take_request)
+        state_subject = self.component.sync_state_subject(self._here[1])
+        requests = await self.client.subscribe(state_subject, cb=self._take_request)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send(), name="sync: send")
@@ -108,7 +105,7 @@ class SyncChannel:
             else:
                 self._replicas.receive(event)
         except Undecodable as error:
-            self._quarantine.reject("nats", message.subject, error)
+            self.quarantine.reject("nats", message.subject, error)
             self._reject("unparsable", message)
         except Exception:
             # A failure of one message must not end the subscription.
@@ -123,7 +120,7 @@ class SyncChannel:
 
     def _refusal(self, event: ReplicaSyncEvent) -> str:
         """Returns why an event is not meant for this component's replicas; empty if it is."""
-        if event.component != component_message(self._component):
+        if event.component != component_message(self.component):
             return "other_component"
         if event.scheduler_id == self._here[1]:
             return "own_id"
@@ -150,18 +147,18 @@ class SyncChannel:
         while True:
             encoded, counts = await self.outgoing.get()
             try:
-                await self._client.publish(self._component.sync_subject, encoded)
+                await self.client.publish(self.component.sync_subject, encoded)
                 self._metrics.sent.inc(counts)
             except nats.errors.Error as error:
                 self._metrics.unsent.inc(counts)
-                log.debug("replica.event_send_failed", component_name=str(self._component), cause=str(error))
+                log.debug("replica.event_send_failed", component_name=str(self.component), cause=str(error))
 
     async def _beat(self) -> None:
         while True:
             # Queued after the events, so that it does not overtake those that it counts.
             self.put(self._replicas.announcer.heartbeat())
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._heartbeat_seconds):
+                async with asyncio.timeout(self.heartbeat_seconds):
                     # A new Scheduler should learn of this one at once.
                     await self._announce.wait()
             self._announce.clear()
@@ -183,9 +180,9 @@ class SyncChannel:
     async def _ask_incarnation(self, scheduler_id: str) -> None:
         """Asks a Scheduler for its incarnation: the first chunk of its state contains it."""
         request = SyncStateRequest(scheduler_id=self._here[1]).SerializeToString()
-        subject = self._component.sync_state_subject(scheduler_id)
+        subject = self.component.sync_state_subject(scheduler_id)
         try:
-            answer = await self._client.request(subject, request, timeout=_CHUNK_SECONDS)
+            answer = await self.client.request(subject, request, timeout=_CHUNK_SECONDS)
             chunk = decode_message(SyncStateResponse, answer.data)
             if chunk.scheduler_id != scheduler_id or not chunk.incarnation:
                 raise StateBroken(
@@ -196,7 +193,7 @@ class SyncChannel:
             log.info(
                 "replica.incarnation_unconfirmed",
                 origin=scheduler_id,
-                component_name=str(self._component),
+                component_name=str(self.component),
                 cause=repr(error),
             )
         else:
@@ -204,12 +201,12 @@ class SyncChannel:
 
     async def _fetch(self, event_log: EventLog) -> None:
         """Fetches the state of an incarnation. A failed fetch is repeated while the state is needed."""
-        inbox = self._client.new_inbox()
-        answers = await self._client.subscribe(inbox)
+        inbox = self.client.new_inbox()
+        answers = await self.client.subscribe(inbox)
         fetch = Fetch(self._replicas, event_log)
         try:
-            subject = self._component.sync_state_subject(event_log.scheduler[1])
-            await self._client.publish(subject, SyncStateRequest(scheduler_id=self._here[1]).SerializeToString(), inbox)
+            subject = self.component.sync_state_subject(event_log.scheduler[1])
+            await self.client.publish(subject, SyncStateRequest(scheduler_id=self._here[1]).SerializeToString(), inbox)
             while True:
                 answer = await or_cancelled(answers.next_msg(timeout=_CHUNK_SECONDS))
                 if answer.headers and answer.headers.get("Status"):
@@ -232,13 +229,13 @@ class SyncChannel:
             reply = await self._asked.get()
             try:
                 for number, chunk in enumerate(chunks(self._replicas)):
-                    await self._client.publish(reply, chunk.SerializeToString())
+                    await self.client.publish(reply, chunk.SerializeToString())
                     if number % _CHUNKS_IN_FLIGHT == _CHUNKS_IN_FLIGHT - 1:
-                        await self._client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
+                        await self.client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
                     await asyncio.sleep(0)
             except (nats.errors.Error, ValueError) as error:
                 # The reply subject may be invalid.
-                log.info("replica.state_send_failed", component_name=str(self._component), cause=str(error))
+                log.info("replica.state_send_failed", component_name=str(self.component), cause=str(error))
 
     def _reject(self, reason: str, message: Msg) -> None:
         self._metrics.quarantined.labels(reason=reason).inc()
@@ -249,32 +246,27 @@ _SETTLE_SECONDS = 3.0
 """Longest wait at start for the states of other Schedulers, seconds."""
 
 
+@dataclass(eq=False)
 class SyncLink:
     """Connects a ReplicaSync to NATS. ``run`` must be running."""
 
-    def __init__(
-        self,
-        sync: ReplicaSync,
-        connect: Callable[[], Awaitable[Client]],
-        directory: Directory,
-        *,
-        heartbeat_seconds: float,
-        quarantine: Quarantine | None = None,
-    ) -> None:
-        """Does not connect yet. ``connect`` returns the connection once NATS is reachable."""
-        self._quarantine = Quarantine() if quarantine is None else quarantine
-        self._sync = sync
-        self._connect = connect
-        self._directory = directory
-        self._heartbeat_seconds = heartbeat_seconds
+    sync: ReplicaSync
+    connect: Callable[[], Awaitable[Client]]
+    """Returns the connection once NATS is reachable."""
+    directory: Directory
+    _: KW_ONLY
+    heartbeat_seconds: float
+    quarantine: Quarantine = field(default_factory=Quarantine)
+
+    def __post_init__(self) -> None:
         self._channels: dict[ComponentName, SyncChannel] = {}
         self._give_up_settling = time.monotonic() + _SETTLE_SECONDS
         self._settled = False
-        sync.send = self._send
-        sync.metrics.remote_bookings.set_function(sync.remote_bookings)
-        sync.metrics.replicas.set_function(sync.replicas)
-        sync.metrics.incomplete.set_function(sync.incomplete)
-        sync.metrics.unsent_waiting.set_function(lambda: self.outgoing)
+        self.sync.send = self._send
+        self.sync.metrics.remote_bookings.set_function(self.sync.remote_bookings)
+        self.sync.metrics.replicas.set_function(self.sync.replicas)
+        self.sync.metrics.incomplete.set_function(self.sync.incomplete)
+        self.sync.metrics.unsent_waiting.set_function(lambda: self.outgoing)
 
     @property
     def settled(self) -> bool:
@@ -295,35 +287,35 @@ class SyncLink:
 
     async def run(self) -> None:
         """Follows the components until cancelled."""
-        client = await self._connect()
+        client = await self.connect()
         running: dict[ComponentName, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
-            async for directory in self._directory.changes():
+            async for directory in self.directory.changes():
                 for gone in running.keys() - directory.components.keys():
                     del self._channels[gone]
                     running.pop(gone).cancel()
                 for name in directory.components.keys() - running.keys():
                     channel = self._channels[name] = SyncChannel(
-                        self._sync, name, client, self._heartbeat_seconds, self._quarantine
+                        self.sync, name, client, self.heartbeat_seconds, self.quarantine
                     )
                     running[name] = group.create_task(channel.run(), name=f"sync of {name}")
 
     def expire(self) -> None:
         """Drops the bookings of gone Schedulers."""
-        self._sync.expire(self._directory.services("scheduler").keys())
+        self.sync.expire(self.directory.services("scheduler").keys())
 
     def _send(self, component: ComponentName, event: ReplicaSyncEvent) -> None:
         channel = self._channels.get(component)
         if channel is None or not channel.put(event):
-            self._sync.metrics.unsent.inc()
+            self.sync.metrics.unsent.inc()
 
     def _has_all(self) -> bool:
-        _, own_id = self._sync.booking_table.here
-        services = self._directory.services("scheduler")
+        _, own_id = self.sync.booking_table.here
+        services = self.directory.services("scheduler")
         others = {scheduler_id for scheduler_id, service in services.items() if service.ready} - {own_id}
-        return self._directory.is_synced and all(
+        return self.directory.is_synced and all(
             name in self._channels
             and others
-            <= {event_log.scheduler[1] for event_log in self._sync.of(name).logs if not event_log.state_requested}
-            for name in self._directory.components
+            <= {event_log.scheduler[1] for event_log in self.sync.of(name).logs if not event_log.state_requested}
+            for name in self.directory.components
         )
