@@ -6,6 +6,7 @@ Metrics of replica sync.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -138,28 +139,23 @@ class SchedulerMetrics:
         self._judged("exact" if actual == predicted else "low" if actual > predicted else "high").inc()
 
 
+@dataclass(eq=False)
 class ScrapedGauges(Collector):
     """Gauges read on each scrape."""
 
-    def __init__(
-        self,
-        documentation: Mapping[str, str],
-        labels: Sequence[str],
-        samples: Callable[[], Iterable[tuple[Sequence[str], Sequence[float]]]],
-    ) -> None:
-        """``samples`` returns label values, each with a value for every gauge or for the first ones."""
-        self._documentation = documentation
-        self._labels = labels
-        self._samples = samples
+    documentation: Mapping[str, str]
+    labels: Sequence[str]
+    samples: Callable[[], Iterable[tuple[Sequence[str], Sequence[float]]]]
+    """Returns label values, each with a value for every gauge or for the first ones."""
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Returns the families without samples: registering reads nothing."""
-        return iter([GaugeMetricFamily(name, text, labels=self._labels) for name, text in self._documentation.items()])
+        return iter([GaugeMetricFamily(name, text, labels=self.labels) for name, text in self.documentation.items()])
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Returns the families with their samples."""
         families = list(self.describe())
-        for labels, values in self._samples():
+        for labels, values in self.samples():
             for family, value in zip(families, values, strict=False):
                 family.add_metric(labels, value)
         return iter(families)

@@ -42,27 +42,24 @@ class Progress:
         return self.position.applied if self.position else 0
 
 
+@dataclass(eq=False)
 class Ingest:
     """Keeps one index up to date with a stream. ``progress`` says how far it is."""
 
-    def __init__(
-        self,
-        name: str,
-        events: EventApplier,
-        consumer: DurableConsumer,
-        later: Callable[[StreamView], Awaitable[Position | None]] | None = None,
-    ) -> None:
-        """Prepares to read; ``later`` loads a snapshot newer than the index and returns its position; None for none."""
-        self._events = events
-        self._consumer = consumer
-        self._later = later
+    name: str
+    events: EventApplier
+    consumer: DurableConsumer
+    later: Callable[[StreamView], Awaitable[Position | None]] | None = None
+    """Loads a snapshot newer than the index, and returns its position; None for no snapshots."""
+
+    def __post_init__(self) -> None:
         self._target: int | None = None
         """Last sequence of the stream at the start; None before the stream was first viewed."""
         self._caught_up = asyncio.Event()
         self._fingerprint: int | None = None
         self._began = 0.0
         self._messages = 0
-        self._log = log.bind(component_name=name)
+        self._log = log.bind(component_name=self.name)
         self.progress = Progress()
         self.backoff = Backoff(*_RETRY_SECONDS)
         """Counts consecutive failures, and gives the pause before the next attempt."""
@@ -82,7 +79,7 @@ class Ingest:
         finally:
             # Waiting for the batch in progress would block the loop.
             thread.shutdown(wait=False)
-            await self._consumer.close()
+            await self.consumer.close()
 
     async def _keep_reading(self, thread: ThreadPoolExecutor) -> None:
         backoff = self.backoff
@@ -94,7 +91,7 @@ class Ingest:
             except DeliveryLost as error:
                 if not backoff.failures:
                     self._log.warning("ingest.delivery_lost", detail=str(error))
-                self._consumer.forsake()
+                self.consumer.forsake()
                 # A single lost delivery is read again without a pause; repeated losses back off.
                 pause = backoff.failed()
                 if backoff.failures > 1:
@@ -114,21 +111,21 @@ class Ingest:
 
     async def _settle(self) -> None:
         """Moves the consumer to the message after the replica's position, unless it is there."""
-        stream = await self._consumer.view_stream()
+        stream = await self.consumer.view_stream()
         position = self.progress.position
-        if position is not None and self._later is not None and is_behind(position, stream):
-            later = await self._later(stream)
+        if position is not None and self.later is not None and is_behind(position, stream):
+            later = await self.later(stream)
             if later is not None and (later.identity != position.identity or later.applied > position.applied):
                 position, self._fingerprint = later, None
         same = None
         if position is not None and self._fingerprint is not None:
-            same = await self._consumer.holds(position.applied, self._fingerprint)
-        consumer = await self._consumer.view()
+            same = await self.consumer.holds(position.applied, self._fingerprint)
+        consumer = await self.consumer.view()
         recreation = plan(position, stream, consumer, same_message=same)
         if position is None or consumer is None or recreation is not None:
             recreation = recreation or Recreate(1, "start")
             start = recreation.start_sequence
-            consumer = await self._consumer.recreate(start)
+            consumer = await self.consumer.recreate(start)
             self.recreations += 1
             applied = max(start - 1, consumer.delivered_stream_sequence)
             if position is None or position.applied != applied:
@@ -148,29 +145,29 @@ class Ingest:
         """Reads until the client reconnects (returns False) or no message arrives for 2 s (returns True)."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
-        while not self._consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
-            delivery = await self._consumer.fetch(_WAIT_SECONDS)
+        while not self.consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
+            delivery = await self.consumer.fetch(_WAIT_SECONDS)
             if delivery is None:
-                await self._consumer.acknowledge_rest()
+                await self.consumer.acknowledge_rest()
                 continue
             await self._apply(thread, delivery)
             self._note_recovery()
             heard = loop.time()
-        return not self._consumer.reconnected
+        return not self.consumer.reconnected
 
     async def _apply(self, thread: ThreadPoolExecutor, delivery: Delivery) -> None:
         position = self.progress.position
         if position is None:
             raise DeliveryLost("expected a position in the stream before the first delivery, found none")
         messages = [StreamMessage(msg.subject, msg.metadata.sequence.stream, msg.data) for msg in delivery.messages]
-        if rest := messages[self._events.apply_at_once(messages) :]:
-            await asyncio.get_running_loop().run_in_executor(thread, self._events.apply, rest)
+        if rest := messages[self.events.apply_at_once(messages) :]:
+            await asyncio.get_running_loop().run_in_executor(thread, self.events.apply, rest)
         self._fingerprint = hash(messages[-1].data)
         self._messages += len(messages)
         self._advance(
             replace(position, applied=delivery.applied), delivery.applied + delivery.pending, delivery.pending
         )
-        await self._consumer.acknowledge(delivery)
+        await self.consumer.acknowledge(delivery)
 
     def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
         caught_up = self.progress.caught_up or (

@@ -91,24 +91,23 @@ class SnapshotHome:
         return acquired(self.etcd, component, self.replica_id, self.options.lock_seconds, self.quarantine)
 
 
+@dataclass(eq=False)
 class Snapshots:
     """Snapshots of one component, for one replica."""
 
-    def __init__(
-        self,
-        connection: Client,
-        home: SnapshotHome,
-        name: ComponentName,
-        descriptor: ComponentDescriptor,
-        state: IndexState,
-    ) -> None:
-        self._js = connection.jetstream()
-        self._store = SnapshotStore(self._js, name)
-        self._home = home
-        self._name = name
-        self._state = state
-        self._files = SnapshotFiles(self._store, name, descriptor, state, replica_id=home.replica_id)
-        self._log = log.bind(component_name=str(name))
+    connection: Client
+    home: SnapshotHome
+    name: ComponentName
+    descriptor: ComponentDescriptor
+    state: IndexState
+
+    def __post_init__(self) -> None:
+        self._js = self.connection.jetstream()
+        self._store = SnapshotStore(self._js, self.name)
+        self._files = SnapshotFiles(
+            self._store, self.name, self.descriptor, self.state, replica_id=self.home.replica_id
+        )
+        self._log = log.bind(component_name=str(self.name))
         self.current = SnapshotRef()
         """The newest snapshot, as last read from etcd; empty for none."""
         self.unusable = 0
@@ -131,7 +130,7 @@ class Snapshots:
         backoff = Backoff(*_RETRY_SECONDS)
         while True:
             try:
-                if self._home.options.reset and may_reset:
+                if self.home.options.reset and may_reset:
                     await self._reset_first()
                     return None
                 pointer = await self._read_pointer()
@@ -164,16 +163,15 @@ class Snapshots:
         return position if position.applied <= stream.last_sequence else None
 
     async def _read_pointer(self) -> SnapshotPointer:
-        async with connect(self._home.etcd) as client:
-            return (await read_pointer(client, self._name, self._home.quarantine)).value
+        async with connect(self.home.etcd) as client:
+            return (await read_pointer(client, self.name, self.home.quarantine)).value
 
     async def _reset_first(self) -> None:
         try:
-            messages, snapshots = await self.reset(even_if_others_live=self._home.options.reset_even_if_others_live)
+            messages, snapshots = await self.reset(even_if_others_live=self.home.options.reset_even_if_others_live)
         except OthersLive as error:
             raise StartRefused(
-                f"cannot reset the states of {self._name}: {error}. "
-                "Stop them, or add --reset-states-even-if-others-live"
+                f"cannot reset the states of {self.name}: {error}. Stop them, or add --reset-states-even-if-others-live"
             ) from error
         self._log.warning("snapshot.states_reset", messages=messages, snapshots=snapshots)
 
@@ -208,7 +206,7 @@ class Snapshots:
         blocks = 0
         for dump in snapshot.ranks:
             try:
-                blocks += await self._state.repair.load_rank(dump)
+                blocks += await self.state.repair.load_rank(dump)
             except StaleDump:
                 continue  # The index has a later incarnation or later events already.
             except InvalidDump as error:
@@ -218,7 +216,7 @@ class Snapshots:
     async def keep_taking(self, position: PositionSource) -> None:
         """Takes snapshots when they are due, until cancelled."""
         while True:
-            await asyncio.sleep(self._home.options.check_seconds)
+            await asyncio.sleep(self.home.options.check_seconds)
             try:
                 if await self._due():
                     await self.take(position, only_if_due=True)
@@ -236,8 +234,8 @@ class Snapshots:
             InvalidSnapshot: the written object cannot be read back.
             One of AWAY: etcd or NATS is unreachable.
         """
-        async with self._home.locked(self._name) as lock:
-            before = await read_pointer(lock.client, self._name, self._home.quarantine)
+        async with self.home.locked(self.name) as lock:
+            before = await read_pointer(lock.client, self.name, self.home.quarantine)
             if only_if_due and not await self._due():
                 raise LockLost("another replica has just taken a snapshot")
             at = position()
@@ -270,11 +268,11 @@ class Snapshots:
         A process paused here does no harm when it resumes: later snapshots cover the purged messages.
         """
         await self._sweep(lock, pointer)
-        applied = await live_replicas(lock.client, self._name, self._home.quarantine)
+        applied = await live_replicas(lock.client, self.name, self.home.quarantine)
         limit = purge_up_to(pointer.previous, pointer.current, applied.values())
         await lock.check()
         if limit:
-            await self._js.purge_stream(self._name.stream, seq=limit + 1)
+            await self._js.purge_stream(self.name.stream, seq=limit + 1)
 
     async def _sweep(self, lock: AcquiredLock, pointer: SnapshotPointer) -> None:
         """Deletes every object except those in the pointer.
@@ -295,26 +293,26 @@ class Snapshots:
             LockLost: a snapshot is being taken.
             One of AWAY: etcd or NATS is unreachable.
         """
-        async with self._home.locked(self._name) as lock:
-            replicas = await live_replicas(lock.client, self._name, self._home.quarantine)
-            others = sorted(replicas.keys() - {self._home.replica_id})
+        async with self.home.locked(self.name) as lock:
+            replicas = await live_replicas(lock.client, self.name, self.home.quarantine)
+            others = sorted(replicas.keys() - {self.home.replica_id})
             if others and not even_if_others_live:
                 raise OthersLive(others)
-            await lock.move(await read_pointer(lock.client, self._name, self._home.quarantine), None)
+            await lock.move(await read_pointer(lock.client, self.name, self.home.quarantine), None)
             snapshots = await self._store.count()
             await self._sweep(lock, SnapshotPointer())
             self.current, self._pointer_lost = SnapshotRef(), False
             messages = 0
             try:
-                messages = (await self._js.stream_info(self._name.stream)).state.messages
-                await self._js.purge_stream(self._name.stream)
+                messages = (await self._js.stream_info(self.name.stream)).state.messages
+                await self._js.purge_stream(self.name.stream)
             except NotFoundError:
                 pass  # Nothing was published yet.
             return messages, snapshots
 
     async def _due(self) -> bool:
         try:
-            info = await self._js.stream_info(self._name.stream)
+            info = await self._js.stream_info(self.name.stream)
         except NotFoundError:
             return False
         former = self.current
@@ -337,7 +335,7 @@ class Snapshots:
         return is_due(
             last=info.state.last_seq,
             covered=covered,
-            threshold=self._home.options.threshold,
+            threshold=self.home.options.threshold,
             oldest_age_seconds=self._ages.of(self.current.object_name, since, time.time(), time.monotonic()),
             retention_seconds=float(info.config.max_age or 0),
             bytes_after=_bytes_after(info, covered),

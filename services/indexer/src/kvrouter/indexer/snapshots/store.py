@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from kvrouter.indexer.snapshots.format import InvalidSnapshot
@@ -223,26 +224,23 @@ class _Parts(io.RawIOBase):
 _CHUNK_BLOCKS = 1024  # each is encoded on the loop, in about 0.2 ms
 
 
+@dataclass(eq=False)
 class SnapshotFiles:
     """Snapshot objects of one component, written by one replica."""
 
-    def __init__(
-        self,
-        store: SnapshotStore,
-        name: ComponentName,
-        descriptor: ComponentDescriptor,
-        state: IndexState,
-        *,
-        replica_id: str,
-    ) -> None:
-        self._store = store
-        self._state = state
-        self._replica_id = replica_id
+    store: SnapshotStore
+    name: ComponentName
+    descriptor: ComponentDescriptor
+    state: IndexState
+    _: KW_ONLY
+    replica_id: str
+
+    def __post_init__(self) -> None:
         self._header = SnapshotHeader(
-            component=Component(namespace=name.namespace, name=name.name),
-            block_size=descriptor.block_size,
-            hash_scheme=descriptor.hash_scheme,
-            replica_id=replica_id,
+            component=Component(namespace=self.name.namespace, name=self.name.name),
+            block_size=self.descriptor.block_size,
+            hash_scheme=self.descriptor.hash_scheme,
+            replica_id=self.replica_id,
         )
 
     async def read(self, name: str) -> Snapshot:
@@ -251,7 +249,7 @@ class SnapshotFiles:
         Raises:
             InvalidSnapshot: it is missing, damaged, or of another component.
         """
-        data = await self._store.get(name)
+        data = await self.store.get(name)
         return await asyncio.to_thread(decode, data, self._header)
 
     async def write(self, at: Position) -> tuple[SnapshotRef, int]:
@@ -267,13 +265,13 @@ class SnapshotFiles:
         header.stream_sequence = at.applied
         header.taken_unix_ns = taken
         writer = SnapshotWriter(header)
-        for info in await self._state.shared.ranks():
-            async for chunk in self._state.shared.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS):
+        for info in await self.state.shared.ranks():
+            async for chunk in self.state.shared.dump_rank((info.worker_id, info.dp_rank), _CHUNK_BLOCKS):
                 writer.add(chunk)
         parts = writer.parts()
         size = sum(map(len, parts))
-        name = f"{taken:020d}-{self._replica_id}"
-        await self._store.put(name, parts)
+        name = f"{taken:020d}-{self.replica_id}"
+        await self.store.put(name, parts)
         await self._verify(name)
         ref = SnapshotRef(
             object_name=name,
@@ -291,7 +289,7 @@ class SnapshotFiles:
             InvalidSnapshot: it is missing, incomplete or damaged.
         """
         check = SnapshotCheck(self._header)
-        async with aclosing(self._store.pieces(name)) as pieces:
+        async with aclosing(self.store.pieces(name)) as pieces:
             async for piece in pieces:
                 check.add(piece)
         check.finish()

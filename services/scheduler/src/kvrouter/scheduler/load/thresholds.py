@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import structlog
@@ -29,29 +29,26 @@ _TRIES = 16
 """Attempts to write a key against concurrent writers."""
 
 
+@dataclass(eq=False)
 class ThresholdBoard:
     """Thresholds by model. With etcd, ``run`` must be running, which follows it."""
 
-    def __init__(
-        self,
-        at_start: Thresholds,
-        etcd: str | EtcdAccess | None = None,
-        namespace: str = "",
-        quarantine: Quarantine | None = None,
-    ) -> None:
-        """``at_start`` are those of the options. Without ``etcd``, thresholds are those of this process."""
-        self._at_start = at_start
+    at_start: Thresholds
+    """Those of the options."""
+    etcd: str | EtcdAccess | None = None
+    """Where they are stored; None for thresholds of this process."""
+    namespace: str = ""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+
+    def __post_init__(self) -> None:
         self._set: dict[str, Thresholds] = {}
-        self._quarantine = Quarantine() if quarantine is None else quarantine
-        self._etcd = etcd
-        self._namespace = namespace
-        self.synced = etcd is None
+        self.synced = self.etcd is None
         """Whether etcd has been read once, if there is one."""
 
     def of(self, model: str) -> Thresholds:
         """Returns the thresholds in force for a model."""
         was_set = self._set.get(model)
-        return self._at_start if was_set is None else was_set.over(self._at_start)
+        return self.at_start if was_set is None else was_set.over(self.at_start)
 
     def in_force(self, models: Iterable[str]) -> dict[str, Thresholds]:
         """Returns the thresholds of every model with any, given or set."""
@@ -64,11 +61,11 @@ class ThresholdBoard:
         Raises:
             DependencyAway: etcd is unreachable, or others keep writing; nothing is set.
         """
-        if self._etcd is None:
+        if self.etcd is None:
             return self._apply(model, update.apply(self._set.get(model, Thresholds())))
-        key = threshold_key(self._namespace, model).encode()
+        key = threshold_key(self.namespace, model).encode()
         try:
-            async with connect(self._etcd) as client:
+            async with connect(self.etcd) as client:
                 for _ in range(_TRIES):
                     stored = await client.get(key)
                     before = None if stored is None else self._read(key.decode(), stored.value)
@@ -100,10 +97,10 @@ class ThresholdBoard:
 
     async def run(self) -> None:
         """Follows etcd until cancelled."""
-        if self._etcd is None:
+        if self.etcd is None:
             return
-        prefix = f"{namespace_prefix(self._namespace)}thresholds/"
-        watch = watch_prefix(self._etcd, prefix, quarantine=self._quarantine)
+        prefix = f"{namespace_prefix(self.namespace)}thresholds/"
+        watch = watch_prefix(self.etcd, prefix, quarantine=self.quarantine)
         async with aclosing(watch) as changes:
             async for change in changes:
                 match change:
@@ -126,9 +123,9 @@ class ThresholdBoard:
             except BadRequest as error:
                 raise Undecodable("invalid", error.message) from None
         except Undecodable as error:
-            self._quarantine.reject("etcd", key, error)
+            self.quarantine.reject("etcd", key, error)
             return None
-        self._quarantine.release("etcd", key)
+        self.quarantine.release("etcd", key)
         return thresholds
 
 
