@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,31 +88,28 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler = Callable[[bytes, _Context], Awaitable[Message | None]]
 
 
+@dataclass(eq=False)
 class WorkerServer:
     """Serves an engine and the state of its ranks."""
 
-    def __init__(
-        self,
-        engine: StepEngine | Engine,
-        ranks: Mapping[int, RankPublisher],
-        load: Callable[[], pb.GetLoadResponse],
-        tls: Tls | None = None,
-        token: ServiceToken | None = None,
-        files: ModelFiles | None = None,
-        *,
-        structured_output: bool = False,
-        spans: RequestSpans | None = None,
-    ) -> None:
-        """``files`` are those of the model's tokenizer. ``spans`` records requests; None records none."""
-        self._files = files or ModelFiles()
-        self._spans = spans
-        self._requests = RunningRequests(engine, structured_output=structured_output)
-        self._ranks = ranks
-        self._load = load
+    engine: StepEngine | Engine
+    ranks: Mapping[int, RankPublisher]
+    load: Callable[[], pb.GetLoadResponse]
+    tls: Tls | None = None
+    token: ServiceToken | None = None
+    files: ModelFiles = field(default_factory=ModelFiles)
+    """Those of the model's tokenizer."""
+    _: KW_ONLY
+    structured_output: bool = False
+    spans: RequestSpans | None = None
+    """Records requests; None records none."""
+
+    def __post_init__(self) -> None:
+        self._requests = RunningRequests(self.engine, structured_output=self.structured_output)
         self._draining = False
-        self.callers = CallerCheck(tls, token)
+        self.callers = CallerCheck(self.tls, self.token)
         """Decides which processes may call the worker."""
-        self._server = GrpcServer(self.callers if self.callers.applies else None, tls=tls)
+        self._server = GrpcServer(self.callers if self.callers.applies else None, tls=self.tls)
         self._draining_streams: asyncio.Task[None] | None = None
 
     @property
@@ -219,7 +217,7 @@ class WorkerServer:
             self._run(request, call)
 
     def _run(self, request: pb.WorkerServiceGenerateRequest, call: OutputCall) -> None:
-        traced = None if self._spans is None else self._spans.begin(request, call)
+        traced = None if self.spans is None else self.spans.begin(request, call)
         if traced is None:
             self._requests.start(request, call)
             return
@@ -259,11 +257,11 @@ class WorkerServer:
 
     async def _get_load(self, data: bytes, _context: _Context) -> pb.GetLoadResponse:
         _parse(pb.GetLoadRequest, data)
-        return self._load()
+        return self.load()
 
     async def _get_model_file(self, data: bytes, context: _Context) -> None:
         request = _parse(pb.GetModelFileRequest, data)
-        pieces = self._files.pieces(request.sha256)
+        pieces = self.files.pieces(request.sha256)
         try:
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 await context.write(pb.GetModelFileResponse(content=piece).SerializeToString())
@@ -277,7 +275,7 @@ class WorkerServer:
             ) from None
 
     def _rank(self, dp_rank: int) -> RankPublisher:
-        rank = self._ranks.get(dp_rank)
+        rank = self.ranks.get(dp_rank)
         if rank is None:
             raise RequestRefused(
                 f"this worker has no rank {dp_rank}",
@@ -285,7 +283,7 @@ class WorkerServer:
                 reason=ErrorReason.ERROR_REASON_UNKNOWN_WORKER,
                 field="dp_rank",
                 advice="Send one of its ranks.",
-                known=sorted(self._ranks),
+                known=sorted(self.ranks),
             )
         return rank
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
 from typing import Self
 
@@ -25,38 +26,28 @@ log = get_logger(__name__)
 _POLL_MS = 200
 
 
+@dataclass(eq=False)
 class EventSockets:
     """Publishes the messages of one rank while the context lasts, from any thread, without waiting for a consumer."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        replay_endpoint: str = "",
-        connects: bool = False,
-        topic: str = "",
-        buffer_steps: int = 10_000,
-        high_water_mark: int = 100_000,
-    ) -> None:
-        """Args:
-        endpoint: Address to listen on, such as tcp://*:5557; with * as the port a free one is taken.
-        replay_endpoint: Address to answer replay requests on; empty for none.
-        connects: Whether the consumer listens on ``endpoint`` and the publisher connects to it.
-        topic: Topic of the messages.
-        buffer_steps: Number of messages kept for replay.
-        high_water_mark: Messages queued for a consumer; further ones are dropped.
-        """  # noqa: D205
-        self.endpoint = endpoint
-        """Address of the events; once it listens, with the port taken."""
-        self.replay_endpoint = replay_endpoint
-        """Address of replays, likewise; empty for none."""
-        self._connects = connects
-        self.topic = topic
-        """Topic of the messages."""
-        self._encoded_topic = topic.encode()
-        self._high_water_mark = high_water_mark
+    endpoint: str
+    """Address to listen on, such as tcp://*:5557; once it listens, with the port taken for *."""
+    _: KW_ONLY
+    replay_endpoint: str = ""
+    """Address to answer replay requests on, likewise; empty for none."""
+    connects: bool = False
+    """Whether the consumer listens on ``endpoint`` and the publisher connects to it."""
+    topic: str = ""
+    """Topic of the messages."""
+    buffer_steps: int = 10_000
+    """Number of messages kept for replay."""
+    high_water_mark: int = 100_000
+    """Messages queued for a consumer; further ones are dropped."""
+
+    def __post_init__(self) -> None:
+        self._encoded_topic = self.topic.encode()
         self._lock = threading.Lock()
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=self.buffer_steps)
         self._next_sequence = 0
         self._context = zmq.Context()
         self._events: zmq.Socket[bytes] | None = None
@@ -69,7 +60,7 @@ class EventSockets:
         Raises:
             InvalidConfig: an address cannot be listened on or connected to.
         """
-        self._events, self.endpoint = self._open(zmq.PUB, self.endpoint, self._high_water_mark, self._connects)
+        self._events, self.endpoint = self._open(zmq.PUB, self.endpoint, self.high_water_mark, self.connects)
         if self.replay_endpoint:
             # A ROUTER would drop the rest of a long answer at its mark; what is kept bounds the answer.
             socket, self.replay_endpoint = self._open(zmq.ROUTER, self.replay_endpoint, high_water_mark=0)

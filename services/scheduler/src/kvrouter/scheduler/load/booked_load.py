@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -147,6 +147,7 @@ class Loads(NamedTuple):
     heads: Heads
 
 
+@dataclass(eq=False)
 class BookedLoad:
     """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
 
@@ -154,19 +155,16 @@ class BookedLoad:
     while its requests continue.
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        accounting: Accounting,
-        *,
-        max_bookings: int = 1 << 20,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Starts without bookings. ``clock`` returns seconds of a monotonic clock."""
-        self.block_size = block_size
-        self._accounting = accounting
+    block_size: int
+    accounting: Accounting
+    _: KW_ONLY
+    max_bookings: int = 1 << 20
+    clock: Callable[[], float] = time.monotonic
+    """Returns seconds of a monotonic clock."""
+
+    def __post_init__(self) -> None:
         # The booking table remembers freed keys, over all components.
-        self._sequences = ActiveSequences(block_size, max_bookings=max_bookings, tombstones=0)
+        self._sequences = ActiveSequences(self.block_size, max_bookings=self.max_bookings, tombstones=0)
         self._recency = CacheRecency()
         self._registered: frozenset[Rank] = frozenset()
         self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
@@ -177,7 +175,6 @@ class BookedLoad:
         self.prefill_times = PrefillTimes()
         self.time_in_flight = TimeInFlight()
         self._peaks = BookingPeaks()
-        self._clock = clock
 
     def __len__(self) -> int:
         """Returns the number of live bookings."""
@@ -198,17 +195,17 @@ class BookedLoad:
         """Returns the load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
         if prompt is None or not self.tracks_blocks(stage):
             columns, added = self._sequences.loads(), 0
-        elif self._accounting.assume_kv_reuse:
+        elif self.accounting.assume_kv_reuse:
             columns, added = self._sequences.loads(prompt.sequence_hashes, prompt.tokens), 0
         else:
             columns, added = self._sequences.loads(), -(-prompt.tokens // self.block_size)
         active, prefill, requests, leading = self._registered_of(columns)
-        heads = self._prefills.heads(self._clock())
+        heads = self._prefills.heads(self.clock())
         return Loads(active + added if added else active, prefill, requests, leading, heads)
 
     def cache_contents(self) -> CacheContents:
         """Returns what booked prompts have left in the KV cache of each registered rank, in order of rank."""
-        packed = self._recency.columns(self._clock())
+        packed = self._recency.columns(self.clock())
         count = len(self._registered)
         return CacheContents(
             np.ndarray((count,), np.int64, packed), np.ndarray((count,), np.float64, packed, 8 * count)
@@ -216,11 +213,11 @@ class BookedLoad:
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""
-        return self.latency_calibration.relative.column(self._clock())
+        return self.latency_calibration.relative.column(self.clock())
 
     def relative_latency_of(self, rank: Rank) -> float:
         """Returns how slow a rank is, relative to the component; 1 if it is not registered."""
-        return self.latency_calibration.relative.of(rank, self._clock())
+        return self.latency_calibration.relative.of(rank, self.clock())
 
     def most_booked(self, rank: Rank) -> int:
         """Returns the most bookings of a rank since the report before the last, when another one arrives."""
@@ -262,7 +259,7 @@ class BookedLoad:
             prompt_tokens=prompt.tokens,
             prefill_tokens=prefill_tokens,
             track_blocks=self.tracks_blocks(key[2]),
-            unique_blocks=not self._accounting.assume_kv_reuse,
+            unique_blocks=not self.accounting.assume_kv_reuse,
         )
         self._sequences.add_rank(rank)
         try:
@@ -270,7 +267,7 @@ class BookedLoad:
             if booked:
                 self._bookings[rank] = bookings = self._bookings.get(rank, 0) + 1
                 self._peaks.booked(rank, bookings)
-                now = self._clock()
+                now = self.clock()
                 self._recency.record(rank, prompt.sequence_hashes, now)
                 self.time_in_flight.began(now)
                 if prefill_tokens:
@@ -290,26 +287,26 @@ class BookedLoad:
     def measure_prefill(self, key: Key, rank: Rank, prefill_tokens: int) -> None:
         """Measures the time to the first token of a booking made now, if its rank computes no other prompt."""
         if prefill_tokens and self._prefills.waiting(rank) == 1:
-            self.prefill_times.expect(key, prefill_tokens, self._clock())
+            self.prefill_times.expect(key, prefill_tokens, self.clock())
 
     def prefill_factors(self) -> PrefillFactors:
         """Returns the measured times to compute and to receive prompts, over those of the models."""
-        return self.prefill_times.factors(self._clock())
+        return self.prefill_times.factors(self.clock())
 
     def handed_over(self, measured_ms: float, modelled: float) -> None:
         """Measures the end of a hand-over, given its modelled time; both in ms."""
-        self.prefill_times.handed_over(measured_ms, modelled, self._clock())
+        self.prefill_times.handed_over(measured_ms, modelled, self.clock())
 
     def tracks_blocks(self, stage: int) -> bool:
         """Returns whether the blocks of a booking of the stage count as active."""
-        return self._accounting.track_active_blocks and stage != _PREFILL
+        return self.accounting.track_active_blocks and stage != _PREFILL
 
     def prefill_complete(self, key: Key) -> bool:
         """Records the end of the prefill. Returns whether the booking is live."""
         rank = self._sequences.rank(key)
         if rank is None:
             return False
-        now = self._clock()
+        now = self.clock()
         self._prefills.leave(rank, key, now)
         self.latency_calibration.first_token(key, now)
         self.prefill_times.first_token(key, now)
@@ -317,7 +314,7 @@ class BookedLoad:
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
         """Notes the total number of output tokens so far. Returns whether the booking is live."""
-        if not self._accounting.track_output_blocks:
+        if not self.accounting.track_output_blocks:
             return self._sequences.rank(key) is not None
         return self._sequences.output_tokens(key, tokens)
 
@@ -331,7 +328,7 @@ class BookedLoad:
         rank = self._sequences.rank(key)
         if rank is None:
             return False
-        now = self._clock()
+        now = self.clock()
         self._sequences.free(key)
         self.time_in_flight.ended(now)
         self._prefills.leave(rank, key, now)
