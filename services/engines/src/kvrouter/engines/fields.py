@@ -97,15 +97,9 @@ _TENSORRT_LLM = EngineFields(
     set_by_worker=frozenset(),
     salted_paths=frozenset({CHATS}),
 )
-ENGINES: Final[Mapping[EngineName, EngineFields]] = {
-    "vllm": _VLLM,
-    "sglang": _SGLANG,
-    "tensorrt-llm": _TENSORRT_LLM,
-}
+ENGINES: Final[Mapping[EngineName, EngineFields]] = {"vllm": _VLLM, "sglang": _SGLANG, "tensorrt-llm": _TENSORRT_LLM}
 
-INTERNAL: Final = frozenset(
-    {"extra_body", "nvext", *(name for engine in ENGINES.values() for name in engine.internal)},
-)
+INTERNAL: Final = frozenset({"extra_body", "nvext", *(name for engine in ENGINES.values() for name in engine.internal)})
 """Fields with an internal meaning for an engine, or for a proxy before it. No option of an operator permits them."""
 
 ROUTED: Final = frozenset({"cache_salt", "priority"})

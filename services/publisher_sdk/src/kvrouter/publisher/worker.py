@@ -231,9 +231,7 @@ class Worker:
             transport = self._link.transport(self.transport, self.config.component)
             for rank in self._ranks.values():
                 sending = rank.run(
-                    transport,
-                    heartbeat_seconds=self.config.heartbeat_seconds,
-                    max_batch_bytes=lambda: self._link.room,
+                    transport, heartbeat_seconds=self.config.heartbeat_seconds, max_batch_bytes=lambda: self._link.room
                 )
                 self._background.append(tasks.create_task(sending))
         log.info(

@@ -48,11 +48,7 @@ _PREDICTION_EXPIRY_SECONDS = 1.0
 
 @asynccontextmanager
 async def running(
-    settings: SchedulerSettings,
-    runtime: Runtime,
-    indexers: IndexerSource | None = None,
-    *,
-    rng: Random | None = None,
+    settings: SchedulerSettings, runtime: Runtime, indexers: IndexerSource | None = None, *, rng: Random | None = None
 ) -> AsyncIterator[SchedulerService]:
     """Runs a Scheduler with its background tasks while the context lasts. Yields the object behind its API.
 

@@ -20,12 +20,7 @@ from kvrouter.publisher.errors import InvalidConfig, InvalidEvent
 from kvrouter.publisher.events import EngineHash, engine_hash_of, engine_hashes_of
 from kvrouter.v1.common_pb2 import Tier
 
-_MEDIA = {
-    Tier.TIER_DEVICE: "GPU",
-    Tier.TIER_HOST: "CPU",
-    Tier.TIER_DISK: "STORAGE",
-    Tier.TIER_SHARED: "SHARED_STORAGE",
-}
+_MEDIA = {Tier.TIER_DEVICE: "GPU", Tier.TIER_HOST: "CPU", Tier.TIER_DISK: "STORAGE", Tier.TIER_SHARED: "SHARED_STORAGE"}
 _BASE_SCOPE = Scope()
 
 

@@ -76,10 +76,7 @@ class Replica:
                 await self._follow(group, messages, directory.components)
 
     async def _follow(
-        self,
-        group: asyncio.TaskGroup,
-        messages: Client | LocalMessages,
-        views: Mapping[ComponentName, ComponentView],
+        self, group: asyncio.TaskGroup, messages: Client | LocalMessages, views: Mapping[ComponentName, ComponentView]
     ) -> None:
         for name in [name for name in self.components if not self._is_same(name, views.get(name))]:
             await self._end(name)

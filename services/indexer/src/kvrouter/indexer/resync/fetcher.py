@@ -116,11 +116,7 @@ class Resync:
                 return await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
         except Exception as error:
             self._log.warning(
-                "worker.unreachable",
-                worker_id=rank[0],
-                dp_rank=rank[1],
-                error=str(error),
-                exc_info=_defect(error),
+                "worker.unreachable", worker_id=rank[0], dp_rank=rank[1], error=str(error), exc_info=_defect(error)
             )
             return None
 

@@ -97,10 +97,7 @@ class AcquiredLock:
         name = self._component.snapshot_key.encode()
         change = transactions.delete(name) if after is None else transactions.put(name, after.SerializeToString())
         written, _responses = await self.client.transaction(
-            compare=[
-                transactions.create(self._key) == self._revision,
-                transactions.mod(name) == before.revision,
-            ],
+            compare=[transactions.create(self._key) == self._revision, transactions.mod(name) == before.revision],
             success=[change],
             failure=[],
         )

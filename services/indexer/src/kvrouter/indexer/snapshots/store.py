@@ -20,13 +20,7 @@ from kvrouter.net.nats.event_stream import write_error
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
-from nats.js.errors import (
-    APIError,
-    BadObjectMetaError,
-    BucketNotFoundError,
-    NotFoundError,
-    ObjectNotFoundError,
-)
+from nats.js.errors import APIError, BadObjectMetaError, BucketNotFoundError, NotFoundError, ObjectNotFoundError
 from nats.js.object_store import OBJ_CHUNKS_PRE_TEMPLATE, OBJ_META_PRE_TEMPLATE, ObjectStore
 
 if TYPE_CHECKING:
@@ -274,11 +268,7 @@ class SnapshotFiles:
         await self.store.put(name, parts)
         await self._verify(name)
         ref = SnapshotRef(
-            object_name=name,
-            stream_sequence=at.applied,
-            stream=header.stream,
-            taken_unix_ns=taken,
-            bytes=size,
+            object_name=name, stream_sequence=at.applied, stream=header.stream, taken_unix_ns=taken, bytes=size
         )
         return ref, writer.blocks
 

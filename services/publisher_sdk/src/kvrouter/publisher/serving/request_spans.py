@@ -13,14 +13,7 @@ from kvrouter.net.span_context import parent_context, traceparent_of
 from kvrouter.publisher.serving.requests import OutputCall
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
-from opentelemetry.trace import (
-    Span,
-    SpanKind,
-    Status,
-    StatusCode,
-    Tracer,
-    set_span_in_context,
-)
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 NAME = "kvrouter.v1.WorkerService/Generate"
 

@@ -68,11 +68,7 @@ class RemoteIndexers:
             if self._group is None:
                 raise DependencyAway("the Scheduler is starting or stopping")
             client = call_stream_client(
-                endpoint,
-                client_name=self.client_name,
-                counts=self.counts,
-                tls=self.directory.tls,
-                role="indexer",
+                endpoint, client_name=self.client_name, counts=self.counts, tls=self.directory.tls, role="indexer"
             )
             running = self._group.create_task(
                 client.run(), name=f"call stream to {endpoint}", context=trace_context.background()
@@ -125,9 +121,7 @@ class _Failover:
             KvRouterError: every Indexer failed; this is the last one's error.
         """
         request = PackedFindMatchesRequest(
-            component=_component(component),
-            local_hashes=PackedLocalHashes(hashes=local_hashes),
-            block_size=block_size,
+            component=_component(component), local_hashes=PackedLocalHashes(hashes=local_hashes), block_size=block_size
         )
         last: KvRouterError | None = None
         for endpoint in self._indexers.preferred(self._endpoints):

@@ -15,13 +15,7 @@ from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
-from kvrouter.scheduler.request.remote_prefill import (
-    FirstPrefill,
-    PrefillPlaces,
-    compute_ms,
-    prefill_places,
-    waits_ms,
-)
+from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlaces, compute_ms, prefill_places, waits_ms
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, Places, WorkerConstraints, WorkerSet, why_unfit
 from kvrouter.v1.common_pb2 import PrefillDecision, Stage
@@ -149,17 +143,7 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
             prefill = _prefill_places(request, loads, uncached, overlaps)
             new_tokens = np.where(prefill.is_remote, 0, uncached)
     return CandidateSnapshot(
-        worker_set,
-        constraints,
-        thresholds,
-        loads,
-        overlap_blocks,
-        new_tokens,
-        free_slots,
-        judged,
-        fit,
-        free,
-        prefill,
+        worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, free_slots, judged, fit, free, prefill
     )
 
 

@@ -105,11 +105,7 @@ def _transfer(request: pb.WorkerServiceGenerateRequest, engine: EngineDescriptio
     if request.stage != Stage.STAGE_PREFILL or not engine.bootstrap_endpoint:
         return None
     host, _, port = engine.bootstrap_endpoint.rpartition(":")
-    return {
-        "bootstrap_host": host.strip("[]"),
-        "bootstrap_port": int(port),
-        "bootstrap_room": secrets.randbits(63),
-    }
+    return {"bootstrap_host": host.strip("[]"), "bootstrap_port": int(port), "bootstrap_room": secrets.randbits(63)}
 
 
 class GenerateReader:
