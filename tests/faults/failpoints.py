@@ -16,8 +16,8 @@ from typing import Any
 
 from kvrouter.indexer.snapshots import coordinator
 from kvrouter.indexer.snapshots.coordinator import Snapshots
-from kvrouter.indexer.snapshots.format import SnapshotWriter
 from kvrouter.indexer.snapshots.store import SnapshotFiles
+from kvrouter.net.snapshot_format import SnapshotWriter
 
 BEFORE: dict[str, tuple[object, str]] = {
     "read": (SnapshotWriter, "parts"),

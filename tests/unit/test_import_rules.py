@@ -67,6 +67,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "trace_context": (),
         "varint": (),
         "decoding": ("logs",),
+        "snapshot_format": ("varint",),
         "secret_files": ("logs",),
         "span_context": ("trace_context",),
         "tls": ("logs", "secret_files"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvrouter.indexer.snapshots.coordinator import Snapshots
-from kvrouter.indexer.snapshots.format import InvalidSnapshot
+from kvrouter.net.snapshot_format import InvalidSnapshot
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 

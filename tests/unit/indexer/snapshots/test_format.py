@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from kvrouter.indexer.snapshots.format import FORMAT_VERSION, InvalidSnapshot, SnapshotCheck, SnapshotWriter, decode
+from kvrouter.indexer.snapshots.format import decode
+from kvrouter.net.snapshot_format import FORMAT_VERSION, InvalidSnapshot, SnapshotCheck, SnapshotWriter
 from kvrouter.v1.common_pb2 import BlockRecord, Component, Cursor, Rank, RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
 

@@ -14,8 +14,8 @@ from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.indexer.replica.replica import Replica
 from kvrouter.indexer.snapshots.coordinator import AWAY, NothingApplied, OthersLive
-from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.indexer.snapshots.lock import LockLost
+from kvrouter.net.snapshot_format import InvalidSnapshot
 from kvrouter.net.varint import encode_varint
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.requests import component_name, pack_local_hashes

@@ -14,9 +14,9 @@ from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from kvrouter.indexer.snapshots.format import InvalidSnapshot
 from kvrouter.net.nats.client import or_cancelled
 from kvrouter.net.nats.event_stream import write_error
+from kvrouter.net.snapshot_format import InvalidSnapshot, SnapshotCheck, SnapshotWriter
 from kvrouter.v1.names import ComponentName
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 from kvrouter.indexer.index.state import IndexState
 from kvrouter.indexer.ingest.read_position import Position, StreamIdentity
-from kvrouter.indexer.snapshots.format import Snapshot, SnapshotCheck, SnapshotWriter, decode
+from kvrouter.indexer.snapshots.format import Snapshot, decode
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader, SnapshotRef
