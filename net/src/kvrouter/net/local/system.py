@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvrouter.net.local.messages import LocalMessages
 from kvrouter.net.local.registry import LocalRegistry
+from kvrouter.net.local.states import LocalStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +17,5 @@ class LocalSystem:
     """In the place of etcd."""
     messages: LocalMessages = field(default_factory=LocalMessages)
     """In the place of NATS."""
+    states: LocalStates = field(default_factory=LocalStates)
+    """What workers resumed with."""

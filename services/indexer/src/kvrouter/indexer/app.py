@@ -50,6 +50,7 @@ async def running(settings: IndexerSettings, runtime: Runtime) -> AsyncIterator[
         fetches=settings.resync_fetches,
         home=home,
         quarantine=runtime.quarantine,
+        states=None if runtime.local is None else runtime.local.states,
     )
     metrics = IndexerMetrics(runtime.registry, replica.components, budget)
     expose_bounds(bounds_of(runtime.registry), replica.components, budget, max_blocks=settings.max_index_blocks or 0)

@@ -15,7 +15,7 @@ import structlog
 from kvrouter.core import MemoryBudget, PrefixIndex, Rank, RankInfo
 from kvrouter.indexer.index.incarnations import Departures, ahead_of, new_incarnations
 from kvrouter.indexer.index.known_ranks import SilenceWatch, age, exceeds, silence_limit
-from kvrouter.indexer.index.state import IndexState
+from kvrouter.indexer.index.state import IndexState, RankDump
 from kvrouter.indexer.ingest.jetstream import DurableConsumer
 from kvrouter.indexer.ingest.live_events import LiveEvents
 from kvrouter.indexer.ingest.read_position import Position
@@ -26,6 +26,7 @@ from kvrouter.indexer.resync.resync_queue import ResyncRequests
 from kvrouter.indexer.resync.worker_client import compare, unanswered
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome, Snapshots
 from kvrouter.net.decoding import Quarantine
+from kvrouter.net.local import LocalStates
 from kvrouter.net.local.messages import LiveMessages
 from kvrouter.net.tls import Tls
 from kvrouter.v1.common_pb2 import Component, Cursor, Transport
@@ -71,6 +72,7 @@ class ComponentIndex:
         home: SnapshotHome | None = None,
         quarantine: Quarantine | None = None,
         tls: Tls | None = None,
+        states: LocalStates | None = None,
     ) -> None:
         """Builds the parts of a component's index.
 
@@ -84,6 +86,7 @@ class ComponentIndex:
             home: Settings for snapshots; None for no snapshots.
             quarantine: Counts and logs undecodable input.
             tls: Encrypts connections to workers; None for plain text.
+            states: What workers of this process resumed with.
         """
         self.name = name
         self.descriptor = descriptor
@@ -99,11 +102,14 @@ class ComponentIndex:
         later = self.snapshots.load_later if self.snapshots else None
         self.ingest = Ingest(str(name), self.state.events, consumer, later) if consumer else None
         self.live = LiveEvents(messages, name, self.state.events)
-        self.resync = Resync(str(name), self.state, self.requests, slots or asyncio.Semaphore(_FETCHES), tls)
+        self.resync = Resync(
+            str(name), self.state, self.requests, slots or asyncio.Semaphore(_FETCHES), tls, self._take_resumed
+        )
         self.ranks: list[RankInfo] = []
         """Ranks of the index, at most about one second old."""
         self.ready = False
         """Whether its state is restored and was compared with the reachable workers."""
+        self._states = LocalStates() if states is None else states
         self._compare_seconds = limits.compare_seconds
         self._departures = Departures(limits.grace_seconds)
         self._silence = SilenceWatch()
@@ -217,6 +223,10 @@ class ComponentIndex:
             group.create_task(self._take_snapshots(), name=f"snapshots of {self.name}")
             group.create_task(self._become_ready(), name=f"readiness {self.name}")
             group.create_task(self._keep_stream_working(), name=f"stream of {self.name}")
+
+    def _take_resumed(self, rank: Rank) -> RankDump | None:
+        state = self._states.take(self.name, *rank)
+        return None if state is None else RankDump(rank, state.cursor, state.partial, list(state.chunks))
 
     def _request_stream(self) -> None:
         if self.ingest is not None:

@@ -12,7 +12,7 @@ from kvrouter.indexer.replica.component import ComponentIndex, Limits
 from kvrouter.indexer.snapshots.coordinator import SnapshotHome
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import LeasedKeys
-from kvrouter.net.local import LocalKeys, LocalMessages
+from kvrouter.net.local import LocalKeys, LocalMessages, LocalStates
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from nats.aio.client import Client
@@ -44,6 +44,8 @@ class Replica:
     """Settings for snapshots; None for no snapshots."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Counts and logs undecodable input."""
+    states: LocalStates | None = None
+    """What workers of this process resumed with."""
 
     def __post_init__(self) -> None:
         self.components: dict[ComponentName, ComponentIndex] = {}
@@ -94,6 +96,7 @@ class Replica:
                     self.home,
                     self.quarantine,
                     self.directory.tls,
+                    self.states,
                 )
                 self._tasks[name] = group.create_task(self.components[name].run(), name=f"component {name}")
             if name in self.components:

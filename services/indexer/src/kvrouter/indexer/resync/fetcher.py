@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import structlog
 from kvrouter.core import InvalidDump, Rank
-from kvrouter.indexer.index.state import IndexState, RankDump
+from kvrouter.indexer.index.state import IndexState, RankDump, StaleDump
 from kvrouter.indexer.resync.resync_queue import ResyncRequests
 from kvrouter.indexer.resync.worker_client import StateTooLarge, fetch_events, fetch_state, worker_at
 from kvrouter.net.tls import Tls
@@ -37,6 +38,10 @@ _LACK_EVENTS = (*_ALARMS, "registered", "start", "silent")
 """Reasons after which the present blocks are still true, so that the missing events alone can complete them."""
 
 
+def _nothing(_: Rank) -> None:
+    """Returns None: no worker of this process resumed."""
+
+
 @dataclass(eq=False)
 class Resync:
     """Resyncs the ranks of one component. ``run`` processes the queue."""
@@ -51,6 +56,8 @@ class Resync:
     """Bounds concurrent resyncs over all components of the replica."""
     tls: Tls | None = None
     """Encrypts connections to workers; None for plain text."""
+    resumed: Callable[[Rank], RankDump | None] = _nothing
+    """Takes the state with which a worker of this process resumed, once."""
 
     def __post_init__(self) -> None:
         self._known = self.state.known
@@ -190,6 +197,8 @@ class Resync:
 
     async def _fetch(self, rank: Rank, reason: str, *, forced: bool) -> _Outcome:
         worker = self.requests.worker(rank)
+        if (resumed := self.resumed(rank)) is not None:
+            await self._load(resumed)
         start = await self._index_repair.begin_repair(rank)
         info = start.info
         if worker is None:
@@ -229,6 +238,15 @@ class Resync:
         )
         same = info is not None and dump.cursor[0] == info.incarnation and dump.cursor[1] >= info.next_event_id
         return _outcome(reason, founded=reason == "gap" or not same)
+
+    async def _load(self, dump: RankDump) -> None:
+        """Loads a state, of which the worker is then asked for the later events only."""
+        try:
+            blocks = await self._index_repair.load_rank(dump)
+        except (StaleDump, InvalidDump) as error:
+            self._log.error("rank.restore_failed", worker_id=dump.rank[0], dp_rank=dump.rank[1], reason=str(error))
+        else:
+            self._log.info("rank.restored", worker_id=dump.rank[0], dp_rank=dump.rank[1], blocks=blocks)
 
 
 class _Outcome(Enum):
