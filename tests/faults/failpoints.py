@@ -1,4 +1,4 @@
-"""Runs an Indexer that dies or pauses at a step of a snapshot: ``python -m tests.faults.failpoints STEP MODULE ...``.
+"""Runs a process that dies or pauses at a step of a snapshot: ``python -m tests.faults.failpoints STEP MODULE ...``.
 
 ``uploaded`` kills the process with SIGKILL after this step; ``uploaded:pause`` stops it until it gets SIGCONT.
 """
@@ -12,22 +12,34 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from kvrouter.indexer.snapshots import coordinator
 from kvrouter.indexer.snapshots.coordinator import Snapshots
 from kvrouter.indexer.snapshots.store import SnapshotFiles
 from kvrouter.net.snapshot_format import SnapshotWriter
+from kvrouter.publisher.snapshots import keeper
 
 BEFORE: dict[str, tuple[object, str]] = {
     "read": (SnapshotWriter, "parts"),
     "put": (SnapshotFiles, "_verify"),
     "pointed": (Snapshots, "_clean"),
     "cleaned": (coordinator, "live_replicas"),
+    # Of a relay; it has "read" too.
+    "dumped": (keeper, "write"),
+    "written": (os, "fsync"),
+    "synced": (Path, "replace"),
 }
-"""The function that an Indexer calls next, by the step that it has completed."""
-AFTER: dict[str, tuple[object, str]] = {"uploaded": (SnapshotFiles, "write"), "purged": (Snapshots, "_clean")}
+"""The function that a process calls next, by the step that it has completed."""
+AFTER: dict[str, tuple[object, str]] = {
+    "uploaded": (SnapshotFiles, "write"),
+    "purged": (Snapshots, "_clean"),
+    "replaced": (keeper, "write"),
+}
 """The function that ends with a step."""
+RELAY_STEPS = ("dumped", "read", "written", "synced", "replaced")
+"""Steps of a relay's snapshot, in order."""
 
 
 def intercepted(step: str, reach: Callable[[], None]) -> tuple[object, str, Callable[..., Any]]:
@@ -46,8 +58,12 @@ def intercepted(step: str, reach: Callable[[], None]) -> tuple[object, str, Call
 
     @wraps(original)
     def called(*arguments: Any, **named: Any) -> Any:
-        reach()
-        return original(*arguments, **named)
+        if step in BEFORE:
+            reach()
+        result = original(*arguments, **named)
+        if step in AFTER:
+            reach()
+        return result
 
     return owner, name, awaited if inspect.iscoroutinefunction(original) else called
 

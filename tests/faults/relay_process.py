@@ -15,15 +15,15 @@ from typing import Any
 
 from kvrouter.mocker.adapter import MockEngine
 from kvrouter.publisher.errors import UnknownParent
-from kvrouter.publisher.journal.journal import NO_POSITION
-from kvrouter.publisher.journal.resume import discard, positions
+from kvrouter.publisher.snapshots.rank_file import NO_POSITION
+from kvrouter.publisher.snapshots.resume import discard, positions
 from kvrouter.publisher.worker import RankPublisher, Worker, running
 
 from .rig import worker_config
 
 
 async def relay(port: int, settings: dict[str, Any]) -> None:
-    config = worker_config(**(settings | {"journal_path": Path(settings["journal_path"])}))
+    config = worker_config(**(settings | {"state": Path(settings["state"])}))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     oldest = json.loads(await reader.readline())["oldest"]
     known = positions(config).get(0, NO_POSITION)

@@ -24,13 +24,14 @@ class RelayedNode(EngineNode):
         """Of each relay that came."""
         self.oldest = 0
         """Number of the oldest message that can be repeated."""
-        self.journal_path = rig.directory / f"journal-{worker_id}"
+        self.state = rig.directory / f"state-{worker_id}"
         self._settings = {
             "worker_id": worker_id,
             "etcd": rig.etcd.endpoint,
             "nats": rig.nats.url,
-            "journal_path": str(self.journal_path),
+            "state": str(self.state),
             "engine_incarnation": "one",
+            "state_seconds": 0.05,
         }
         self._messages: list[list[list[Any]]] = []
         self._notified = asyncio.Event()

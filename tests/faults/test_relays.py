@@ -34,7 +34,7 @@ async def test_a_relay_without_a_sound_file_begins_a_new_incarnation(rig: Rig, f
     await rig.serve(10)
     await rig.agree(one)
     await node.kill_relay()
-    (file,) = node.journal_path.glob("*.journal")
+    (file,) = node.state.glob("*.snapshot")
     if fault == "gone":
         file.unlink()
     else:

@@ -80,7 +80,7 @@ async def test_a_worker_whose_clock_was_ten_years_ahead_comes_back_right(rig: Ri
     await rig.until(lambda: _is_lapsed(rig))
     async with connect(rig.etcd.endpoint) as client:
         await client.delete(COMPONENT.incarnation_key(1).encode())
-    shutil.rmtree(node.journal_path)
+    shutil.rmtree(node.state)
     set_clock(clock, 0)
     node.engine.clear_cache()
     await node.start_relay()

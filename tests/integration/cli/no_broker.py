@@ -100,6 +100,13 @@ class NoBroker:
 
         await until(compared)
 
+    async def metric(self, name: str) -> float:
+        """Returns the sum of a metric over its labels; -1 while it has no value."""
+        async with self.session.get(f"http://{self.ops}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(values) if values else -1
+
     def logged(self, event: str) -> bool:
         """Returns whether the process has logged an event."""
         return f'"event": "{event}"' in self.process.log_file.read_text()
@@ -107,28 +114,27 @@ class NoBroker:
 
 @asynccontextmanager
 async def serving(
-    logs: Path, *urls: str, options: Sequence[str] = (), name: str = "serve", around: Sequence[str] = ()
+    logs: Path,
+    *urls: str,
+    options: Sequence[str] = (),
+    name: str = "serve",
+    around: Sequence[str] = (),
+    failpoint: str = "",
 ) -> AsyncIterator[NoBroker]:
     """Runs the command while the context lasts. Its run file is below ``logs``.
 
-    ``around`` is a command that runs the one that follows it.
+    ``around`` is a command that runs the one that follows it. ``failpoint`` is a step of ``tests.faults.failpoints`` at
+    which the process dies.
     """
     http, grpc, ops = (f"127.0.0.1:{port}" for port in free_ports(3))
     arguments = [argument for url in urls for argument in ("--engine", url)]
+    armed = ("-m", "tests.faults.failpoints", failpoint) if failpoint else ("-m",)
     command = Command(
         name,
         (
-            *(
-                *around,
-                sys.executable,
-                "-m",
-                "kvrouter.cli.main",
-                "serve",
-                *arguments,
-                "--port",
-                http.rpartition(":")[2],
-            ),
-            *("--bind", grpc, "--http-bind", ops, "--drain-seconds", "1", "--load-seconds", "0.1", *options),
+            *(*around, sys.executable, *armed, "kvrouter.cli.main", "serve", *arguments),
+            *("--port", http.rpartition(":")[2], "--bind", grpc, "--http-bind", ops),
+            *("--drain-seconds", "1", "--load-seconds", "0.1", *options),
         ),
         dict(os.environ) | NOWHERE | {"XDG_RUNTIME_DIR": str(logs)},
     )

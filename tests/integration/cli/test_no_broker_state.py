@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ import zmq
 import zmq.asyncio
 from kvrouter.devtools.system.ports import free_ports
 
+from ...faults.failpoints import RELAY_STEPS
 from ..sidecar.rig import BLOCK, EngineServer, events_at, vllm
 from .no_broker import NoBroker, serving, until
 
@@ -55,6 +58,23 @@ async def fill(system: NoBroker, numbers: Sequence[int]) -> None:
         await until(indexed)
 
 
+async def saved(system: NoBroker) -> None:
+    """Waits until the snapshot has all of the present."""
+    began = time.monotonic()
+
+    async def written() -> bool:
+        # A snapshot of this size takes milliseconds, so this one was begun later than now.
+        age = await system.metric("kvrouter_relay_state_age_seconds")
+        return 0 <= age < time.monotonic() - began - 0.5
+
+    await until(written)
+
+
+def resuming(directory: Path) -> tuple[str, ...]:
+    """Options of a process that keeps its state in a directory."""
+    return ("--state", str(directory), "--state-seconds", "0.05")
+
+
 async def killed(system: NoBroker) -> None:
     """Kills the process."""
     os.kill(system.process.pid, signal.SIGKILL)
@@ -67,12 +87,13 @@ async def overlaps(system: NoBroker, numbers: Sequence[int]) -> list[int]:
 
 
 async def test_a_killed_process_resumes_and_replays_what_it_missed(tmp_path: Path) -> None:
-    engine, state = forgetful(), ("--state", str(tmp_path / "state"))
+    engine, state = forgetful(), resuming(tmp_path / "state")
     before, missed = range(1, 11), 11
     async with engine.started():
         async with serving(tmp_path, engine.url, options=state) as first:
             await first.serving(1)
             await fill(first, before)
+            await saved(first)
             await killed(first)
         async with aiohttp.ClientSession() as session:
             body = {"model": "m", "prompt": prompt(missed), "max_tokens": 1}
@@ -83,19 +104,22 @@ async def test_a_killed_process_resumes_and_replays_what_it_missed(tmp_path: Pat
             assert await overlaps(second, [*before, missed]) == [2] * 11, "all of it, from the first decision on"
             log = second.process.log_file.read_text()
             assert '"resumed": true' in log
+            assert await second.metric("kvrouter_relay_restored_blocks") >= 20
+            assert await second.metric("kvrouter_relay_dropped_blocks") == 0
         async with serving(tmp_path, engine.url, name="stateless") as third:
             await third.ready()
             assert (await overlaps(third, before))[:4] == [0] * 4, "without the state, the engine has forgotten them"
 
 
 async def test_state_of_an_engine_that_restarted_meanwhile_is_dropped(tmp_path: Path) -> None:
-    engine, state = forgetful(1000), ("--state", str(tmp_path / "state"))
+    engine, state = forgetful(1000), resuming(tmp_path / "state")
     async with engine.started(), serving(tmp_path, engine.url, options=state) as first:
         await first.serving(1)
         await fill(first, range(1, 6))
     async with engine.started(), serving(tmp_path, engine.url, options=state, name="again") as second:
         await second.ready()
         assert second.logged("relay.state_dropped")
+        assert await second.metric("kvrouter_relay_dropped_blocks") >= 10
         assert await overlaps(second, range(1, 6)) == [0] * 5
 
 
@@ -103,11 +127,11 @@ async def test_state_of_an_engine_that_restarted_meanwhile_is_dropped(tmp_path: 
 async def test_a_damaged_file_is_dropped_and_learned_anew(tmp_path: Path, damage: str) -> None:
     engine, directory = forgetful(1000), tmp_path / "state"
     async with engine.started():
-        async with serving(tmp_path, engine.url, options=("--state", str(directory))) as first:
+        async with serving(tmp_path, engine.url, options=resuming(directory)) as first:
             await first.serving(1)
             await fill(first, range(1, 6))
-        (journal,) = directory.glob("*.journal")
-        content = bytearray(journal.read_bytes())
+        (file,) = directory.glob("*.snapshot")
+        content = bytearray(file.read_bytes())
         match damage:
             case "cut":
                 content = content[: len(content) // 2]
@@ -117,12 +141,11 @@ async def test_a_damaged_file_is_dropped_and_learned_anew(tmp_path: Path, damage
                 content = bytearray()
             case "other":
                 content = content.replace(engine.url.encode(), engine.url.replace("127", "128").encode())
-        journal.write_bytes(content)
-        async with serving(tmp_path, engine.url, options=("--state", str(directory)), name="again") as second:
+        file.write_bytes(content)
+        async with serving(tmp_path, engine.url, options=resuming(directory), name="again") as second:
             await second.ready()
             assert await overlaps(second, range(1, 6)) == [2] * 5, "the engine repeats all of its messages"
-            if damage != "cut":  # what is before the cut may be whole
-                assert second.logged("journal.not_recovered")
+            assert second.logged("state.not_recovered")
 
 
 async def test_lost_messages_are_replayed(tmp_path: Path) -> None:
@@ -145,6 +168,15 @@ async def test_lost_messages_are_replayed(tmp_path: Path) -> None:
         await fill(system, [4, 2, 3, 1])
         assert system.logged("relay.gap")
         assert not system.logged("relay.messages_lost")
+
+
+async def logged(system: NoBroker, event: str) -> None:
+    """Waits until the process has logged an event."""
+
+    async def is_logged() -> bool:
+        return system.logged(event)
+
+    await until(is_logged)
 
 
 @asynccontextmanager
@@ -187,16 +219,39 @@ async def test_a_full_disk_costs_the_state_only(tmp_path: Path) -> None:
         pytest.skip("no tmpfs of the test's own")
     async with (
         engine.started(),
-        serving(tmp_path, engine.url, options=("--state", str(directory)), around=around) as system,
+        serving(tmp_path, engine.url, options=resuming(directory), around=around) as system,
     ):
         await system.ready()
         await fill(system, range(1, 4))
-        assert system.logged("journal.abandoned")
+        await logged(system, "state.not_written")
+        assert await system.metric("kvrouter_relay_state_failures") > 0
+        os.unlink(f"/proc/{system.process.pid}/root{directory}/ballast")
+        await logged(system, "state.written_again")
+
+
+@pytest.mark.parametrize("step", RELAY_STEPS)
+async def test_a_process_that_dies_while_it_writes_knows_what_it_knew(tmp_path: Path, step: str) -> None:
+    engine, state = forgetful(1000), resuming(tmp_path / "state")
+    async with engine.started():
+        async with serving(tmp_path, engine.url, options=state) as first:
+            await first.serving(1)
+            await fill(first, range(1, 6))
+        async with serving(tmp_path, engine.url, options=state, name="dying", failpoint=step) as second:
+            await second.ready()
+            known = set(range(1, 6))
+            with suppress(aiohttp.ClientError):  # of its death
+                for number in itertools.count(6):
+                    if (await second.ask(prompt(number % 20 + 6))).status == 200:
+                        known.add(number % 20 + 6)
+        async with serving(tmp_path, engine.url, options=state, name="again") as third:
+            await third.ready()
+            assert '"resumed": true' in third.process.log_file.read_text()
+            assert await overlaps(third, sorted(known)) == [2] * len(known)
 
 
 @pytest.mark.full
 async def test_a_process_killed_at_any_moment_starts_and_overestimates_nothing(tmp_path: Path) -> None:
-    engine, state = forgetful(1000), ("--state", str(tmp_path / "state"))
+    engine, state = forgetful(1000), resuming(tmp_path / "state")
     random = Random(1)
 
     async def send(system: NoBroker) -> None:

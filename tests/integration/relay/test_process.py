@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 from kvrouter.net.etcd import connect
+from kvrouter.publisher.config import WorkerConfig
+from kvrouter.publisher.snapshots.rank_file import NO_POSITION
+from kvrouter.publisher.snapshots.resume import positions
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
@@ -72,7 +75,8 @@ async def relaying(*options: str) -> AsyncIterator[Process]:
 def options(namespace: str, etcd_endpoint: str, nats_url: str, tmp_path: Path) -> list[str]:
     return [
         *("--namespace", namespace, "--etcd", etcd_endpoint, "--nats", nats_url, "--model", "m", "--block-size", "4"),
-        *("--worker-id", str(WORKER), "--journal-path", str(tmp_path), "--lease-seconds", "2", "--http-bind", ""),
+        *("--worker-id", str(WORKER), "--state", str(tmp_path), "--state-seconds", "0.05"),
+        *("--lease-seconds", "2", "--http-bind", ""),
     ]
 
 
@@ -85,16 +89,25 @@ async def incarnation(namespace: str, etcd_endpoint: str) -> int:
     return WorkerRegistration.FromString(found.value).ranks[0].incarnation
 
 
-async def test_a_killed_relay_resumes(options: list[str], namespace: str, etcd_endpoint: str) -> None:
+async def test_a_killed_relay_resumes(options: list[str], namespace: str, etcd_endpoint: str, tmp_path: Path) -> None:
     engine = Engine()
     await engine.start()
+    config = WorkerConfig(
+        component=ComponentName(namespace, "workers"),
+        model="m",
+        block_size=4,
+        ranks={0: 0},
+        worker_id=WORKER,
+        state=tmp_path,
+        engine_incarnation=engine.events_endpoint,
+    )
     try:
         await engine.publish(stored([1], 0))
         sockets = ["--kv-events", engine.events_endpoint, "--kv-replay", engine.replay_endpoint]
         async with relaying(*options, *sockets) as relay:
             await relay.until("registration.written")
             first = await incarnation(namespace, etcd_endpoint)
-            while 1 not in engine.requests and 0 not in engine.requests[1:]:  # compared the first message
+            while positions(config).get(0, NO_POSITION) == NO_POSITION:
                 await asyncio.sleep(0.01)
             assert await relay.end(signal.SIGKILL) == -signal.SIGKILL
         await engine.publish(stored([2], 4, parent=1))
@@ -145,7 +158,7 @@ async def test_an_endpoint_in_use_is_named(options: list[str]) -> None:
     assert "Traceback" not in output
 
 
-async def test_a_journal_needs_a_name(tmp_path: Path) -> None:
+async def test_a_state_needs_a_name(tmp_path: Path) -> None:
     known = ["--kv-events", "tcp://127.0.0.1:5557", "--model", "m", "--block-size", "4"]
-    status, output = await run(*known, "--journal-path", os.fspath(tmp_path))
+    status, output = await run(*known, "--state", os.fspath(tmp_path))
     assert (status, "--worker-id" in output) == (2, True)

@@ -274,7 +274,7 @@ async def test_routers_avoid_a_worker_whose_engine_is_away(
 
 
 async def test_a_relay_resumes_where_it_was(engine: Engine, beside: Beside, tmp_path: Path) -> None:
-    resumable = {"journal_path": tmp_path, "worker_id": 7}
+    resumable = {"state": tmp_path, "worker_id": 7}
     await engine.publish(stored([1], 0))
     async with beside(engine, **resumable) as relay:
         await relay.holds(1)
@@ -289,7 +289,7 @@ async def test_a_relay_resumes_where_it_was(engine: Engine, beside: Beside, tmp_
 
 
 async def test_a_relay_does_not_resume_beside_another_engine(engine: Engine, beside: Beside, tmp_path: Path) -> None:
-    resumable = {"journal_path": tmp_path, "worker_id": 7}
+    resumable = {"state": tmp_path, "worker_id": 7}
     await engine.publish(stored([1], 0))
     async with beside(engine, **resumable) as relay:
         await relay.holds(1)
@@ -305,7 +305,7 @@ async def test_a_relay_does_not_resume_beside_another_engine(engine: Engine, bes
 async def test_a_relay_begins_anew_if_the_engine_forgot_what_it_missed(
     engine: Engine, beside: Beside, tmp_path: Path
 ) -> None:
-    resumable = {"journal_path": tmp_path, "worker_id": 7}
+    resumable = {"state": tmp_path, "worker_id": 7}
     await engine.publish(stored([1], 0))
     async with beside(engine, **resumable) as relay:
         await relay.holds(1)

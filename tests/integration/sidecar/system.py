@@ -92,7 +92,7 @@ class System:
             ),
             "sidecar": (
                 *("cli.main", "sidecar", *where, *(each for url in urls for each in url), "--worker-id", "1"),
-                *("--journal-path", str(logs / "journal"), "--engine-grace-seconds", "0.2", "--load-seconds", "0.1"),
+                *("--state", str(logs / "state"), "--engine-grace-seconds", "0.2", "--load-seconds", "0.1"),
                 *("--answer-seconds", "60", "--http-bind", f"127.0.0.1:{self._sidecar_port}", *sidecar),
             ),
             **{

@@ -253,9 +253,9 @@ async def test_an_engine_with_another_block_size_or_model_waits_until_it_fits_it
             assert len(tokens_of(await sidecar.generate(PROMPT))) == 4
 
 
-async def test_a_sidecar_that_restarts_resumes_from_its_journal(run: Beside, tmp_path: Path) -> None:
+async def test_a_sidecar_that_restarts_resumes_from_its_state(run: Beside, tmp_path: Path) -> None:
     engine = vllm()
-    kept: dict[str, Any] = {"worker_id": 7, "journal_path": tmp_path}
+    kept: dict[str, Any] = {"worker_id": 7, "state": tmp_path}
     async with engine.started(
         kv_events_config='{"enable_kv_cache_events": true, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}'
     ) as server:

@@ -26,7 +26,7 @@ def engines(*flags: str) -> list[EngineOptions]:
         (["--engine", "http://e:1,http://e:2", "--kv-events", "none"], "expected one for each of 2 engines"),
         (["--engine", "http://e:1", "--kv-replay", "tcp://e:1"], "--kv-events"),
         (["--engine", "http://e:1", "--kv-events", "e:1"], "expected tcp://host:port"),
-        (["--engine", "http://e:1", "--journal-path", "j"], "--worker-id"),
+        (["--engine", "http://e:1", "--state", "j"], "--worker-id"),
         (["--engine", "http://e:1", "--bootstrap-endpoint", "e"], "expected host:port"),
         (["--engine", "http://e:1", "--lora-ids", "a=b"], "expected number=name"),
     ],

@@ -1,4 +1,4 @@
-//! Encodes a rank's state in chunks, as consumers fetch it.
+//! Encodes a rank's state in chunks, as consumers fetch it and snapshots keep it.
 
 use std::collections::HashMap;
 
@@ -23,34 +23,89 @@ impl StateSnapshot {
         Self { incarnation, next_event_id, digest, counting, blocks }
     }
 
-    /// Returns the encoded GetRankStateResponses, by depth and engine hash, so parents before children; at least one.
+    /// Returns the encoded GetRankStateResponses, chain after chain, parents before children; at least one.
     ///
     /// A parent is included only if it is still resident at the position that it had when its child was stored.
-    pub fn into_chunks(mut self, chunk_blocks: usize) -> impl Iterator<Item = Vec<u8>> {
-        let places: HashMap<u64, u64> = self.blocks.iter().map(|(hash, block)| (*hash, block.sequence)).collect();
-        self.blocks.sort_unstable_by_key(|(engine_hash, block)| (block.depth, *engine_hash));
+    pub fn into_chunks(self, chunk_blocks: usize) -> impl Iterator<Item = Vec<u8>> {
+        self.encoded(chunk_blocks, None)
+    }
+
+    /// Returns the same as encoded RankState messages of a rank, given by worker id and data-parallel rank. `partial` says
+    /// whether blocks may be missing.
+    pub fn into_dump(self, rank: (u64, u32), partial: bool, chunk_blocks: usize) -> impl Iterator<Item = Vec<u8>> {
+        self.encoded(chunk_blocks, Some((rank, partial)))
+    }
+
+    fn encoded(self, chunk_blocks: usize, dump: Option<((u64, u32), bool)>) -> impl Iterator<Item = Vec<u8>> {
+        let Self { incarnation, next_event_id, digest, counting, blocks } = self;
+        let (places, blocks) = in_chains(blocks);
         let chunk_blocks = chunk_blocks.max(1);
-        let count = self.blocks.len().div_ceil(chunk_blocks).max(1);
+        let count = blocks.len().div_ceil(chunk_blocks).max(1);
         (0..count).map(move |number| {
-            let mut cursor = Writer::default();
-            if self.incarnation != 0 {
-                cursor.fixed64(1, self.incarnation);
-            }
-            cursor.varint(2, self.next_event_id);
             let mut chunk = Writer::default();
-            chunk.bytes(1, &cursor.0);
-            for (engine_hash, block) in self.blocks.iter().skip(number * chunk_blocks).take(chunk_blocks) {
-                let parent = block.parent.filter(|parent| places.get(parent) == Some(&block.parent_place));
-                chunk.bytes(2, &encode_record(*engine_hash, block, parent));
+            // The fields of RankState are those of GetRankStateResponse after the rank.
+            let shift = u32::from(dump.is_some());
+            if let Some(((worker_id, dp_rank), _)) = dump {
+                let mut rank = Writer::default();
+                rank.varint(1, worker_id);
+                rank.varint(2, dp_rank.into());
+                chunk.bytes(1, &rank.0);
             }
-            chunk.varint(3, u64::from(number + 1 == count));
-            if self.digest != 0 {
-                chunk.fixed64(4, self.digest);
+            let mut cursor = Writer::default();
+            if incarnation != 0 {
+                cursor.fixed64(1, incarnation);
             }
-            chunk.varint(5, self.counting as u64);
+            cursor.varint(2, next_event_id);
+            chunk.bytes(1 + shift, &cursor.0);
+            for (engine_hash, block) in blocks.iter().skip(number * chunk_blocks).take(chunk_blocks) {
+                let parent = block.parent.filter(|parent| is_at(&places, *parent, block));
+                chunk.bytes(2 + shift, &encode_record(*engine_hash, block, parent));
+            }
+            chunk.varint(3 + shift, u64::from(number + 1 == count));
+            if digest != 0 {
+                chunk.fixed64(4 + shift, digest);
+            }
+            chunk.varint(5 + shift, counting as u64);
+            if let Some((_, partial)) = dump {
+                chunk.varint(7, u64::from(partial));
+            }
             chunk.0
         })
     }
+}
+
+/// Sequence hash and chain of each block.
+type Places = HashMap<u64, (u64, u32)>;
+
+/// Sorts blocks into chains, which an index loads as a whole: a block continues the chain of its parent unless a sibling
+/// does. Parents precede children, and equal states have equal orders.
+fn in_chains(mut blocks: Vec<(u64, Block)>) -> (Places, Vec<(u64, Block)>) {
+    blocks.sort_unstable_by_key(|(engine_hash, block)| (block.depth, *engine_hash));
+    let mut places: Places = blocks.iter().map(|(hash, block)| (*hash, (block.sequence, 0))).collect();
+    let mut last: Vec<u64> = Vec::new();
+    for (engine_hash, block) in &blocks {
+        let above = block.parent.filter(|parent| is_at(&places, *parent, block));
+        let chain = above.and_then(|parent| Some((parent, places.get(&parent)?.1)));
+        let chain = match chain {
+            Some((parent, chain)) if last.get(chain as usize) == Some(&parent) => chain,
+            _ => {
+                last.push(*engine_hash);
+                last.len() as u32 - 1
+            }
+        };
+        if let Some(end) = last.get_mut(chain as usize) {
+            *end = *engine_hash;
+        }
+        if let Some((_, of_block)) = places.get_mut(engine_hash) {
+            *of_block = chain;
+        }
+    }
+    blocks.sort_by_cached_key(|(engine_hash, _)| places.get(engine_hash).map(|(_, chain)| *chain));
+    (places, blocks)
+}
+
+fn is_at(places: &Places, parent: u64, block: &Block) -> bool {
+    places.get(&parent).is_some_and(|(sequence, _)| *sequence == block.parent_place)
 }
 
 fn encode_record(engine_hash: u64, block: &Block, parent: Option<u64>) -> Vec<u8> {

@@ -37,11 +37,6 @@ impl EventLog {
         self.unsent.len()
     }
 
-    /// Yields the events from an id on.
-    pub fn from(&self, event_id: u64) -> impl Iterator<Item = &NumberedEvent> {
-        self.sent.iter().chain(&self.unsent).filter(move |event| event.id >= event_id)
-    }
-
     /// Appends events in order of their ids.
     pub fn extend(&mut self, events: impl IntoIterator<Item = NumberedEvent>) {
         for event in events {

@@ -8,7 +8,7 @@ use super::blocks::{Block, Error, NumberedEvent, Scope};
 use super::chunks::StateSnapshot;
 use super::event_log::EventLog;
 use super::state::RankState;
-use crate::wire::BlockRecord;
+use crate::wire::RankState as Dumped;
 
 /// The CopyCounting of ranks whose events describe a set of blocks.
 const COPY_COUNTING_SET: i32 = 2;
@@ -96,12 +96,6 @@ impl EventRecorder {
         self.pending = Some(Vec::new());
     }
 
-    /// Returns the events of the group, and the notes on the blocks that it changed.
-    pub fn group(&self) -> (&[NumberedEvent], Vec<BlockNote>) {
-        let changed = self.state.changed().filter_map(|hash| Some((hash, self.state.get(hash)?)));
-        (self.pending.as_deref().unwrap_or_default(), notes(changed))
-    }
-
     /// Ends the group: its events may be sent.
     pub fn commit(&mut self) {
         self.state.commit();
@@ -149,14 +143,14 @@ impl EventRecorder {
         self.state.snapshot(self.head.counting)
     }
 
-    /// Returns the notes on all blocks.
+    /// Returns the notes on all blocks, each scope once.
     pub fn notes(&self) -> Vec<BlockNote> {
         notes(self.state.blocks())
     }
 
-    /// Adds blocks of a dump to an empty record, parents before children.
-    pub fn load(&mut self, next_event_id: u64, records: &[BlockRecord]) {
-        self.state.load(next_event_id, records);
+    /// Fills an empty record from a part of a dump; parents precede children.
+    pub fn load(&mut self, part: &Dumped) {
+        self.state.load(part.cursor.map_or(0, |(_, next_event_id)| next_event_id), &part.blocks);
     }
 
     /// Applies notes to resident blocks; others are ignored.
@@ -168,8 +162,8 @@ impl EventRecorder {
         }
     }
 
-    /// Appends events in order of their ids: to the group, or to the log if there is none.
-    pub fn extend(&mut self, events: Vec<NumberedEvent>) {
+    /// Appends events: to the group, or to the log if there is none.
+    fn extend(&mut self, events: Vec<NumberedEvent>) {
         match &mut self.pending {
             Some(pending) => pending.extend(events),
             None => self.log.extend(events),
@@ -219,9 +213,8 @@ mod tests {
         recorder.begin();
         recorder.stored(&[2], &[5], None, 1, scope.clone(), true, 1).unwrap();
         assert_eq!(recorder.log().unsent(), 0);
-        let (events, notes) = recorder.group();
-        assert_eq!((events.len(), notes), (1, vec![(scope, 1, vec![2])]));
         recorder.commit();
+        assert_eq!(recorder.notes(), vec![(scope, 1, vec![2])]);
         assert_eq!(recorder.take_batch(usize::MAX, 0).first_event_id, 0);
         assert_eq!(recorder.state().len(), 1);
     }

@@ -250,11 +250,6 @@ impl RankState {
         self.blocks.roll_back();
     }
 
-    /// Returns the engine hashes of the blocks that changed since `begin`.
-    pub fn changed(&self) -> impl Iterator<Item = u64> {
-        self.blocks.changed()
-    }
-
     /// Returns the state as of now, from which its chunks are encoded later. `counting` is the CopyCounting of the rank.
     pub fn snapshot(&self, counting: i32) -> StateSnapshot {
         let blocks = self.blocks.iter().map(|(engine_hash, block)| (engine_hash, block.clone())).collect();

@@ -124,11 +124,6 @@ impl BlockTable {
         }
     }
 
-    /// Returns the engine hashes of the blocks that changed since `begin`.
-    pub fn changed(&self) -> impl Iterator<Item = u64> {
-        self.undo.iter().flat_map(|undo| undo.blocks.keys().copied())
-    }
-
     fn put(&mut self, engine_hash: u64, block: Option<Block>) {
         let before = match block {
             Some(block) => self.blocks.insert(engine_hash, block),

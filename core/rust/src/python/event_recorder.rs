@@ -1,5 +1,6 @@
 //! Python class for the blocks and events of a publisher's rank.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -7,22 +8,20 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::words;
+use super::buffers::{immutable, words};
 use super::dump::DumpChunks;
 use super::exclusive::Exclusive;
 use super::interface;
-use crate::publisher::{self, BatchHead, Error, NumberedEvent, Scope};
-use crate::wire::{BlockRecord, Malformed};
+use crate::publisher::{self, BatchHead, Error, Scope};
+use crate::wire::{Malformed, RankState};
 
 /// Number of blocks from which a call releases the GIL: it takes about 20 µs.
 const LONG: usize = 128;
 
 /// Worker id, rank, incarnation, block size and CopyCounting.
 type Head = (u64, u32, u64, u32, i32);
-/// Id, encoded KvEvent, and digest after it.
-type Event<'py> = (u64, Bound<'py, PyBytes>, u64);
-/// Scope, parts and engine hashes.
-type Note<'py> = (Bound<'py, PyAny>, u32, Vec<u64>);
+/// Scope, parts and packed engine hashes.
+type Note<'py> = (Bound<'py, PyAny>, u32, Bound<'py, PyAny>);
 
 /// Implements `kvrouter.core.interface.EventRecorder`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
@@ -115,14 +114,6 @@ impl EventRecorder {
         self.recorder.with(py, false, publisher::EventRecorder::begin);
     }
 
-    fn group<'py>(&self, py: Python<'py>) -> PyResult<(Vec<Event<'py>>, Vec<Note<'py>>)> {
-        let (events, notes) = self.recorder.with(py, false, |recorder| {
-            let (events, notes) = recorder.group();
-            (events.to_vec(), notes)
-        });
-        Ok((events_out(py, events), notes_out(py, notes)?))
-    }
-
     fn commit(&self, py: Python<'_>) {
         self.recorder.with(py, false, publisher::EventRecorder::commit);
     }
@@ -143,44 +134,47 @@ impl EventRecorder {
         Ok(DumpChunks::lazy(batches.map_err(|error| raised(py, error))?))
     }
 
-    fn events<'py>(&self, py: Python<'py>, from_event_id: u64) -> Vec<Event<'py>> {
-        let events = self.recorder.with(py, false, |recorder| recorder.log().from(from_event_id).cloned().collect());
-        events_out(py, events)
-    }
-
     #[pyo3(signature = (chunk_blocks=publisher::CHUNK_BLOCKS))]
     fn state_chunks(&self, py: Python<'_>, chunk_blocks: usize) -> DumpChunks {
         let snapshot = self.recorder.with(py, true, |recorder| recorder.snapshot());
         DumpChunks::lazy(py.detach(|| snapshot.into_chunks(chunk_blocks)))
     }
 
-    fn notes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Note<'py>>> {
-        let notes = self.recorder.with(py, true, |recorder| recorder.notes());
-        notes_out(py, notes)
+    #[pyo3(signature = (partial, chunk_blocks=publisher::CHUNK_BLOCKS))]
+    fn dump(&self, py: Python<'_>, partial: bool, chunk_blocks: usize) -> DumpChunks {
+        let (rank, snapshot) = self.recorder.with(py, true, |recorder| {
+            let head = recorder.head();
+            ((head.worker_id, head.dp_rank), recorder.snapshot())
+        });
+        DumpChunks::lazy(py.detach(|| snapshot.into_dump(rank, partial, chunk_blocks)))
     }
 
-    fn load(&self, py: Python<'_>, next_event_id: u64, records: Vec<Vec<u8>>) -> PyResult<()> {
-        let parsed: Result<Vec<_>, Malformed> = records.iter().map(|record| BlockRecord::parse(record)).collect();
-        let parsed = parsed.map_err(|error| PyValueError::new_err(error.0))?;
-        self.recorder.with(py, true, |recorder| recorder.load(next_event_id, &parsed));
-        Ok(())
+    fn notes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Note<'py>>> {
+        let notes = self.recorder.with(py, true, |recorder| recorder.notes());
+        notes
+            .into_iter()
+            .map(|(scope, parts, hashes)| Ok((scope_object(py, scope)?, parts, packed(py, &hashes))))
+            .collect()
+    }
+
+    fn load(&self, py: Python<'_>, chunks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let objects: Vec<Bound<'_, PyAny>> = chunks.try_iter()?.collect::<PyResult<_>>()?;
+        let chunks: Vec<Cow<'_, [u8]>> = objects.iter().map(immutable).collect::<PyResult<_>>()?;
+        let loaded: Result<(), Malformed> = self.recorder.with(py, true, |recorder| {
+            for chunk in &chunks {
+                recorder.load(&RankState::parse(chunk)?);
+            }
+            Ok(())
+        });
+        loaded.map_err(|error| PyValueError::new_err(error.0))
     }
 
     fn annotate(&self, py: Python<'_>, notes: Vec<Note<'_>>) -> PyResult<()> {
-        let notes = notes.into_iter().map(|(scope, parts, hashes)| Ok((scope_in(&scope)?, parts, hashes)));
+        let notes =
+            notes.iter().map(|(scope, parts, hashes)| Ok((scope_in(scope)?, *parts, words(hashes)?.into_owned())));
         let notes = notes.collect::<PyResult<_>>()?;
         self.recorder.with(py, true, |recorder| recorder.annotate(notes));
         Ok(())
-    }
-
-    fn extend(&self, py: Python<'_>, events: Vec<Event<'_>>) {
-        let numbered = |(id, encoded, digest): &Event<'_>| NumberedEvent {
-            id: *id,
-            encoded: encoded.as_bytes().into(),
-            digest: *digest,
-        };
-        let events = events.iter().map(numbered).collect();
-        self.recorder.with(py, false, |recorder| recorder.extend(events));
     }
 }
 
@@ -216,12 +210,9 @@ fn raised(py: Python<'_>, error: Error) -> PyErr {
     created.map_or_else(|failure| failure, PyErr::from_value)
 }
 
-fn events_out(py: Python<'_>, events: Vec<NumberedEvent>) -> Vec<Event<'_>> {
-    events.into_iter().map(|event| (event.id, PyBytes::new(py, &event.encoded), event.digest)).collect()
-}
-
-fn notes_out(py: Python<'_>, notes: Vec<publisher::BlockNote>) -> PyResult<Vec<Note<'_>>> {
-    notes.into_iter().map(|(scope, parts, hashes)| Ok((scope_object(py, scope)?, parts, hashes))).collect()
+fn packed<'py>(py: Python<'py>, hashes: &[u64]) -> Bound<'py, PyAny> {
+    let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+    PyBytes::new(py, &bytes).into_any()
 }
 
 fn scope_object(py: Python<'_>, scope: Option<Arc<Scope>>) -> PyResult<Bound<'_, PyAny>> {

@@ -12,7 +12,7 @@ from kvrouter.core import EventRecorder as Chosen
 from kvrouter.core import reference
 from kvrouter.core.interface import EventRecorder, EventsGone, InvalidEvent, Scope, UnknownParent
 from kvrouter.core.reference.rank_state import MAX_EVENT_BLOCKS
-from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Tier
+from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, RankState, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
 
@@ -38,12 +38,11 @@ steps = st.one_of(
     stores,
     st.tuples(st.sampled_from(["removed", "stored_known", "resident"]), hashes, tiers),
     st.tuples(st.just("cleared"), tiers),
-    st.tuples(st.sampled_from(["begin", "group", "commit", "roll_back", "counts"])),
+    st.tuples(st.sampled_from(["begin", "commit", "roll_back", "counts"])),
     st.tuples(st.just("chunk"), st.integers(0, 9), st.integers(0, 4)),
     st.tuples(st.just("scope_of"), st.integers(0, 9)),
     st.tuples(st.just("take_batch"), st.integers(1, 200)),
     st.tuples(st.just("batches"), st.integers(0, 40), st.integers(0, 40)),
-    st.tuples(st.just("events"), st.integers(0, 40)),
 )
 heads = st.tuples(
     st.integers(0, (1 << 64) - 1),
@@ -64,18 +63,16 @@ def test_both_do_the_same_after_any_history(head: Any, bounds: tuple[int, int], 
     both, is_open = recorders(head, bounds), False
     for step in history:
         # Groups do not nest.
-        if (step[0] == "begin") == is_open and step[0] in ("begin", "group", "commit", "roll_back"):
+        if (step[0] == "begin") == is_open and step[0] in ("begin", "commit", "roll_back"):
             continue
-        is_open = step[0] in ("begin", "group") or (is_open and step[0] not in ("commit", "roll_back"))
+        is_open = step[0] == "begin" or (is_open and step[0] not in ("commit", "roll_back"))
         one, other = (outcome_of(recorder, step) for recorder in both)
         assert one == other, step
     assert content(both[0]) == content(both[1])
     loaded = recorders(head, bounds)
-    records = [block.SerializeToString() for chunk in chunks(both[0]) for block in chunk.blocks]
     for recorder in loaded:
-        recorder.load(both[0].counts().next_event_id, records)
+        recorder.load(list(both[0].dump(False, 3)))
         recorder.annotate(both[0].notes())
-        recorder.extend(both[0].events(0))
     assert content(loaded[0]) == content(loaded[1])
 
 
@@ -94,11 +91,6 @@ def outcome_of(recorder: EventRecorder, step: tuple[Any, ...]) -> object:
                 return first, after, timeless(batch)
             case ("batches", *arguments):
                 return [timeless(batch) for batch in recorder.batches(*arguments)]
-            case ("group",):
-                events, notes = recorder.group()
-                return list(map(tuple, events)), ordered(notes)
-            case ("events", event_id):
-                return list(map(tuple, recorder.events(event_id)))
             case (name, *arguments):
                 return getattr(recorder, name)(*arguments)
     except (InvalidEvent, EventsGone) as error:
@@ -118,22 +110,35 @@ def chunks(recorder: EventRecorder, size: int = 4096) -> list[GetRankStateRespon
     return [GetRankStateResponse.FromString(chunk) for chunk in recorder.state_chunks(size)]
 
 
+def dumped(recorder: EventRecorder) -> list[RankState]:
+    return [RankState.FromString(chunk) for chunk in recorder.dump(True, 2)]
+
+
+def events(recorder: EventRecorder) -> list[KvEvent]:
+    return [event for batch in recorder.batches(0) for event in KvEventBatch.FromString(batch).events]
+
+
 def ordered(notes: Any) -> list[tuple[str, int, list[int]]]:
-    return sorted((repr(scope), parts, sorted(engine_hashes)) for scope, parts, engine_hashes in notes)
+    return sorted(
+        (repr(scope), parts, sorted(each for (each,) in struct.iter_unpack("<Q", packed)))
+        for scope, parts, packed in notes
+    )
 
 
 def content(recorder: EventRecorder) -> object:
     scopes = [recorder.scope_of(block.engine_hash) for chunk in chunks(recorder) for block in chunk.blocks]
-    return recorder.counts(), ordered(recorder.notes()), chunks(recorder, 2), scopes, len(recorder.events(0))
+    return recorder.counts(), ordered(recorder.notes()), chunks(recorder, 2), dumped(recorder), scopes
 
 
 def test_long_reports_are_split_alike() -> None:
     count = MAX_EVENT_BLOCKS + 5
     packed = struct.pack(f"<{count}Q", *range(count))
-    for recorder in recorders():
+    both = recorders()
+    for recorder in both:
         assert recorder.stored(range(count), packed, None, Tier.TIER_DEVICE).next_event_id == 2
         assert recorder.removed(range(count), Tier.TIER_DEVICE).blocks == 0
-    one, other = (list(map(tuple, recorder.events(0))) for recorder in recorders())
+        assert [len(event.removed.engine_hashes) for event in events(recorder)[2:]] == [MAX_EVENT_BLOCKS, 5]
+    one, other = map(events, both)
     assert one == other
 
 
@@ -147,7 +152,7 @@ def test_a_record_is_read_as_it_is_written() -> None:
     record = BlockRecord(engine_hash=1, local_hash=5, sequence_hash=5)
     record.copies.add(tier=Tier.TIER_HOST, copies=3)
     for recorder in recorders():
-        recorder.load(4, [record.SerializeToString()])
+        recorder.load([RankState(cursor=Cursor(next_event_id=4), blocks=[record]).SerializeToString()])
         assert chunks(recorder)[0].blocks[0] == record
         assert recorder.resident([1], Tier.TIER_HOST) == [1]
         assert recorder.counts().next_event_id == 4
@@ -157,10 +162,25 @@ def test_events_of_the_log_are_those_of_the_batch() -> None:
     for recorder in recorders():
         recorder.stored([1, 2], struct.pack("<2Q", 5, 6), None, Tier.TIER_DEVICE)
         recorder.cleared(Tier.TIER_HOST)
+        kept = events(recorder)
         _, _, batch = recorder.take_batch(1 << 20)
-        events = [KvEvent.FromString(encoded) for _, encoded, _ in recorder.events(0)]
-        assert list(KvEventBatch.FromString(batch).events) == events
-        assert [event.event_id for event in events] == [0, 1]
+        assert list(KvEventBatch.FromString(batch).events) == kept == events(recorder)
+        assert [event.event_id for event in kept] == [0, 1]
+
+
+def test_chains_follow_each_other_in_a_dump() -> None:
+    for recorder in recorders():
+        recorder.stored([1, 2, 3], struct.pack("<3Q", 5, 6, 7), None, Tier.TIER_DEVICE)
+        recorder.stored([9, 8], struct.pack("<2Q", 1, 2), None, Tier.TIER_DEVICE)
+        recorder.stored([5, 4], struct.pack("<2Q", 3, 4), 2, Tier.TIER_DEVICE)
+        order = [block.engine_hash for chunk in recorder.dump(False, 2) for block in RankState.FromString(chunk).blocks]
+        assert order == [1, 2, 3, 9, 8, 5, 4]
+
+
+def test_a_chunk_that_cannot_be_decoded_is_refused() -> None:
+    for recorder in recorders():
+        with pytest.raises(ValueError, match=r".+"):
+            recorder.load([b"\x0a\xff"])
 
 
 def test_publishers_use_the_core() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import pytest
 import structlog
 from kvrouter.core import PrefixIndex, Scope, local_hashes, multimodal_hash
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
-from kvrouter.publisher.journal.journal import Head, JournalPath, recover
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.publisher.snapshots.rank_file import Identity, RankFile, recover
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
+from kvrouter.v1.names import ComponentName
 
 BLOCK = 4
 RANK = (3, 1)
 COUNTED, SET = CopyCounting.COPY_COUNTING_COUNTED, CopyCounting.COPY_COUNTING_SET
+IDENTITY = Identity(ComponentName("n", "c"), *RANK, BLOCK, COUNTED, "engine")
 
 
 def publisher(**options: Any) -> RankPublisher:
@@ -53,35 +55,25 @@ def test_a_child_inherits_the_scope_of_its_parent() -> None:
     assert overlap(rank, local_hashes(tokens(0, 3), BLOCK)) == 0
 
 
-def test_a_relay_that_resumes_still_inherits_scopes(tmp_path: Path) -> None:
-    scope, head = Scope(cache_salt="salt"), Head(RANK[0], RANK[1], 9, BLOCK, COUNTED, "engine")
-    path = tmp_path / "rank.journal"
-
-    async def first_incarnation(found: Any) -> RankPublisher:
-        rank = publisher(journal=JournalPath(path, head, found))
-        writing = asyncio.create_task(rank.keep())
-        if found is None:
-            rank.stored(token_ids=tokens(0, 1), engine_hashes=[1], scope=scope)
-            await rank.kept()
-            rank.stored(token_ids=tokens(4, 1), engine_hashes=[2], parent=1)
-            rank.stored(token_ids=tokens(50, 2), engine_hashes=[9], block_size=2 * BLOCK)
-            rank.events_lost()
-            rank.stored(token_ids=tokens(0, 1), engine_hashes=[1], scope=scope)
-            rank.stored(token_ids=tokens(50, 2), engine_hashes=[9], block_size=2 * BLOCK)
-        await rank.kept()
-        writing.cancel()
-        return rank
-
-    asyncio.run(first_incarnation(None))
-    found = recover(path, head)
+async def test_a_relay_that_resumes_still_inherits_scopes(tmp_path: Path) -> None:
+    scope, file = Scope(cache_salt="salt"), RankFile(tmp_path / "rank.snapshot", IDENTITY)
+    former = publisher(file=file)
+    former.stored(token_ids=tokens(0, 1), engine_hashes=[1], scope=scope)
+    former.events_lost()
+    former.stored(token_ids=tokens(0, 1), engine_hashes=[1], scope=scope)
+    former.stored(token_ids=tokens(50, 2), engine_hashes=[9], block_size=2 * BLOCK)
+    await former.save()
+    found = recover(file.path, IDENTITY)
     assert found.partial
-    rank = asyncio.run(first_incarnation(found))
+    rank = publisher(file=replace(file, recovered=found))
     assert rank.stats().partial
     rank.stored(token_ids=tokens(4, 1), engine_hashes=[2], parent=1)
-    assert overlap(rank, local_hashes(tokens(0, 2), BLOCK, scope)) == 2
     rank.removed([9])
-    assert overlap(rank, local_hashes(tokens(50, 2), BLOCK)) == 0
     assert rank.stats().blocks == 2
+    index = PrefixIndex()
+    index.load_rank(list(found.recorder.dump(True)))
+    for hashed, known in ((local_hashes(tokens(0, 2), BLOCK, scope), 2), (local_hashes(tokens(50, 2), BLOCK), 0)):
+        assert int.from_bytes(index.overlaps(hashed, Tier.TIER_DEVICE)[:4], "little") == known
 
 
 def test_a_message_whose_body_raises_leaves_nothing_behind() -> None:
@@ -116,21 +108,15 @@ def report_half(rank: RankPublisher) -> None:
         rank.stored(token_ids=tokens(60, 1), engine_hashes=[8], parent=404)
 
 
-def test_a_restarted_relay_repeats_a_message_whose_body_raised(tmp_path: Path) -> None:
-    head, path = Head(RANK[0], RANK[1], 9, BLOCK, COUNTED, "engine"), tmp_path / "rank.journal"
-
-    async def report() -> None:
-        rank = publisher(journal=JournalPath(path, head, None))
-        writing = asyncio.create_task(rank.keep())
-        with rank.reporting(0):
-            rank.stored(token_ids=tokens(0, 1), engine_hashes=[1])
-        with pytest.raises(UnknownParent):
-            report_half(rank)
-        await rank.kept()
-        writing.cancel()
-
-    asyncio.run(report())
-    found = recover(path, head)
+async def test_a_restarted_relay_repeats_a_message_whose_body_raised(tmp_path: Path) -> None:
+    file = RankFile(tmp_path / "rank.snapshot", IDENTITY)
+    rank = publisher(file=file)
+    with rank.reporting(0):
+        rank.stored(token_ids=tokens(0, 1), engine_hashes=[1])
+    with pytest.raises(UnknownParent):
+        report_half(rank)
+    await rank.save()
+    found = recover(file.path, IDENTITY)
     assert found.position == 0
     assert found.recorder.counts().device_copies == 1
 

@@ -13,7 +13,6 @@ from kvrouter.core.interface.event_recorder import (
     EventsGone,
     InvalidEvent,
     PublisherError,
-    RecordedEvent,
     RecorderCounts,
     UnknownParent,
 )
@@ -48,7 +47,6 @@ __all__ = [
     "PublisherError",
     "Rank",
     "RankInfo",
-    "RecordedEvent",
     "RecorderCounts",
     "RefusedBatch",
     "Scope",

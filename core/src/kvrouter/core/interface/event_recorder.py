@@ -20,11 +20,9 @@ BatchHead = tuple[int, int, int, int, CopyCounting]
 """Fields of all batches of a rank: worker id, data-parallel rank, incarnation, block size, copy counting."""
 
 
-RecordedEvent = tuple[int, bytes, int]
-"""Id, encoded KvEvent, and digest of the rank's blocks after the event."""
-
-BlockNote = tuple[Scope, int, list[int]]
-"""Scope, parts and engine hashes of blocks: their records in the contract lack scope and parts."""
+BlockNote = tuple[Scope, int, bytes]
+"""Scope, parts and engine hashes (packed little-endian u64) of blocks: their records in the contract lack scope and
+parts."""
 
 
 class PublisherError(Exception):
@@ -149,9 +147,6 @@ class EventRecorder(Protocol):
     def begin(self) -> None:
         """Begins a group of reports. Its events wait for ``commit``."""
 
-    def group(self) -> tuple[list[RecordedEvent], list[BlockNote]]:
-        """Returns the events of the group, and the notes on its changed blocks."""
-
     def commit(self) -> None:
         """Ends the group: appends its events to the log."""
 
@@ -174,9 +169,6 @@ class EventRecorder(Protocol):
             EventsGone: the first event is not in the log.
         """
 
-    def events(self, from_event_id: int) -> list[RecordedEvent]:
-        """Returns the events of the log from an id on."""
-
     def state_chunks(self, chunk_blocks: int = 4096) -> Iterator[bytes]:
         """Returns the blocks as of now as encoded GetRankStateResponses. Later changes do not affect them.
 
@@ -184,14 +176,21 @@ class EventRecorder(Protocol):
         child was stored.
         """
 
+    def dump(self, partial: bool, chunk_blocks: int = 4096) -> Iterator[bytes]:
+        """Returns the blocks as of now as encoded RankState messages. Later changes do not affect them.
+
+        They have the order of ``state_chunks``. ``partial`` says whether blocks may be missing.
+        """
+
     def notes(self) -> list[BlockNote]:
         """Returns the notes on all blocks."""
 
-    def load(self, next_event_id: int, records: Sequence[bytes]) -> None:
-        """Fills an empty recorder from encoded BlockRecords, in which parents precede children."""
+    def load(self, chunks: Sequence[bytes]) -> None:
+        """Fills an empty recorder from the chunks of a dump.
+
+        Raises:
+            ValueError: a chunk cannot be decoded.
+        """
 
     def annotate(self, notes: Sequence[BlockNote]) -> None:
         """Applies notes to resident blocks; others are ignored."""
-
-    def extend(self, events: Sequence[RecordedEvent]) -> None:
-        """Appends events in order of their ids to the log."""

@@ -145,10 +145,6 @@ class BlockTable:
         """Begins changes for ``commit`` or ``roll_back``."""
         self._undo = _Undo(self.digest, list(self.copies), {})
 
-    def changed(self) -> list[int]:
-        """Returns the engine hashes of the blocks changed since ``begin``."""
-        return [] if self._undo is None else list(self._undo.blocks)
-
     def commit(self) -> None:
         """Ends changes, which stay."""
         self._undo = None

@@ -40,10 +40,6 @@ class EventLog:
         """Number of discarded unsent events."""
         return self._dropped
 
-    def events(self, from_event_id: int) -> list[NumberedEvent]:
-        """Returns the events from an id on."""
-        return [event for event in (*self._sent, *self._unsent) if event.event_id >= from_event_id]
-
     def extend(self, events: Iterable[NumberedEvent]) -> None:
         """Appends events in order of their ids."""
         for event in events:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from kvrouter.core.interface import MAX_BATCH_BYTES, BatchHead, BlockNote, RecordedEvent, RecorderCounts, Scope
+from google.protobuf.message import DecodeError
+from kvrouter.core.interface import MAX_BATCH_BYTES, BatchHead, BlockNote, RecorderCounts, Scope
 from kvrouter.core.reference.block_table import BASE_SCOPE
 from kvrouter.core.reference.event_log import EventLog
 from kvrouter.core.reference.rank_state import NumberedEvent, RankState
-from kvrouter.v1.common_pb2 import BlockRecord, Tier
+from kvrouter.v1.common_pb2 import Rank, Tier
+from kvrouter.v1.common_pb2 import RankState as RankStateMessage
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 
 
@@ -91,10 +93,6 @@ class EventRecorder:
         self._state.begin()
         self._pending = []
 
-    def group(self) -> tuple[list[RecordedEvent], list[BlockNote]]:
-        """Returns the events of the group, and the notes on its changed blocks."""
-        return [*(self._pending or ())], self._state.notes(self._state.changed())
-
     def commit(self) -> None:
         """Ends the group: appends its events to the log."""
         self._state.commit()
@@ -120,30 +118,33 @@ class EventRecorder:
             return iter(())
         return map(self._encoded, self._log.since(from_event_id, until_event_id, MAX_BATCH_BYTES))
 
-    def events(self, from_event_id: int) -> list[RecordedEvent]:
-        """Returns the events of the log from an id on."""
-        return [*self._log.events(from_event_id)]
-
     def state_chunks(self, chunk_blocks: int = 4096) -> Iterator[bytes]:
         """Returns the blocks as of now as encoded GetRankStateResponses."""
         chunks = self._state.chunks(self._head.copy_counting, chunk_blocks)
+        return (chunk.SerializeToString() for chunk in chunks)
+
+    def dump(self, partial: bool, chunk_blocks: int = 4096) -> Iterator[bytes]:
+        """Returns the blocks as of now as encoded RankState messages."""
+        rank = Rank(worker_id=self._head.worker_id, dp_rank=self._head.dp_rank)
+        chunks = self._state.dump(rank, self._head.copy_counting, partial=partial, chunk_blocks=chunk_blocks)
         return (chunk.SerializeToString() for chunk in chunks)
 
     def notes(self) -> list[BlockNote]:
         """Returns the notes on all blocks."""
         return self._state.notes()
 
-    def load(self, next_event_id: int, records: Sequence[bytes]) -> None:
-        """Fills an empty recorder from encoded BlockRecords, in which parents precede children."""
-        self._state.load(next_event_id, map(BlockRecord.FromString, records))
+    def load(self, chunks: Sequence[bytes]) -> None:
+        """Fills an empty recorder from the chunks of a dump."""
+        for encoded in chunks:
+            try:
+                chunk = RankStateMessage.FromString(encoded)
+            except DecodeError as error:
+                raise ValueError(f"the chunk cannot be decoded: {error}") from None
+            self._state.load(chunk.cursor.next_event_id, chunk.blocks)
 
     def annotate(self, notes: Sequence[BlockNote]) -> None:
         """Applies notes to resident blocks; others are ignored."""
         self._state.annotate(notes)
-
-    def extend(self, events: Sequence[RecordedEvent]) -> None:
-        """Appends events in order of their ids to the log."""
-        self._log.extend(NumberedEvent(*event) for event in events)
 
     def _record(self, events: list[NumberedEvent]) -> RecorderCounts:
         if self._pending is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,8 +10,9 @@ from kvrouter.core.interface import BlockNote, InvalidEvent, Scope, UnknownParen
 from kvrouter.core.reference.block_table import BASE_SCOPE, Block, BlockTable, part_hashes, tier_index
 from kvrouter.core.reference.hashing import chain, unpack
 from kvrouter.core.reference.rank_blocks import TIERS
-from kvrouter.core.reference.state_chunks import state_chunks
-from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, Tier
+from kvrouter.core.reference.state_chunks import dump_chunks, state_chunks
+from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, Rank, Tier
+from kvrouter.v1.common_pb2 import RankState as RankStateMessage
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
 
@@ -95,6 +97,15 @@ class RankState:
     def chunks(self, copy_counting: CopyCounting, chunk_blocks: int) -> Iterator[GetRankStateResponse]:
         """Returns the state as of now in chunks. Later changes do not affect the chunks."""
         return state_chunks(self.cursor, self.digest, self.blocks(), copy_counting, chunk_blocks)
+
+    def dump(
+        self, rank: Rank, copy_counting: CopyCounting, *, partial: bool, chunk_blocks: int
+    ) -> Iterator[RankStateMessage]:
+        """Returns the state as of now in chunks of a dump. Later changes do not affect the chunks."""
+        blocks = self.blocks()
+        return dump_chunks(
+            rank, self.cursor, self.digest, blocks, copy_counting, partial=partial, chunk_blocks=chunk_blocks
+        )
 
     def stored(
         self,
@@ -187,23 +198,18 @@ class RankState:
             block = Block(parent, place, record.local_hash, record.sequence_hash, record.depth, copies)
             self._blocks.add(record.engine_hash, block)
 
-    def changed(self) -> list[int]:
-        """Returns the engine hashes of the blocks changed since ``begin``."""
-        return self._blocks.changed()
-
-    def notes(self, engine_hashes: Iterable[int] | None = None) -> list[BlockNote]:
-        """Returns the notes on resident blocks: all blocks, or the given ones."""
+    def notes(self) -> list[BlockNote]:
+        """Returns the notes on all blocks."""
         noted: dict[tuple[Scope, int], list[int]] = {}
-        for engine_hash in self._blocks if engine_hashes is None else engine_hashes:
-            block = self._blocks.get(engine_hash)
-            if block is not None and (block.scope != BASE_SCOPE or block.parts > 1):
+        for engine_hash, block in self._blocks.items():
+            if block.scope != BASE_SCOPE or block.parts > 1:
                 noted.setdefault((block.scope, block.parts), []).append(engine_hash)
-        return [(scope, parts, hashes) for (scope, parts), hashes in noted.items()]
+        return [(scope, parts, struct.pack(f"<{len(hashes)}Q", *hashes)) for (scope, parts), hashes in noted.items()]
 
     def annotate(self, notes: Iterable[BlockNote]) -> None:
         """Applies notes to resident blocks; others are ignored."""
-        for scope, parts, hashes in notes:
-            for engine_hash in hashes:
+        for scope, parts, packed in notes:
+            for (engine_hash,) in struct.iter_unpack("<Q", packed):
                 block = self._blocks.get(engine_hash)
                 if block is not None:
                     self._blocks.replace(engine_hash, block._replace(scope=scope, parts=parts))

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import grpc
 from kvrouter.core import EventRecorder, Scope, local_hashes, sequence_hashes
+from kvrouter.core.interface import RecorderCounts
 from kvrouter.devtools.conformance.results import CheckFailed, CheckSkipped
 from kvrouter.devtools.conformance.worker_under_test import CLIENT_ERRORS, Output, RankSnapshot, WorkerUnderTest
 from kvrouter.publisher.errors import InvalidEvent
-from kvrouter.publisher.journal.journal import replay
-from kvrouter.v1.events_pb2 import LoadReport
+from kvrouter.v1.common_pb2 import RankState
+from kvrouter.v1.events_pb2 import KvEvent, LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason
 
 _BASE_SCOPE = Scope()
@@ -256,7 +257,7 @@ async def check_event_log(worker: WorkerUnderTest, probe: CacheProbe) -> str:
                     advice="number events from 0 without gaps in each incarnation.",
                 )
             try:
-                state = replay(recorder, event)
+                state = _applied(recorder, event)
             except InvalidEvent as error:
                 raise CheckFailed(
                     expected="events that apply to the state before them",
@@ -275,8 +276,26 @@ async def check_event_log(worker: WorkerUnderTest, probe: CacheProbe) -> str:
 
 def _recorder_of(snapshot: RankSnapshot) -> EventRecorder:
     recorder = EventRecorder((0, 0, snapshot.cursor.incarnation, 0, snapshot.copy_counting), 1, 1)
-    recorder.load(snapshot.cursor.next_event_id, [block.SerializeToString() for block in snapshot.blocks])
+    recorder.load([RankState(cursor=snapshot.cursor, blocks=snapshot.blocks).SerializeToString()])
     return recorder
+
+
+def _applied(recorder: EventRecorder, event: KvEvent) -> RecorderCounts:
+    """Reports the change of an event. Returns the numbers after it.
+
+    Raises:
+        InvalidEvent: the event does not apply to the recorded blocks.
+    """
+    match event.WhichOneof("change"):
+        case "stored":
+            stored = event.stored
+            hashes = struct.pack(f"<{len(stored.local_hashes)}Q", *stored.local_hashes)
+            parent = stored.parent_engine_hash if stored.HasField("parent_engine_hash") else None
+            return recorder.stored(list(stored.engine_hashes), hashes, parent, event.tier)
+        case "removed":
+            return recorder.removed(list(event.removed.engine_hashes), event.tier)
+        case _:
+            return recorder.cleared(event.tier)
 
 
 def _sent(probe: CacheProbe) -> RankSnapshot:

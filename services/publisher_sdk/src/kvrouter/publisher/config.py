@@ -159,13 +159,16 @@ class WorkerConfig:
     """Tracer of OpenTelemetry for requests whose caller records them; None records none. The worker needs
     the package ``opentelemetry-api`` then."""
 
-    journal_path: Path | None = None
-    """Directory of the journals, one file per rank. For a relay: a process beside the engine, which can die and restart
+    state: Path | None = None
+    """Directory of snapshots, one file per rank. For a relay: a process beside the engine, which can die and restart
     while the engine continues. Without it, each start begins a new incarnation."""
 
+    state_seconds: float = 10.0
+    """Least interval of the snapshots, seconds, above 0. A killed relay needs the engine's messages since the last."""
+
     engine_incarnation: str = ""
-    """Name of the current lifetime of the engine's cache, such as its process id and start time; only with
-    ``journal_path``. A journal of another engine incarnation is not used."""
+    """Name of the current lifetime of the engine's cache, such as its process id and start time; only with ``state``.
+    The state of another engine incarnation is not used."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -173,11 +176,12 @@ class WorkerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InvalidConfig(f"{name} is {value}: expected {low} to {high}")
-        if not 0 < self.heartbeat_seconds <= 86_400:
-            raise InvalidConfig(f"heartbeat_seconds is {self.heartbeat_seconds}: expected above 0 and up to 86400")
-        if (self.journal_path is None) != (not self.engine_incarnation):
+        for name, interval in (("heartbeat_seconds", self.heartbeat_seconds), ("state_seconds", self.state_seconds)):
+            if not 0 < interval <= 86_400:
+                raise InvalidConfig(f"{name} is {interval}: expected above 0 and up to 86400")
+        if (self.state is None) != (not self.engine_incarnation):
             raise InvalidConfig(
-                "journal_path and engine_incarnation must be set together: a journal belongs to one engine incarnation"
+                "state and engine_incarnation must be set together: a state belongs to one engine incarnation"
             )
         if not self.model:
             raise InvalidConfig("model is empty: set the name of the model that clients send")
@@ -225,7 +229,7 @@ class WorkerConfig:
             ("nats", str | NatsAccess, '"nats://127.0.0.1:4222"'),
             *((name, str, '"http://10.0.0.7:8000"') for name in ("openai_endpoint", "bootstrap_endpoint", "tokenizer")),
             *((name, int, "an integer") for name in _INTEGERS),
-            *((name, int | float, "a number of seconds") for name in (*_SECONDS, "heartbeat_seconds")),
+            *((name, int | float, "a number of seconds") for name in (*_SECONDS, "heartbeat_seconds", "state_seconds")),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):

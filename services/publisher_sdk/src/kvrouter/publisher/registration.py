@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import aetcd
@@ -14,6 +14,7 @@ from kvrouter.net.logs import get_logger
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.publisher.publishing.transport import Link, NatsLink
+from kvrouter.publisher.snapshots.rank_file import Recovered
 from kvrouter.v1.common_pb2 import Role, Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, IncarnationRecord, WorkerRegistration
@@ -221,6 +222,9 @@ class System(Protocol):
         """
         ...
 
+    def offer(self, config: WorkerConfig, states: Mapping[int, Recovered]) -> None:
+        """Hands resumed states, by rank, to readers of the worker's events that know nothing of it."""
+
     def keys(self, config: WorkerConfig, incarnation: int) -> Keys:
         """Returns the worker's registrations, still without any."""
         ...
@@ -252,6 +256,9 @@ class EtcdAndNats:
                     begun = await begin_incarnation(client, config.component, config.worker_id, time.time_ns())
                     return begun, transport
         raise AssertionError("unreachable: the retry ends by return or by an exception")
+
+    def offer(self, config: WorkerConfig, states: Mapping[int, Recovered]) -> None:
+        """Implements System. Indexers ask the worker."""
 
     def keys(self, config: WorkerConfig, incarnation: int) -> Keys:
         """Implements System."""

@@ -16,14 +16,14 @@ from kvrouter.net.logs import get_logger
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidLoad, UnknownRank
-from kvrouter.publisher.journal.journal import Recovered
-from kvrouter.publisher.journal.resume import claimed, places, recover_worker
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.rank_stats import RankStats
 from kvrouter.publisher.publishing.transport import TransportAway
 from kvrouter.publisher.registration import EtcdAndNats, System
 from kvrouter.publisher.serving.engine import Engine, PublishOnly, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput
+from kvrouter.publisher.snapshots.rank_file import Recovered
+from kvrouter.publisher.snapshots.resume import claimed, files, recover_worker
 from kvrouter.publisher.worker_server import ModelFiles, WorkerServer
 from kvrouter.v1.common_pb2 import Rank, Transport
 from kvrouter.v1.events_pb2 import LoadReport
@@ -78,25 +78,25 @@ class Worker:
         incarnation: int,
         transport: Transport,
         recovered: Mapping[int, Recovered],
-        files: ModelFiles,
+        model_files: ModelFiles,
         system: System,
     ) -> None:
         """``incarnation`` and ``transport`` were settled with ``system``.
 
-        ``recovered`` has the journals to resume from; ``files`` are those of the model's tokenizer.
+        ``recovered`` has the states to resume from; ``model_files`` are those of the model's tokenizer.
         """
         component = config.component
         self.config = config
         self.incarnation = incarnation
         """Incarnation of the cache, new or resumed."""
         self.resumed = bool(recovered)
-        """Whether the worker resumed from its journals while the engine continued."""
+        """Whether the worker resumed from its snapshots while the engine continued."""
         self.transport = transport
         """Transport of its events."""
         self.endpoint = ""
         """Address under which others reach its WorkerService."""
         self._engine = engine
-        kept = places(config, incarnation, recovered)
+        kept = files(config, recovered)
         self._ranks = {
             rank: RankPublisher(
                 subject=(
@@ -112,7 +112,8 @@ class Worker:
                 total_blocks=config.ranks[rank],
                 buffer_events=config.buffer_events,
                 buffer_bytes=config.buffer_bytes,
-                journal=kept.get(rank),
+                file=kept.get(rank),
+                state_seconds=config.state_seconds,
             )
             for rank in sorted(config.ranks)
         }
@@ -122,14 +123,14 @@ class Worker:
             lambda: load_response(config, self.load_reports()),
             Tls.of(config.tls),
             ServiceToken.of(config.service_token_file, of_worker=True),
-            files,
+            model_files,
             structured_output=config.structured_output,
             spans=_spans(config),
         )
         self._link = system.link(config)
         self._keys = system.keys(config, incarnation)
         self._registered_unix_ns = time.time_ns()
-        self._model_files = files.described
+        self._model_files = model_files.described
         self._load_reports_sent = 0
         self._report_numbers = itertools.count(1)
         self._draining = False
@@ -261,6 +262,8 @@ class Worker:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.config.flush_seconds):
                         await self.flush()
+            for rank in self._ranks.values():
+                await rank.save()
             unsent = sum(rank.stats().unsent_events for rank in self._ranks.values())
             log.info("worker.stopping", worker_id=self.config.worker_id, unsent_events=unsent)
         finally:
@@ -357,22 +360,23 @@ async def running(
         config: The worker.
         engine: Serves its requests; without one it publishes only, for an engine whose requests travel elsewhere.
         system: Where it registers and publishes; by default the etcd and the NATS of the configuration.
-        recovered: Its journals, if the caller has claimed and read them; by default they are claimed and read here.
+        recovered: Its states, if the caller has claimed and read them; by default they are claimed and read here.
 
     Raises:
         DescriptorMismatch: the worker does not fit its component; also later, out of the body.
         KeyTaken: another process registered the same worker; out of the body.
-        InvalidConfig: ``bind`` cannot be listened on, or another process keeps this worker in ``journal_path``.
+        InvalidConfig: ``bind`` cannot be listened on, or another process keeps this worker in ``state``.
     """
     with claimed(config) if recovered is None else nullcontext():
         if recovered is None:
             recovered = await asyncio.to_thread(recover_worker, config)
-        former = next((found.head.incarnation for found in recovered.values()), None)
+        former = next((found.incarnation for found in recovered.values()), None)
         system = system or EtcdAndNats()
         incarnation, transport = await system.settle(config, former)
         resumed = recovered if incarnation == former else {}
-        files = await ModelFiles.of(config)
-        worker = Worker(config, engine or PublishOnly(), incarnation, transport, resumed, files, system)
+        system.offer(config, resumed)
+        model_files = await ModelFiles.of(config)
+        worker = Worker(config, engine or PublishOnly(), incarnation, transport, resumed, model_files, system)
         try:
             async with asyncio.TaskGroup() as tasks:
                 await worker._start(tasks)  # noqa: SLF001 - its class is above

@@ -232,7 +232,6 @@ class WorkerServer:
         rank = self._rank(_parse(pb.GetRankStateRequest, data).dp_rank)
         # In a thread, as in GetEvents: encoding a large rank on the loop would delay the output of other requests.
         chunks = await asyncio.to_thread(rank.state_chunks)
-        await rank.kept()
         while (chunk := await asyncio.to_thread(_next_encoded, chunks)) is not None:
             # Waits until the client reads it, so that a slow client does not make the worker buffer the whole response.
             await context.write(chunk)
@@ -250,7 +249,6 @@ class WorkerServer:
                 field="start",
                 advice="Fetch the rank's state instead.",
             ) from None
-        await rank.kept()
         responses = (pb.GetEventsResponse(batch=batch) for batch in batches)
         while (response := await asyncio.to_thread(_next_encoded, responses)) is not None:
             await context.write(response)

@@ -32,8 +32,8 @@ def main(options: Sequence[str] | None = None) -> None:
         worker_config(settings, settings.worker_id or 0)
     except InvalidConfig as error:
         refuse(PROGRAM, str(error))
-    if settings.journal_path and settings.worker_id is None:
-        refuse(PROGRAM, "--journal-path: name the worker with --worker-id, so that its journal is found again")
+    if settings.state and settings.worker_id is None:
+        refuse(PROGRAM, "--state: name the worker with --worker-id, so that its state is found again")
 
     async def relay(stopping: asyncio.Event) -> None:
         ready = asyncio.Event()

@@ -57,9 +57,10 @@ def worker_config(settings: RelaySettings, worker_id: int) -> WorkerConfig:
         load_report_seconds=0,
         lease_ttl_seconds=settings.lease_seconds,
         drain_seconds=settings.drain_seconds,
-        journal_path=settings.journal_path,
-        # The engine says nothing of its lifetime. Journal and engine are compared by their last message instead.
-        engine_incarnation=settings.kv_events if settings.journal_path else "",
+        state=settings.state,
+        state_seconds=settings.state_seconds,
+        # The engine says nothing of its lifetime. State and engine are compared by their last message instead.
+        engine_incarnation=settings.kv_events if settings.state else "",
     )
 
 

@@ -53,8 +53,10 @@ class RelaySettings(ServiceSettings):
     """Transport of the events; default is the component's."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels for routing constraints."""
-    journal_path: Path | None = None
-    """Directory from which a restarted relay resumes, with a worker id; none for no journal."""
+    state: Path | None = None
+    """Directory with snapshots, from which a restarted relay resumes; needs a worker id. None keeps nothing."""
+    state_seconds: float = Field(default=10.0, gt=0, le=86_400)
+    """Least interval of the snapshots, in seconds."""
     replay_seconds: float = Field(default=10.0, gt=0)
     """Longest time between two messages of a replay, in seconds."""
     queued_messages: int = Field(default=100_000, ge=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvrouter.engines.events.translation import TranslationOptions
@@ -38,8 +37,6 @@ class EngineOptions:
     settings: EngineSettings
     transport: Transport = Transport.TRANSPORT_UNSPECIFIED
     """Transport of its events; unspecified for the component's."""
-    journal_path: Path | None = None
-    """Directory of its journals; None for no journal."""
 
     @property
     def advertised_host(self) -> str:
@@ -83,9 +80,10 @@ class EngineOptions:
             lease_ttl_seconds=settings.lease_seconds,
             drain_seconds=settings.drain_seconds,
             tracer=tracer(),
-            journal_path=self.journal_path if engine.events else None,
-            # The engine says nothing of its lifetime. Journal and engine are compared by their last message instead.
-            engine_incarnation=f"{self.url} {engine.model}" if self.journal_path and engine.events else "",
+            state=settings.state if engine.events else None,
+            state_seconds=settings.state_seconds,
+            # The engine says nothing of its lifetime. State and engine are compared by their last message instead.
+            engine_incarnation=f"{self.url} {engine.model}" if settings.state and engine.events else "",
         )
 
     def event_source(self, engine: EngineDescription) -> EventSource:
@@ -115,7 +113,6 @@ def options_of_engines(settings: SidecarSettings) -> Iterator[EngineOptions]:
             overrides=_overrides(settings, index, settings.kv_events, settings.kv_replay, needs_events=True),
             settings=settings,
             transport=TRANSPORTS[settings.transport],
-            journal_path=settings.journal_path,
         )
 
 
@@ -137,7 +134,6 @@ def options_of_local_engine(settings: LocalEnginesSettings, url: str) -> EngineO
         advertise="",
         overrides=_overrides(settings, index, settings.engine_events, settings.engine_replay, needs_events=False),
         settings=settings,
-        journal_path=settings.state,
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
-from kvrouter.net.local import LocalKeys, LocalMessages, LocalSystem
+from kvrouter.net.local import LocalKeys, LocalMessages, LocalState, LocalSystem
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.publishing.transport import Link
 from kvrouter.publisher.publishing.transport import Transport as Sender
 from kvrouter.publisher.registration import Keys, check_descriptor
+from kvrouter.publisher.snapshots.rank_file import Recovered
 from kvrouter.v1.common_pb2 import Transport
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
@@ -42,6 +44,13 @@ class LocalWorkers:
         incarnation = former or max(time.time_ns(), self._last.get(worker, 0) + 1)
         self._last[worker] = incarnation
         return incarnation, Transport.TRANSPORT_CORE_NATS
+
+    def offer(self, config: WorkerConfig, states: Mapping[int, Recovered]) -> None:
+        """Implements System. The Indexer of this process takes them when the worker registers."""
+        for dp_rank, state in states.items():
+            cursor = (state.incarnation, state.recorder.counts().next_event_id)
+            offered = LocalState(cursor, state.partial, state.chunks)
+            self._system.states.put(config.component, config.worker_id, dp_rank, offered)
 
     def keys(self, config: WorkerConfig, incarnation: int) -> Keys:  # noqa: ARG002 - nobody else has the worker's id
         """Implements System."""

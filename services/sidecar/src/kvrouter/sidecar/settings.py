@@ -78,6 +78,12 @@ class EngineSettings(ServiceSettings):
     engine_grace_seconds: float = Field(default=5.0, ge=0)
     """Time without an answer of the engine before routers avoid it, in seconds."""
 
+    state: Path | None = None
+    """Directory with snapshots of what engines have cached, from which a restarted process resumes; a sidecar needs a
+    worker id too. None keeps nothing."""
+    state_seconds: float = Field(default=10.0, gt=0, le=86_400)
+    """Least interval of the snapshots, in seconds. A killed process needs the engines' messages since the last one."""
+
     @field_validator("engine", "engine_advertise", check_fields=False)
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -123,8 +129,6 @@ class SidecarSettings(EngineSettings):
     random."""
     transport: TransportOption = "default"
     """Transport of the events; default is the component's."""
-    journal_path: Path | None = None
-    """Directory from which a restarted sidecar resumes, with a worker id; none for no journal."""
 
     _are_endpoints = field_validator("kv_events", "kv_replay")(check_event_sockets)
 
@@ -132,8 +136,8 @@ class SidecarSettings(EngineSettings):
     def _is_complete(self) -> SidecarSettings:
         if self.kv_replay and not self.kv_events:
             raise ValueError("--kv-replay: name the events' sockets with --kv-events, too")
-        if self.journal_path is not None and self.worker_id is None:
-            raise ValueError("--journal-path: name the worker with --worker-id, so that its journal is found again")
+        if self.state is not None and self.worker_id is None:
+            raise ValueError("--state: name the worker with --worker-id, so that its state is found again")
         return self
 
 
@@ -147,9 +151,6 @@ class LocalEnginesSettings(EngineSettings):
     """URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated."""
     engines_file: Path | None = None
     """File with the URLs of more engines, one on each line, which may change while the process runs."""
-    state: Path | None = None
-    """Directory in which the process keeps what engines have cached, to resume from it after a restart; none keeps
-    nothing."""
     engine_events: tuple[str, ...] = ()
     """Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if its events are not
     to be used. By default the engine is asked."""

@@ -23,6 +23,10 @@ _LEVELS = {
     "blocks": "Resident blocks of the rank.",
     "partial": "Whether blocks may be missing.",
     "unsent_events": "Events that wait to be published.",
+    "restored_blocks": "Blocks of the state from which the rank resumed at the start.",
+    "dropped_blocks": "Blocks of a state from which the rank could not resume at the start.",
+    "state_age_seconds": "Time since the rank's snapshot was last up to date; -1 for none.",
+    "state_failures": "Failed attempts to write the rank's snapshot since the last success.",
 }
 
 
@@ -68,6 +72,11 @@ class RelayMetrics(Collector):
             levels["blocks"].add_metric(label, stats.blocks)
             levels["partial"].add_metric(label, stats.partial)
             levels["unsent_events"].add_metric(label, stats.unsent_events)
+            levels["restored_blocks"].add_metric(label, relay.counts.restored_blocks)
+            levels["dropped_blocks"].add_metric(label, relay.counts.dropped_blocks)
+            age = stats.state_age_seconds
+            levels["state_age_seconds"].add_metric(label, -1 if age is None else age)
+            levels["state_failures"].add_metric(label, stats.state_failures)
         yield from levels.values()
 
     def _ranks(self) -> Iterator[tuple[list[str], RelayedRank]]:

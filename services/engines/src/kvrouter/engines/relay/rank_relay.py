@@ -43,6 +43,10 @@ class RelayCounts:
     """Restarts of the engine."""
     malformed: int = 0
     """Malformed messages, and those of another rank."""
+    restored_blocks: int = 0
+    """Blocks of the state from which the rank resumed."""
+    dropped_blocks: int = 0
+    """Blocks of a state from which the rank could not resume."""
     is_connected: bool = False
     """Whether the engine's publisher is connected."""
 
@@ -51,21 +55,21 @@ class Start:
     """The engine's kept messages at the start: a replay whose first message was read."""
 
     def __init__(self, first: EventMessage | None, rest: AsyncGenerator[EventMessage] | None, position: int) -> None:
-        """``position`` is the journal's to resume from, below 0 for none."""
+        """``position`` is that of the state to resume from, below 0 for none."""
         self.first = first
         self.rest = rest
         self.position = position
 
     @property
     def resumes(self) -> bool:
-        """Whether the engine is the one of the journal, and can repeat all later messages."""
+        """Whether the engine is the one of the state, and can repeat all later messages."""
         if self.position < 0 or self.first is None:
             return False
         return from_position(self.position) == (self.first.sequence, check_of(self.first.payload))
 
 
 async def read_start(sockets: EngineSockets, position: int, *, wait_for_engine: bool) -> Start:
-    """Requests the engine's messages: from a journal's position on, or all of them.
+    """Requests the engine's messages: from a state's position on, or all of them.
 
     With ``wait_for_engine`` its first answer may take any time.
 
@@ -131,7 +135,7 @@ class RankRelay:
             return
         first = start.first
         if start.resumes and first is not None:
-            # Already in the journal.
+            # Already in the state.
             self._tracker.applied(first.sequence, check_of(first.payload), replayed=True)
         try:
             async with aclosing(start.rest) as rest:

@@ -15,9 +15,9 @@ from kvrouter.engines.relay.engine_sockets import Endpoints, EngineSockets
 from kvrouter.engines.relay.rank_relay import RankRelay, Start, read_start
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.publisher.journal.resume import claimed, discard, recover_worker
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.registration import System
+from kvrouter.publisher.snapshots.resume import claimed, discard, recover_worker
 
 log = structlog.get_logger(component="relay")
 
@@ -80,26 +80,31 @@ async def relaying(
             for dp_rank, endpoints in source.endpoints.items()
         }
         stack.enter_context(claimed(config))
-        journals = await asyncio.to_thread(recover_worker, config)
-        known = {dp_rank: journal.position for dp_rank, journal in journals.items()}
+        states = await asyncio.to_thread(recover_worker, config)
+        known = {dp_rank: state.position for dp_rank, state in states.items()}
         starts = await _read_starts(sockets, known, wait_for_engine=wait_for_engine)
+        blocks = {dp_rank: state.recorder.counts().blocks for dp_rank, state in states.items()}
         if not all(start.resumes for start in starts.values()):
-            if journals:
+            if states:
                 log.warning(
                     "relay.state_dropped",
                     worker_id=config.worker_id,
-                    blocks=sum(journal.recorder.counts().blocks for journal in journals.values()),
+                    blocks=sum(blocks.values()),
                     reason="the engine is another one than before, or cannot repeat all of its messages since",
                 )
             discard(config)
-            journals = {}
-        worker = await stack.enter_async_context(sdk.running(config, engine, system, recovered=journals))
+            states = {}
+        worker = await stack.enter_async_context(sdk.running(config, engine, system, recovered=states))
         if not worker.resumed:
             starts = await _read_starts(sockets, {}, starts, wait_for_engine=wait_for_engine)
         for dp_rank in source.endpoints:
             publisher = worker.rank(dp_rank)
             translator = EventTranslator(publisher, options)
             relay = RankRelay(dp_rank, sockets[dp_rank], translator, source.dialect, on_connection)
+            if worker.resumed:
+                relay.counts.restored_blocks = blocks[dp_rank]
+            else:
+                relay.counts.dropped_blocks = blocks.get(dp_rank, 0)
             parts[dp_rank] = relay, translator, publisher
         async with asyncio.TaskGroup() as tasks:
             following = [tasks.create_task(relay.run(starts[rank])) for rank, (relay, _, _) in parts.items()]
@@ -117,7 +122,7 @@ async def _read_starts(
     *,
     wait_for_engine: bool,
 ) -> dict[int, Start]:
-    """Returns the start of each rank, from its journal's position if it is known.
+    """Returns the start of each rank, from the position of its state if it is known.
 
     Starts in ``former`` from the engine's oldest message on are kept.
     """

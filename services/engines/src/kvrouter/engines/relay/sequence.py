@@ -24,7 +24,7 @@ def check_of(payload: bytes) -> int:
 
 
 def position_of(sequence: int, check: int) -> int:
-    """Returns the position of a message in a journal, which a later process compares with the engine's messages."""
+    """Returns the position of a message in a state, which a later process compares with the engine's messages."""
     return sequence << CHECK_BITS | check
 
 

@@ -6,10 +6,9 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 
-from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder, RecordedEvent
+from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder
 from kvrouter.net.logs import get_logger
 from kvrouter.net.nats.client import or_cancelled
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway
@@ -33,8 +32,6 @@ class BatchSender:
     """The rank's events."""
     lock: threading.RLock
     """Guards the recorder."""
-    kept: Callable[[], Awaitable[None]]
-    """Waits until all recorded events are in the journal."""
 
     def __post_init__(self) -> None:
         self.batches_sent = self.heartbeats_sent = self.bytes_sent = self.retries = self.refused = 0
@@ -58,10 +55,6 @@ class BatchSender:
     def waiting_reason(self) -> str:
         """Error of its last attempt; empty if none waits."""
         return self._waits_for
-
-    def unsent(self) -> list[RecordedEvent]:
-        """Returns the possibly unsent events, oldest first. The caller owns the lock."""
-        return self.recorder.events(self._sent_id)
 
     def wake(self) -> None:
         """Announces new events. The caller owns the lock."""
@@ -122,7 +115,6 @@ class BatchSender:
         return first, after, payload
 
     async def _deliver(self, transport: Transport, payload: bytes, first: int, after: int) -> None:
-        await self.kept()
         events = after - first
         # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
         message_id = f"{self._secret}.{first}-{after - 1}" if events else None

@@ -11,10 +11,11 @@ from kvrouter.core.interface import RecorderCounts
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
 from kvrouter.publisher.events import CopyCountingCheck, EngineHash, engine_hash_of, engine_hashes_of
-from kvrouter.publisher.journal.journal import NO_POSITION, Journal, JournalPath
 from kvrouter.publisher.publishing.batch_sender import BatchSender
 from kvrouter.publisher.publishing.rank_stats import RankStats
 from kvrouter.publisher.publishing.transport import Transport
+from kvrouter.publisher.snapshots.keeper import SnapshotKeeper
+from kvrouter.publisher.snapshots.rank_file import NO_POSITION, RankFile
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
@@ -41,12 +42,14 @@ class RankPublisher:
         total_blocks: int = 0,
         buffer_events: int = 200_000,
         buffer_bytes: int = 32 << 20,
-        journal: JournalPath | None = None,
+        file: RankFile | None = None,
+        state_seconds: float = 10.0,
     ) -> None:
         """``total_blocks`` is the rank's capacity in device memory, 0 if unknown.
 
-        ``buffer_events`` and ``buffer_bytes`` limit the events stored, unsent ones and sent ones together. ``journal``
-        has the path of the rank's journal and its recovered content; None for no journal.
+        ``buffer_events`` and ``buffer_bytes`` limit the events stored, unsent ones and sent ones together. ``file``
+        has the path of the rank's snapshots and what was recovered from it; None for no snapshots. They are written
+        every ``state_seconds``.
         """
         self.dp_rank = dp_rank
         """Data-parallel rank."""
@@ -56,7 +59,7 @@ class RankPublisher:
         """Called when ``is_partial`` has changed; from any thread."""
         self._block_size = block_size
         self._lock = threading.RLock()
-        recovered = journal.recovered if journal else None
+        recovered = file.recovered if file else None
         head = (worker_id, dp_rank, incarnation, block_size, copy_counting)
         self._recorder = recovered.recorder if recovered else EventRecorder(head, buffer_events, buffer_bytes)
         self._counts = self._recorder.counts()
@@ -64,10 +67,8 @@ class RankPublisher:
         self._partial = self._announced_partial = recovered is not None and recovered.partial
         self._losses = self._restarts = 0
         self._grouped = False
-        self._sender = BatchSender(
-            subject=subject, dp_rank=dp_rank, recorder=self._recorder, lock=self._lock, kept=self.kept
-        )
-        self._journal = Journal(journal, self._recorder, self._lock, self._sender.unsent) if journal else None
+        self._sender = BatchSender(subject=subject, dp_rank=dp_rank, recorder=self._recorder, lock=self._lock)
+        self._keeper = SnapshotKeeper(file, self._recorder, self._lock, state_seconds) if file else None
 
     def stored(
         self,
@@ -281,18 +282,11 @@ class RankPublisher:
         self._check.cleared()
 
     def _record(self, report: Callable[[], RecorderCounts]) -> RecorderCounts:
-        """Makes a report, in a group of its own if there is a journal. Returns the numbers after it.
-
-        The caller owns the lock.
-        """
+        """Makes a report. Returns the numbers after it. The caller owns the lock."""
         before = self._counts
-        if self._grouped:
-            self._counts = report()
-        elif self._journal is not None:
-            with self._group(NO_POSITION):
-                self._counts = report()
-        else:
-            self._counts = report()
+        self._counts = report()
+        if not self._grouped:
+            self._note(NO_POSITION)
             self._announce(before)
         return self._counts
 
@@ -312,11 +306,13 @@ class RankPublisher:
             raise
         finally:
             self._grouped = False
-        if self._journal is not None:
-            events, notes = self._recorder.group()
-            self._journal.add(events, position, partial=self._partial, notes=notes)
         self._recorder.commit()
+        self._note(position)
         self._announce(before)
+
+    def _note(self, position: int) -> None:
+        if self._keeper is not None:
+            self._keeper.note(position, partial=self._partial)
 
     def _announce(self, before: RecorderCounts) -> None:
         """Tells others of changes since ``before``."""
@@ -354,14 +350,14 @@ class RankPublisher:
         await self._sender.flush()
 
     async def keep(self) -> None:
-        """Writes the journal until cancelled; returns at once without a journal."""
-        if self._journal is not None:
-            await self._journal.run()
+        """Writes snapshots at intervals until cancelled; returns at once without a file."""
+        if self._keeper is not None:
+            await self._keeper.run()
 
-    async def kept(self) -> None:
-        """Waits until all recorded events are in the journal, because no consumer may know more than the journal."""
-        if self._journal is not None:
-            await self._journal.kept()
+    async def save(self) -> None:
+        """Writes a snapshot now, if there is a file and the rank has changed."""
+        if self._keeper is not None:
+            await self._keeper.save()
 
     def stats(self) -> RankStats:
         """Returns the current statistics."""
@@ -388,7 +384,8 @@ class RankPublisher:
                 unsent_bytes=counts.unsent_bytes,
                 waiting_seconds=self._sender.waiting_seconds,
                 waiting_reason=self._sender.waiting_reason,
-                unkept_bytes=self._journal.queued_bytes if self._journal else 0,
+                state_age_seconds=self._keeper.age_seconds if self._keeper else None,
+                state_failures=self._keeper.failures if self._keeper else 0,
             )
 
 

@@ -44,5 +44,7 @@ class RankStats:
     """Time for which the current batch could not be sent, seconds; 0 if none waits."""
     waiting_reason: str
     """Error of its last attempt; empty if none waits."""
-    unkept_bytes: int
-    """Bytes to write to the journal, at most 32 MiB; 0 without a journal."""
+    state_age_seconds: float | None
+    """Time since the rank's snapshot was last up to date, seconds; None before the first, or without snapshots."""
+    state_failures: int
+    """Failed attempts to write the snapshot since the last success."""

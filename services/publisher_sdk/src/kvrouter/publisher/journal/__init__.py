@@ -1,1 +1,0 @@
-"""Journals: a rank's state in a file, from which a restarted relay resumes."""
