@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder
