@@ -37,7 +37,6 @@ def context(count: int, **columns: Any) -> SchedulingContext:
         "now": 1000.0,
         "prefill_requests": zeros,
         "relative_latency": [1.0] * count,
-        "unused_blocks": zeros,
         "reuse_chance": [0.0] * count,
         "latency_calibration": 1.0,
     }

@@ -23,7 +23,6 @@ pub type CachedRank = (Name, u64, u64);
 
 struct Cache {
     incarnation: u64,
-    total_blocks: u64,
     used: RecentBlocks,
     refreshed_at: f64,
 }
@@ -49,7 +48,6 @@ pub struct Recency {
     counted_at: f64,
     /// Place of the rank whose chance is renewed next.
     next_refreshed: usize,
-    unused: Vec<i64>,
     chance: Vec<f64>,
 }
 
@@ -71,7 +69,6 @@ impl Recency {
             idle: [0.0; BINS],
             counted_at: f64::NEG_INFINITY,
             next_refreshed: 0,
-            unused: Vec::new(),
             chance: Vec::new(),
         }
     }
@@ -104,11 +101,10 @@ impl Recency {
             let mut used = known.map_or_else(|| RecentBlocks::new(most), |cache| cache.used);
             used.limit(most, |block| is_sampled(block, self.shift));
             self.places.insert(name, place);
-            self.caches.push(Cache { incarnation, total_blocks, used, refreshed_at: f64::NEG_INFINITY });
+            self.caches.push(Cache { incarnation, used, refreshed_at: f64::NEG_INFINITY });
         }
         let (most, shift) = (self.history.most(), self.history_shift);
         self.history.limit(most, |block| is_sampled(block, shift));
-        self.unused = self.caches.iter().map(|cache| unused(cache, self.shift)).collect();
         self.chance = vec![0.0; self.caches.len()];
         self.next_refreshed = 0;
     }
@@ -128,15 +124,10 @@ impl Recency {
                 self.note_use(block);
             }
         }
-        if let Some(cache) = place.and_then(|place| self.caches.get(place))
-            && let Some(to) = place.and_then(|place| self.unused.get_mut(place))
-        {
-            *to = unused(cache, self.shift);
-        }
     }
 
-    /// Returns the unused blocks and the chance of reuse of each rank.
-    pub fn columns(&mut self, now: f64) -> (&[i64], &[f64]) {
+    /// Returns the chance of reuse of each rank.
+    pub fn reuse_chance(&mut self, now: f64) -> &[f64] {
         self.pass(now);
         if self.now >= self.counted_at + COUNT_SECONDS {
             self.counted_at = self.now;
@@ -147,7 +138,7 @@ impl Recency {
             }
         }
         self.refresh();
-        (&self.unused, &self.chance)
+        &self.chance
     }
 
     /// Advances the clock, which never goes backwards.
@@ -214,14 +205,7 @@ fn sampled(blocks: u64, shift: u32) -> usize {
     if blocks == 0 { 0 } else { ((blocks >> shift) as usize).max(1) }
 }
 
-fn unused(cache: &Cache, shift: u32) -> i64 {
-    if cache.used.len() >= cache.used.most() {
-        return 0;
-    }
-    cache.total_blocks.saturating_sub((cache.used.len() as u64) << shift) as i64
-}
-
-/// Mean chance over blocks that one is used again; 0 without blocks.
+/// Mean chance over a cache that a block is used again, 0 for one without content.
 fn mean_chance(used: &RecentBlocks, chances: &[f64; BINS + 1], now: f64) -> f64 {
     let (mut sum, mut last, mut chance) = (0.0, f64::NAN, 0.0);
     // Blocks that were used at the same time follow each other.
@@ -231,7 +215,7 @@ fn mean_chance(used: &RecentBlocks, chances: &[f64; BINS + 1], now: f64) -> f64 
         }
         sum += chance;
     }
-    sum / used.len().max(1) as f64
+    sum / used.most().max(1) as f64
 }
 
 fn interpolated(chances: &[f64; BINS + 1], seconds: f64) -> f64 {

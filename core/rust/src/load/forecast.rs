@@ -39,7 +39,6 @@ pub struct Candidate {
     pub head_tokens: i64,
     pub head_since: f64,
     pub relative_latency: f64,
-    pub unused_blocks: i64,
     pub reuse_chance: f64,
 }
 
@@ -101,8 +100,7 @@ impl Model {
         };
         let lacking = over(candidate.active_blocks, candidate.total_blocks) - self.room;
         let price = self.base * scarcity + self.crowd * candidate.active_requests as f64;
-        let new_blocks = (new_tokens + request.block_size - 1) / request.block_size;
-        let evicted = (new_blocks - candidate.unused_blocks).max(0) * request.block_size;
+        let added = (new_tokens + request.block_size - 1) / request.block_size * request.block_size;
         let [_, token_ms, _] = self.prefill;
         Terms {
             forecast: rest + latency * time(ahead.saturating_add(new_tokens)),
@@ -110,7 +108,7 @@ impl Model {
             work: price * own,
             output: self.output_tokens * (latency - calibration) * quadratic(self.decode, share),
             shortage: self.shortage_ms * lacking.max(0.0),
-            eviction: evicted as f64 * (calibration * token_ms) * candidate.reuse_chance,
+            eviction: added as f64 * (calibration * token_ms) * candidate.reuse_chance,
             own,
             relative,
             new_tokens,

@@ -40,15 +40,11 @@ impl CacheRecency {
         Ok(())
     }
 
-    fn columns<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyBytes>> {
-        let packed = self.recency.with(py, false, |recency| {
-            let (unused, chance) = recency.columns(now);
-            let mut packed = Vec::with_capacity(size_of_val(unused) + size_of_val(chance));
-            packed.extend(unused.iter().flat_map(|blocks| blocks.to_ne_bytes()));
-            packed.extend(chance.iter().flat_map(|chance| chance.to_ne_bytes()));
-            packed
+    fn reuse_chance<'py>(&self, py: Python<'py>, now: f64) -> Bound<'py, PyBytes> {
+        let packed: Vec<u8> = self.recency.with(py, false, |recency| {
+            recency.reuse_chance(now).iter().flat_map(|chance| chance.to_ne_bytes()).collect()
         });
-        Ok(PyBytes::new(py, &packed))
+        PyBytes::new(py, &packed)
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

@@ -12,7 +12,7 @@ use crate::load::forecast::{Candidate, Model, Request};
 pub struct ForecastModel(Model);
 
 /// Columns of whole numbers that `terms` takes, in order.
-type Columns<'py> = [Bound<'py, PyAny>; 10];
+type Columns<'py> = [Bound<'py, PyAny>; 9];
 
 fn column<T: Element>(py: Python<'_>, column: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<T>> {
     let values = PyBuffer::get(column)?.to_vec(py)?;
@@ -65,9 +65,8 @@ impl ForecastModel {
         let latencies: Vec<f64> = column(py, relative_latency, count)?;
         let chances: Vec<f64> = column(py, reuse_chance, count)?;
         let columns: Vec<Vec<i64>> = columns.iter().map(|each| column(py, each, count)).collect::<PyResult<_>>()?;
-        let [overlap, leading, active, requests, total, budget, prefill, prefilling, head, unused] = columns.as_slice()
-        else {
-            return Err(PyValueError::new_err("expected ten columns of integers"));
+        let [overlap, leading, active, requests, total, budget, prefill, prefilling, head] = columns.as_slice() else {
+            return Err(PyValueError::new_err("expected nine columns of integers"));
         };
         let at = |column: &[i64], place: usize| column.get(place).copied().unwrap_or_default();
         let candidates: Vec<Candidate> = since
@@ -87,7 +86,6 @@ impl ForecastModel {
                 head_tokens: at(head, place),
                 head_since,
                 relative_latency,
-                unused_blocks: at(unused, place),
                 reuse_chance,
             })
             .collect();

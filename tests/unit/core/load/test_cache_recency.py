@@ -17,9 +17,8 @@ from ..conftest import implementation
 RANKS = [(1, 0), (2, 0), (2, 1)]
 
 
-def columns(recency: Any, now: float, count: int) -> tuple[list[int], list[float]]:
-    data = recency.columns(now)
-    return list(np.ndarray((count,), np.int64, data)), list(np.ndarray((count,), np.float64, data, 8 * count))
+def chances(recency: Any, now: float, count: int) -> list[float]:
+    return list(np.ndarray((count,), np.float64, recency.reuse_chance(now)))
 
 
 @st.composite
@@ -59,30 +58,42 @@ def test_histories_are_answered_alike(samples: tuple[int, int, int], first: list
                 recency.record(rank, packed(blocks), now)
         else:
             now += max(call, 0.0)
-            ours, theirs = (columns(recency, now + min(call, 0.0), count) for recency in (native, expected))
-            assert ours[0] == theirs[0]
-            assert ours[1] == pytest.approx(theirs[1], abs=1e-9)
+            ours, theirs = (chances(recency, now + min(call, 0.0), count) for recency in (native, expected))
+            assert ours == pytest.approx(theirs, abs=1e-9)
         assert len(native) == len(expected)
 
 
-def test_blocks_fill_a_cache_and_evict_each_other(core: ModuleType) -> None:
+def test_unused_blocks_lower_the_mean_of_a_cache(core: ModuleType) -> None:
     recency = core.CacheRecency()
-    recency.set_ranks([CachedRank((1, 0), 1, 10), CachedRank((2, 0), 1, 0)])
-    assert columns(recency, 0.0, 2) == ([10, 0], [0.0, 0.0])
-    recency.record((1, 0), packed([1, 2, 3, 4]), 0.0)
-    recency.record((2, 0), packed([1, 2, 3, 4]), 0.0)
-    assert columns(recency, 0.0, 2)[0] == [6, 0]
-    recency.record((1, 0), packed(list(range(100, 109))), 1.0)
-    assert columns(recency, 1.0, 2)[0] == [0, 0]
+    recency.set_ranks([CachedRank((1, 0), 1, 10), CachedRank((2, 0), 1, 40), CachedRank((3, 0), 1, 0)])
+    assert chances(recency, 0.0, 3) == [0.0, 0.0, 0.0]
+    for number in range(1, 9):
+        for worker in (1, 2, 3):
+            recency.record((worker, 0), packed(list(range(10))), 10.0 * number)
+    full, quarter, unknown = chances(recency, 82.0, 3)
+    assert full == pytest.approx(4 * quarter)
+    assert full > 0.5
+    assert unknown == 0.0
+
+
+def test_blocks_evict_the_least_recently_used_ones(core: ModuleType) -> None:
+    recency = core.CacheRecency()
+    recency.set_ranks([CachedRank((1, 0), 1, 4), CachedRank((2, 0), 1, 8)])
+    for worker in (1, 2):
+        for number in range(20):
+            recency.record((worker, 0), packed([1, 2, 3, 4]), float(number))
+        recency.record((worker, 0), packed([11, 12, 13, 14]), 1e6)
+    small, large = chances(recency, 1e6, 2)
+    assert small > large > 0.0, "the small cache holds recent blocks only"
 
 
 def test_blocks_that_come_back_have_a_higher_chance(core: ModuleType) -> None:
     recency = core.CacheRecency()
-    recency.set_ranks([CachedRank((1, 0), 1, 100), CachedRank((2, 0), 1, 100)])
+    recency.set_ranks([CachedRank((1, 0), 1, 4), CachedRank((2, 0), 1, 4)])
     for number in range(50):
         recency.record((1, 0), packed([1, 2, 3, 4]), 10.0 * number)
         recency.record((2, 0), packed([1000 + number]), 10.0 * number)
-    _, (often, once) = columns(recency, 492.0, 2)
+    often, once = chances(recency, 492.0, 2)
     assert often > 0.5 > once > 0.0
 
 
@@ -91,8 +102,10 @@ def test_a_restarted_rank_is_empty_and_another_keeps_its_blocks(core: ModuleType
     recency.set_ranks([CachedRank((1, 0), 1, 10), CachedRank((2, 0), 1, 10)])
     for rank in ((1, 0), (2, 0)):
         recency.record(rank, packed([1, 2, 3, 4]), 0.0)
+        recency.record(rank, packed([1, 2, 3, 4]), 1.0)
     recency.set_ranks([CachedRank((1, 0), 2, 10), CachedRank((2, 0), 1, 20)])
-    assert columns(recency, 0.0, 2)[0] == [10, 16]
+    restarted, other = chances(recency, 1.0, 2)
+    assert restarted == 0.0 < other
 
 
 def test_samples_keep_their_bounds(core: ModuleType) -> None:
@@ -102,7 +115,6 @@ def test_samples_keep_their_bounds(core: ModuleType) -> None:
     for number in range(40):
         recency.record((number % 32, 0), packed([(512 * number + each) for each in range(512)]), float(number))
     assert len(recency) <= 64 + 16
-    assert columns(recency, 40.0, 32)[0][0] < 1024
 
 
 def test_invalid_arguments_are_refused(core: ModuleType) -> None:

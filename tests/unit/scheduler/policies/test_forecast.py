@@ -47,7 +47,6 @@ def test_of_equal_ranks_either_is_taken() -> None:
         {"leading_active_blocks": [0, 50], "active_requests": [1, 1]},
         {"active_blocks": [990, 900], "active_requests": [3, 3]},
         {"reuse_chance": [0.5, 0.4]},
-        {"reuse_chance": [0.5, 0.5], "unused_blocks": [60, 80]},
         {"active_blocks": [7600, 1030], "active_requests": [25, 3], "prefill_tokens": [10_000, 0]},
     ],
     ids=[
@@ -57,7 +56,6 @@ def test_of_equal_ranks_either_is_taken() -> None:
         "less on its way into the cache",
         "short of blocks",
         "blocks that are likely to be used again",
-        "less unused room in its cache",
         "seven times the bookings that it has blocks for",
     ],
 )
@@ -192,13 +190,15 @@ def test_sticky(changes: dict[str, Any], index: int) -> None:
 
 
 def test_the_price_of_an_eviction_is_the_time_to_compute_the_blocks_again_by_their_chance() -> None:
-    choice = decide("forecast", unused_blocks=[40, 100], reuse_chance=[0.25, 1.0], latency_calibration=2.0)
-    assert list(choice.explanation.terms["eviction_ms"]) == pytest.approx([60 * 16 * 2 * PREFILL_N1_MS * 0.25, 0.0])
+    choice = decide("forecast", reuse_chance=[0.25, 1.0], overlap_blocks=[40, 100], latency_calibration=2.0)
+    assert list(choice.explanation.terms["eviction_ms"]) == pytest.approx(
+        [60 * 16 * 2 * PREFILL_N1_MS * 0.25, 16 * 2 * PREFILL_N1_MS]
+    )
 
 
 def test_reuse_is_left_for_a_cache_of_less_use() -> None:
-    common = {"overlap_blocks": [50, 0], "unused_blocks": [0, 0]}
+    common = {"overlap_blocks": [50, 0]}
     assert decide("forecast", **common).index == 0
     assert decide("forecast", **common, reuse_chance=[0.9, 0.0]).index == 0, "half of the prompt is worth more"
-    nearly_none = {"overlap_blocks": [10, 0], "unused_blocks": [0, 0]}
+    nearly_none = {"overlap_blocks": [10, 0]}
     assert decide("forecast", **nearly_none, reuse_chance=[0.9, 0.0]).index == 1

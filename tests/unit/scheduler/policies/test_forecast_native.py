@@ -46,7 +46,6 @@ def contexts(draw: st.DrawFn) -> SchedulingContext:
         head_prefill_tokens=heads,
         head_prefill_seconds=seconds,
         relative_latency=column(st.just(1.0), st.floats(0.1, 10)),
-        unused_blocks=column(st.just(0), st.integers(0, 20_000)),
         reuse_chance=column(st.just(0.0), st.floats(0, 1)),
         latency_calibration=draw(st.floats(0.01, 100)),
     )

@@ -55,12 +55,11 @@ class CacheRecency(Protocol):
             ValueError: the number of bytes of the sequence hashes is not a multiple of 8.
         """
 
-    def columns(self, now: float) -> bytes:
-        """Returns a row of int64 and a row of float64, each with an entry for each rank.
+    def reuse_chance(self, now: float) -> bytes:
+        """Returns a row of float64: by rank, the mean chance over the blocks of its cache that one is used again.
 
-        The first are blocks of the cache without content. The second is the mean chance over the blocks of the rank
-        that one is used again; 0 without recorded or without known blocks. It is renewed after 1 s, of at most 16 ranks
-        in each call, in turns.
+        Blocks without content count as 0, and so does a rank whose number of blocks is unknown. The chance is renewed
+        after 1 s, of at most 16 ranks in each call, in turns.
         """
 
     def __len__(self) -> int:

@@ -83,8 +83,8 @@ class CacheRecency:
             if _is_sampled(block, self._history_shift):
                 self._use(block)
 
-    def columns(self, now: float) -> bytes:
-        """Returns the unused blocks and the chance of reuse by rank."""
+    def reuse_chance(self, now: float) -> bytes:
+        """Returns the chance of reuse by rank."""
         self._now = max(self._now, now)
         if self._now >= self._counted_at + _COUNT_SECONDS:
             self._counted_at = self._now
@@ -92,18 +92,11 @@ class CacheRecency:
             for used_at in self._history.values():
                 self._idle[_bin(self._now - used_at)] += 1
         self._refresh(list(self._caches.values()))
-        unused = [self._unused(cache) for cache in self._caches.values()]
-        chance = [cache.chance for cache in self._caches.values()]
-        return struct.pack(f"={len(unused)}q{len(unused)}d", *unused, *chance)
+        return struct.pack(f"={len(self._caches)}d", *(cache.chance for cache in self._caches.values()))
 
     def __len__(self) -> int:
         """Returns the number of sampled blocks, over all ranks and the history."""
         return sum(len(cache.used) for cache in self._caches.values()) + len(self._history)
-
-    def _unused(self, cache: _Cache) -> int:
-        if len(cache.used) >= _sampled(cache.total_blocks, self._shift):
-            return 0
-        return cache.total_blocks - (len(cache.used) << self._shift)
 
     def _refresh(self, caches: Sequence[_Cache]) -> None:
         chances = self._chances()
@@ -113,7 +106,8 @@ class CacheRecency:
                 break
             cache.refreshed_at = self._now
             idle = [self._now - used_at for used_at in cache.used.values()]
-            cache.chance = sum(_interpolated(chances, seconds) for seconds in idle) / max(1, len(idle))
+            size = max(1, _sampled(cache.total_blocks, self._shift))
+            cache.chance = sum(_interpolated(chances, seconds) for seconds in idle) / size
             self._next_refreshed = (self._next_refreshed + 1) % len(caches)
 
     def _use(self, block: int) -> None:

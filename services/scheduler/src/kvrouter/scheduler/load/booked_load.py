@@ -126,15 +126,6 @@ class RankLoad(NamedTuple):
     """Bookings."""
 
 
-class CacheContents(NamedTuple):
-    """Estimated contents of the KV caches, as columns of shape (ranks,), in the order of the registered ranks."""
-
-    unused_blocks: Column
-    """Blocks without content."""
-    reuse_chance: Amounts
-    """Mean chance that a block is used again; 0 while it is unknown."""
-
-
 class Loads(NamedTuple):
     """Load as columns of shape (ranks,), in the order of the registered ranks."""
 
@@ -203,13 +194,9 @@ class BookedLoad:
         heads = self._prefills.heads(self.clock())
         return Loads(active + added if added else active, prefill, requests, leading, heads)
 
-    def cache_contents(self) -> CacheContents:
-        """Returns what booked prompts have left in the KV cache of each registered rank, in order of rank."""
-        packed = self._recency.columns(self.clock())
-        count = len(self._registered)
-        return CacheContents(
-            np.ndarray((count,), np.int64, packed), np.ndarray((count,), np.float64, packed, 8 * count)
-        )
+    def reuse_chance(self) -> Amounts:
+        """Returns the mean chance over each registered rank's KV cache that a block is used again, in order of rank."""
+        return np.ndarray((len(self._registered),), np.float64, self._recency.reuse_chance(self.clock()))
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""

@@ -70,10 +70,8 @@ class SchedulingContext(NamedTuple):
     """Requests booked without a first token."""
     relative_latency: Amounts
     """Ratio of the rank's prefill times to those of the component; 1 while it is unknown."""
-    unused_blocks: Column
-    """Blocks of the rank's KV cache without content."""
     reuse_chance: Amounts
-    """Mean chance that a block in the rank's KV cache is used again; 0 while it is unknown."""
+    """Mean chance over the rank's KV cache that a block is used again, 0 for one without content or if unknown."""
     now: float
     """Time of the decision by the same clock, in seconds."""
     latency_calibration: float = 1.0

@@ -200,7 +200,6 @@ def context_of(
         # What a prefill worker computes costs its rank no more than the transfer.
         new_prefill_tokens = candidates.prefill.weighed_tokens
         overlap_blocks = (request.prompt.tokens - new_prefill_tokens) // pool.booked_load.block_size
-    cache_contents = pool.booked_load.cache_contents()
     every = SchedulingContext(
         prompt_tokens=request.prompt.tokens,
         block_size=pool.booked_load.block_size,
@@ -221,8 +220,7 @@ def context_of(
         head_prefill_tokens=heads.tokens,
         head_prefill_since=heads.since,
         prefill_requests=heads.requests,
-        unused_blocks=cache_contents.unused_blocks,
-        reuse_chance=cache_contents.reuse_chance,
+        reuse_chance=pool.booked_load.reuse_chance(),
         now=heads.now,
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
         relative_latency=pool.booked_load.latency_calibration.relative.column(heads.now),

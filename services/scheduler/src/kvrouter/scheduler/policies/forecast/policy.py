@@ -9,7 +9,7 @@
     work(w)   = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
     slower(w) = c * (r^(1 - z) - 1) * decode(u) time of decoding in a step beyond the component's  [ms]
     short(w)  = max(0, u'(w) - ROOM)            lacking KV cache                                  [share]
-    evict(w)  = max(0, blocks(new(w)) - unused(w)) * block size * c * PREFILL_N1_MS * chance(w)   [ms]
+    evict(w)  = blocks(new(w)) * block size * c * PREFILL_N1_MS * chance(w)                       [ms]
 
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
     ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
@@ -18,8 +18,7 @@
     n         = requests in flight                                                                [requests]
     c         = latency calibration: measured time over forecast time, of the component           [1]
     r         = relative latency: measured time of the rank over the component's                  [1]
-    unused    = blocks of the KV cache without content                                            [blocks]
-    chance    = mean chance that a block in the rank's KV cache is used again                     [1]
+    chance    = mean chance over the rank's KV cache that a block is used again, 0 for an unused one [1]
     z         = (mean over all ranks of u)^4: 0 while there is KV cache for all, 1 without any left [1]
     T(x)      = c * r^(1 - z) * sum of (prefill(step) + decode(u)) over the steps for x tokens    [ms]
 
@@ -233,7 +232,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     rest = np.where(under_way, np.maximum(latency * head_ms - spent, 0.0), latency * decode / 2 - spent)
     batch = np.where(waiting > 0, latency * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0)
     lacking = _over(context.active_blocks, context.total_blocks) - ROOM
-    evicted = np.maximum(-(-new // size) - context.unused_blocks, 0)
+    added = -(-new // size) * size
     own = latency_calibration * new_ms
     return Weighed(
         forecast=rest + latency * all_ms,
@@ -241,7 +240,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
         work=(BASE * scarcity + CROWD * context.active_requests) * own,
         output=OUTPUT_TOKENS * (latency - latency_calibration) * decoding,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
-        eviction=evicted * size * (latency_calibration * PREFILL_N1_MS) * context.reuse_chance,
+        eviction=added * (latency_calibration * PREFILL_N1_MS) * context.reuse_chance,
         own=own,
         relative=relative,
         new_tokens=new,
@@ -267,7 +266,6 @@ def weigh_natively(context: SchedulingContext) -> Weighed:
             context.prefill_tokens,
             context.prefill_requests,
             context.head_prefill_tokens,
-            context.unused_blocks,
         ),
     )
     return Weighed(*np.ndarray((len(Weighed._fields), len(context.ranks)), np.float64, rows))
