@@ -155,6 +155,7 @@ _TERMS = {
     "output_ms": "for its output",
     "shortage_ms": "for lack of KV blocks",
     "eviction_ms": "for blocks that it evicts",
+    "copies_ms": "for popular blocks that it lacks",
     "prefill_blocks": "for prompts to compute",
     "decode_blocks": "for blocks of running requests",
     "tokens": "more prompt tokens to compute",
@@ -163,7 +164,7 @@ _TERMS = {
 }
 """Terms in which the costs of two candidates can differ, in words that follow a number with its unit."""
 _FORMULA_NAME = re.compile(r"^Formula for \w+: ")
-_NOTHING = re.compile(r" \+ 0\.0 [a-z ]+?(?= \+| \(|$)")
+_NOTHING = re.compile(r" [+-] 0\.0 [a-z ]+?(?= [+-]| \(|$)")
 """A summand of a formula that adds nothing."""
 
 

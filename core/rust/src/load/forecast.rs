@@ -50,6 +50,8 @@ pub struct Terms {
     pub output: f64,
     pub shortage: f64,
     pub eviction: f64,
+    /// Not above 0.
+    pub copies: f64,
     /// At the component's speed.
     pub own: f64,
     /// Factor for the rank's speed in the forecast.
@@ -68,16 +70,21 @@ impl Model {
         over(in_use, candidate.total_blocks).min(1.0)
     }
 
-    /// Cost terms of a candidate with its share, given the mean share of all.
-    pub fn terms(&self, request: &Request, candidate: &Candidate, share: f64, mean_share: f64) -> Terms {
+    /// Cost terms of a candidate with its share and its copied blocks, given the mean share of all.
+    pub fn terms(
+        &self,
+        request: &Request,
+        candidate: &Candidate,
+        share: f64,
+        copied_blocks: f64,
+        mean_share: f64,
+    ) -> Terms {
         let scarcity = mean_share.powi(4);
         let calibration = request.calibration;
         let relative = candidate.relative_latency.powf(1.0 - scarcity);
         let latency = calibration * relative;
         let &Candidate { head_tokens: head, prefill_tokens, prefill_requests, .. } = candidate;
-        let overlap = candidate.overlap_blocks.max(candidate.leading_active_blocks);
-        let reusable = (request.prompt_tokens - 1) / request.block_size;
-        let new_tokens = request.prompt_tokens - overlap.min(reusable) * request.block_size;
+        let new_tokens = request.prompt_tokens - held_blocks(request, candidate) * request.block_size;
         let budget = match candidate.max_batched_tokens {
             0 => self.default_budget,
             budget => budget,
@@ -109,6 +116,7 @@ impl Model {
             output: self.output_tokens * (latency - calibration) * quadratic(self.decode, share),
             shortage: self.shortage_ms * lacking.max(0.0),
             eviction: added as f64 * (calibration * token_ms) * candidate.reuse_chance,
+            copies: -copied_blocks * request.block_size as f64 * (calibration * token_ms),
             own,
             relative,
             new_tokens,
@@ -123,6 +131,30 @@ impl Model {
         let (full, rest) = (tokens.div_euclid(budget), tokens.rem_euclid(budget));
         full as f64 * step(budget) + if rest > 0 { step(rest) } else { 0.0 }
     }
+}
+
+/// Leading blocks of the prompt that the candidate need not compute.
+pub fn held_blocks(request: &Request, candidate: &Candidate) -> i64 {
+    let reusable = (request.prompt_tokens - 1) / request.block_size;
+    candidate.overlap_blocks.max(candidate.leading_active_blocks).min(reusable)
+}
+
+/// Blocks that each candidate lacks and k others hold, each counted as (k - 1) / k.
+pub fn copied_blocks(held: &[i64]) -> Vec<f64> {
+    let mut ascending = held.to_vec();
+    ascending.sort_unstable();
+    let mut ends = Vec::new();
+    let (mut end, mut copied, mut fewer) = (0, 0.0, 0);
+    for equal in ascending.chunk_by(|one, other| one == other) {
+        let holders = (held.len() - fewer) as f64;
+        let next = equal.first().copied().unwrap_or(end);
+        copied += (next - end) as f64 * (holders - 1.0) / holders;
+        ends.push((next, copied));
+        end = next;
+        fewer += equal.len();
+    }
+    let up_to = |blocks| ends.binary_search_by_key(&blocks, |&(end, _)| end).ok().and_then(|place| ends.get(place));
+    held.iter().map(|&blocks| copied - up_to(blocks).map_or(copied, |&(_, before)| before)).collect()
 }
 
 fn quadratic([p2, p1, p0]: [f64; 3], x: f64) -> f64 {

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::load::forecast::{Candidate, Model, Request};
+use crate::load::forecast::{Candidate, Model, Request, copied_blocks, held_blocks};
 
 /// Implements `kvrouter.core.interface.ForecastModel`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
@@ -92,9 +92,11 @@ impl ForecastModel {
         let model = &self.0;
         let shares: Vec<f64> = candidates.iter().map(|candidate| model.share(&request, candidate)).collect();
         let mean_share = shares.iter().sum::<f64>() / count.max(1) as f64;
-        let mut rows = vec![0.0f64; 10 * count];
-        for (place, (candidate, share)) in candidates.iter().zip(shares).enumerate() {
-            let terms = model.terms(&request, candidate, share, mean_share);
+        let held: Vec<i64> = candidates.iter().map(|candidate| held_blocks(&request, candidate)).collect();
+        let mut rows = vec![0.0f64; 11 * count];
+        for (place, ((candidate, share), copied)) in candidates.iter().zip(shares).zip(copied_blocks(&held)).enumerate()
+        {
+            let terms = model.terms(&request, candidate, share, copied, mean_share);
             let values = [
                 terms.forecast,
                 terms.batch,
@@ -102,6 +104,7 @@ impl ForecastModel {
                 terms.output,
                 terms.shortage,
                 terms.eviction,
+                terms.copies,
                 terms.own,
                 terms.relative,
                 terms.new_tokens as f64,

@@ -196,6 +196,27 @@ def test_the_price_of_an_eviction_is_the_time_to_compute_the_blocks_again_by_the
     )
 
 
+def test_blocks_that_several_ranks_hold_cost_their_share_of_first_computations() -> None:
+    held = {"overlap_blocks": [40, 40, 40, 10, 0], "leading_active_blocks": [0, 0, 0, 0, 4]}
+    known = {name: [column[0]] * 5 for name, column in TWO.items() if isinstance(column, list)}
+    choice = POLICIES["forecast"].decide(
+        context(5, **(known | held), prompt_tokens=1600, latency_calibration=2.0), Random(7)
+    )
+    copied = [0.0, 0.0, 0.0, 30 * 2 / 3, 6 * 3 / 4 + 30 * 2 / 3]
+    expected = [-blocks * 16 * 2 * PREFILL_N1_MS for blocks in copied]
+    assert list(choice.explanation.terms["copies_ms"]) == pytest.approx(expected)
+
+
+def test_a_popular_prefix_spreads_and_that_of_one_conversation_stays() -> None:
+    changes: dict[str, Any] = {"total_blocks": [1000] * 4, "active_requests": [1, 1, 1, 0], "prompt_tokens": 1200}
+    held = {"of all": [64, 64, 64, 0], "of one": [64, 0, 0, 0]}
+    chosen = {
+        whose: POLICIES["forecast"].decide(context(4, **changes, overlap_blocks=blocks), Random(7)).index
+        for whose, blocks in held.items()
+    }
+    assert chosen == {"of all": 3, "of one": 0}
+
+
 def test_reuse_is_left_for_a_cache_of_less_use() -> None:
     common = {"overlap_blocks": [50, 0]}
     assert decide("forecast", **common).index == 0

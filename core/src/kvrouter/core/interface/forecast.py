@@ -33,9 +33,9 @@ class ForecastModel(Protocol):
                 and tokens of the prompt being computed.
 
         Returns:
-            Ten rows: time to first token, batch, work, output, shortage, eviction and own work, each in ms; the factor
-            for the rank's speed in the first; tokens to compute; and 1 where the first token may be used for latency
-            calibration, else 0.
+            Eleven rows: time to first token, batch, work, output, shortage, eviction, copies and own work, each in
+            ms; the factor for the rank's speed in the first; tokens to compute; and 1 where the first token may be used
+            for latency calibration, else 0.
 
         Raises:
             ValueError: there is no prompt, or the columns differ in length.

@@ -1,7 +1,7 @@
 """Mode ``forecast``: the rank of least cost in time, without a weight to set.
 
     cost(w)   = F(w) + batch(w) + (b + CROWD * n(w)) * work(w) + OUTPUT_TOKENS * slower(w)
-                + SHORTAGE_MS * short(w) + evict(w)                                               [ms]
+                + SHORTAGE_MS * short(w) + evict(w) - copies(w)                                   [ms]
 
     F(w)      = rest(w) + T(ahead(w) + new(w))  forecast of the time to first token               [ms]
     batch(w)  = added time of the step in which the prompts ahead end * number of those prompts   [ms]
@@ -10,6 +10,7 @@
     slower(w) = c * (r^(1 - z) - 1) * decode(u) time of decoding in a step beyond the component's  [ms]
     short(w)  = max(0, u'(w) - ROOM)            lacking KV cache                                  [share]
     evict(w)  = blocks(new(w)) * block size * c * PREFILL_N1_MS * chance(w)                       [ms]
+    copies(w) = sum of (k - 1) / k over blocks lacking here * block size * c * PREFILL_N1_MS      [ms]
 
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
     ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
@@ -19,12 +20,15 @@
     c         = latency calibration: measured time over forecast time, of the component           [1]
     r         = relative latency: measured time of the rank over the component's                  [1]
     chance    = mean chance over the rank's KV cache that a block is used again, 0 for an unused one [1]
+    k         = candidates that hold the block; 0 counts as 1                                     [1]
     z         = (mean over all ranks of u)^4: 0 while there is KV cache for all, 1 without any left [1]
     T(x)      = c * r^(1 - z) * sum of (prefill(step) + decode(u)) over the steps for x tokens    [ms]
 
 All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
 same step, CROWD of the requests decoding there, b of requests to come, ``slower`` of this request's output,
 SHORTAGE_MS of requests stopped for lack of KV blocks, ``evict`` of requests that will compute evicted blocks again.
+``copies`` is what others need not wait for: of the k times that a block on k ranks was computed, all but the first took
+place although another rank held it. By this share, it will be computed on one more rank anyway.
 
 Speed counts where a request waits, not in the price of work: a fast rank computes a prompt in less time, but its time
 is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
@@ -122,6 +126,8 @@ class Weighed(NamedTuple):
     output: Amounts
     shortage: Amounts
     eviction: Amounts
+    copies: Amounts
+    """Not above 0: computing now what will be computed there anyway."""
     own: Amounts
     """Time to compute the prompt, at the component's speed."""
     relative: Amounts
@@ -142,6 +148,7 @@ class Rule(Policy):
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
         weighed = weigh_natively(context) if NATIVE is not None else weigh(context, used_shares(context))
         costs = weighed.forecast + weighed.batch + weighed.work + weighed.output + weighed.shortage + weighed.eviction
+        costs += weighed.copies
         slots, is_kept = context.free_slots, context.is_kept
         is_limited = bool(is_kept.any())
         is_open = (slots >= 1) & ~is_kept if is_limited or slots.min() < 1 else None
@@ -156,7 +163,8 @@ class Rule(Policy):
                 f"Formula for {rank_label(context.ranks[index])}: {costs[index]:.1f} ms = "
                 f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + "
                 f"{weighed.work[index]:.1f} for others + {weighed.output[index]:.1f} for its output + "
-                f"{weighed.shortage[index]:.1f} for lack of blocks + {weighed.eviction[index]:.1f} for evicted blocks "
+                f"{weighed.shortage[index]:.1f} for lack of blocks + "
+                f"{weighed.eviction[index]:.1f} for evicted blocks - {-weighed.copies[index]:.1f} for popular blocks "
                 f"({int(weighed.new_tokens[index])} tokens to compute{full})"
             )
 
@@ -167,6 +175,7 @@ class Rule(Policy):
             "output_ms": weighed.output,
             "shortage_ms": weighed.shortage,
             "eviction_ms": weighed.eviction,
+            "copies_ms": weighed.copies,
             "new_tokens": weighed.new_tokens,
             "relative_latency": context.relative_latency,
             "free_slots": slots,
@@ -218,7 +227,8 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     relative = context.relative_latency ** (1.0 - scarcity)
     latency = latency_calibration * relative
     overlap = np.maximum(context.overlap_blocks, context.leading_active_blocks)
-    new = prompt - np.minimum(overlap, (prompt - 1) // size) * size
+    held = np.minimum(overlap, (prompt - 1) // size)
+    new = prompt - held * size
     budget = np.where(context.max_batched_tokens, context.max_batched_tokens, DEFAULT_BUDGET)
     decoding = decode_ms(shares)
     decode = np.where(context.active_requests, decoding, 0.0)
@@ -241,6 +251,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
         output=OUTPUT_TOKENS * (latency - latency_calibration) * decoding,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
         eviction=added * (latency_calibration * PREFILL_N1_MS) * context.reuse_chance,
+        copies=-copied_blocks(held) * size * (latency_calibration * PREFILL_N1_MS),
         own=own,
         relative=relative,
         new_tokens=new,
@@ -269,6 +280,18 @@ def weigh_natively(context: SchedulingContext) -> Weighed:
         ),
     )
     return Weighed(*np.ndarray((len(Weighed._fields), len(context.ranks)), np.float64, rows))
+
+
+def copied_blocks(held: Column) -> Amounts:
+    """Returns the blocks that each candidate lacks and k others hold, each counted as (k - 1) / k.
+
+    ``held`` are leading blocks of the prompt.
+    """
+    ends, counts = np.unique(held, return_counts=True)
+    holders = counts[::-1].cumsum()[::-1]
+    copied = (np.diff(ends, prepend=0) * (holders - 1) / holders).cumsum()
+    lacking: Amounts = copied[-1] - copied[np.searchsorted(ends, held)]
+    return lacking
 
 
 def _over(blocks: Column, total_blocks: Column) -> Amounts:
