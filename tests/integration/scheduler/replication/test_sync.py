@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import nats
 from kvrouter.devtools.system.servers import NatsServer
-from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints, Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     CloseSessionRequest,
@@ -297,13 +297,21 @@ async def test_bookings_of_a_scheduler_that_is_gone_are_kept_for_the_grace_alone
         assert figure(survivor, "replicas") == 0
 
 
-async def test_predictions_and_conversations_are_shared(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+async def test_predictions_are_shared(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     options: dict[str, Any] = {"kv_events": False}
     async with replicas(2, namespace, etcd_endpoint, nats_url, **options) as stacks:
         first, second = stacks
-        made = await first.select(selecting("r", routing(4, conversation_id="talk")))
+        made = await first.select(selecting("r", routing(4)))
         await eventually(second.booked, lambda count: count == 1)
         loads = {load.rank.worker_id: load.overlap_blocks for load in await second.loads(routing(4))}
         assert loads == {made.rank.worker_id: 3, 3 - made.rank.worker_id: 0}
-        follows = await second.select(selecting("next", routing(2, seed=5, conversation_id="talk")))
-        assert follows.rank == made.rank
+
+
+async def test_conversations_are_shared(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks:
+        first, second = stacks
+        made = await first.select(selecting("r", routing(4, conversation_id="talk")))
+        await eventually(second.booked, lambda count: count == 1)
+        there = RoutingConstraints(worker_id=made.rank.worker_id)
+        follows = await second.select(selecting("next", routing(5, conversation_id="talk", constraints=there)))
+        assert follows.overlap_blocks == 4

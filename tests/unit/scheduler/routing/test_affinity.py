@@ -1,105 +1,146 @@
-"""A conversation stays at its rank while that is healthy and not busy."""
+"""A conversation prefers the rank of its last request by what that has in its cache, and leaves it for load."""
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
-from zlib import crc32
 
 import pytest
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.routing.affinity import MOST_RUNNING
 from kvrouter.v1.common_pb2 import BlockScope
 
-from ..harness import Parts, constraints, routing, selecting, view, worker
+from ..harness import Parts, ResidentBlocks, constraints, routing, selecting, view, worker
+
+CACHE_MODES = ["forecast", "kv", "product", "sticky"]
 
 
-def parts(mode: str = "round-robin", *, conversations: int = 100, thresholds: Thresholds | None = None) -> Parts:
-    options = RoutingOptions(mode, thresholds=thresholds or Thresholds())
-    return Parts(view(worker(1), worker(2), worker(3)), options=options, conversations=conversations)
+class Fleet(Parts):
+    """Three ranks, and requests by name of their conversation."""
+
+    def __init__(self, mode: str = "forecast", **changes: Any) -> None:
+        thresholds = changes.pop("thresholds", Thresholds())
+        super().__init__(
+            view(worker(1), worker(2), worker(3)), options=RoutingOptions(mode, thresholds=thresholds), **changes
+        )
+        self._numbers = count()
+
+    async def send(self, conversation: str = "", blocks: int = 8, *, seed: int = 0, **fields: Any) -> tuple[int, str]:
+        """Returns the worker of a request, which runs until it is ended, and its id."""
+        request_id = f"r{next(self._numbers)}"
+        request = routing(blocks, seed=seed, conversation_id=conversation, **fields)
+        chosen = (await self.select(selecting(request_id, request))).rank.worker_id
+        return chosen, request_id
+
+    async def ask(self, conversation: str = "", blocks: int = 8, *, seed: int = 0, **fields: Any) -> int:
+        """Returns the worker of a request that ends at once."""
+        chosen, request_id = await self.send(conversation, blocks, seed=seed, **fields)
+        self.booking_table.free((request_id, 0, 1))
+        return chosen
+
+    async def turns(self, conversation: str, **fields: Any) -> set[int]:
+        """Returns the workers of nine turns, each of which extends the one before."""
+        return {await self.ask(conversation, 8 + turn, **fields) for turn in range(9)}
 
 
-async def sent(to: Parts, request_id: str, conversation: str = "", **fields: Any) -> int:
-    booking_context = routing(2, seed=crc32(request_id.encode()) % 1000, conversation_id=conversation, **fields)
-    return (await to.select(selecting(request_id, booking_context))).rank.worker_id
+@pytest.mark.parametrize("mode", CACHE_MODES)
+async def test_without_an_index_a_conversation_stays_in_every_mode_that_reuses_caches(mode: str) -> None:
+    fleet = Fleet(mode)
+    assert len(await fleet.turns("talk")) == 1
+    assert len({await fleet.ask(f"talk {number}", seed=number) for number in range(1, 30)}) > 1
 
 
-@pytest.mark.parametrize("mode", ["kv", "round-robin", "random", "power-of-two"])
-async def test_it_stays_in_every_mode(mode: str) -> None:
-    scheduler = parts(mode)
-    first = await sent(scheduler, "first", "talk")
-    for number in range(9):
-        await sent(scheduler, f"other{number}")
-        assert await sent(scheduler, f"next{number}", "talk") == first
-        scheduler.booking_table.free((f"next{number}", 0, 1))
+@pytest.mark.parametrize("mode", ["round-robin", "random", "power-of-two"])
+async def test_modes_that_ignore_caches_ignore_conversations(mode: str) -> None:
+    assert len(await Fleet(mode).turns("talk")) > 1
+
+
+@pytest.mark.parametrize("mode", ["forecast", "kv"])
+async def test_it_leaves_a_rank_where_waiting_costs_more_and_stays_where_it_went(mode: str) -> None:
+    fleet = Fleet(mode)
+    first = await fleet.ask("talk")
+    _, queued = await fleet.send(blocks=60, seed=7, constraints=constraints(worker_id=first))
+    second = await fleet.ask("talk", 9)
+    assert second != first
+    fleet.booking_table.free((queued, 0, 1))
+    assert await fleet.ask("talk", 10) == second
+
+
+async def test_prompts_that_do_not_extend_each_other_are_no_conversation() -> None:
+    fleet = Fleet("kv")
+    assert {await fleet.ask("constant", seed=seed) for seed in range(30)} == {1, 2, 3}
 
 
 async def test_many_requests_at_once_are_no_conversation() -> None:
-    scheduler = parts()
-    names = [f"r{number}" for number in range(MOST_RUNNING + 4)]
-    ranks = [await sent(scheduler, name, "constant") for name in names]
-    assert len(set(ranks[: MOST_RUNNING + 1])) == 1
-    assert set(ranks[MOST_RUNNING + 1 :]) == {1, 2, 3}
-    for name in names[1:]:
-        scheduler.booking_table.free((name, 0, 1))
-    assert await sent(scheduler, "later", "constant") == ranks[-1]
-
-
-async def test_without_a_conversation_nothing_sticks() -> None:
-    scheduler = parts()
-    assert {await sent(scheduler, f"r{number}") for number in range(3)} == {1, 2, 3}
+    fleet = Fleet("kv")
+    for _ in range(MOST_RUNNING + 2):
+        await fleet.send("constant")
+    context = fleet.selector.reader.read_request(routing(9, conversation_id="constant"))
+    assert fleet.router.conversation(context) is None
+    fleet.booking_table.free(("r0", 0, 1))
+    fleet.booking_table.free(("r1", 0, 1))
+    assert fleet.router.conversation(context) is not None
 
 
 async def test_conversations_of_another_tenant_are_others() -> None:
-    scheduler = parts()
-    at = {await sent(scheduler, f"r{number}", "talk", scope=BlockScope(tenant=f"t{number}")) for number in range(3)}
-    assert at == {1, 2, 3}
+    fleet = Fleet("kv")
+    await fleet.ask("talk", scope=BlockScope(tenant="one"))
+    mine, other = (
+        fleet.selector.reader.read_request(routing(9, conversation_id="talk", scope=BlockScope(tenant=tenant)))
+        for tenant in ("one", "other")
+    )
+    assert fleet.router.conversation(mine) is not None
+    assert fleet.router.conversation(other) is None
 
 
-async def test_it_leaves_a_busy_rank_and_stays_where_it_went() -> None:
-    scheduler = parts("kv", thresholds=Thresholds(decode_blocks=0.5))
-    first = await sent(scheduler, "first", "talk")
-    heavy = routing(60, constraints=constraints(worker_id=first))
-    await scheduler.select(selecting("heavy", heavy))
-    second = await sent(scheduler, "second", "talk")
-    assert second != first
-    scheduler.booking_table.free(("heavy", 0, 1))
-    assert await sent(scheduler, "third", "talk") == second
+async def test_an_index_knows_better() -> None:
+    fleet = Fleet("kv", indexer=ResidentBlocks({(1, 0): 0, (2, 0): 0, (3, 0): 4}))
+    first = await fleet.ask("talk", constraints=constraints(worker_id=1))
+    assert (first, await fleet.ask("talk", 9)) == (1, 3), "the first rank has evicted the conversation"
 
 
-async def test_it_leaves_a_rank_that_is_gone_or_excluded() -> None:
-    scheduler = parts()
-    first = await sent(scheduler, "first", "talk")
-    excluded = await sent(scheduler, "second", "talk", constraints=constraints(excluded_worker_ids=[first]))
-    assert excluded != first
-    scheduler.registered.register(view(*(worker(each) for each in (1, 2, 3) if each != excluded)))
-    assert await sent(scheduler, "third", "talk") != excluded
+async def test_it_leaves_a_busy_excluded_or_restarted_rank() -> None:
+    fleet = Fleet("kv", thresholds=Thresholds(decode_blocks=0.5))
+    first = await fleet.ask("talk")
+    _, large = await fleet.send(blocks=60, seed=7, constraints=constraints(worker_id=first))
+    assert await fleet.ask("talk", 9) != first
+    fleet.booking_table.free((large, 0, 1))
+    second = await fleet.ask("talk", 10)
+    assert await fleet.ask("talk", 11, constraints=constraints(excluded_worker_ids=[second])) != second
+    context = fleet.selector.reader.read_request(routing(12, conversation_id="talk"))
+    held = fleet.router.conversation(context)
+    assert held is not None
+    restarted = [worker(each, incarnation=2 if each == held.rank[0] else 1) for each in (1, 2, 3)]
+    fleet.registered.register(view(*restarted))
+    assert (await fleet.select(selecting(None, routing(12, conversation_id="talk")))).overlap_blocks == 0
 
 
-async def test_a_question_without_booking_follows_and_moves_nothing() -> None:
-    scheduler = parts()
-    first = await sent(scheduler, "first", "talk")
-    pinned = routing(2, conversation_id="talk", constraints=constraints(worker_id=first % 3 + 1))
-    await scheduler.select(selecting(None, pinned))
-    assert (await scheduler.select(selecting(None, routing(2, conversation_id="talk")))).rank.worker_id == first
+async def test_a_question_without_booking_moves_nothing() -> None:
+    fleet = Fleet("kv")
+    first = await fleet.ask("talk")
+    pinned = routing(9, conversation_id="talk", constraints=constraints(worker_id=first % 3 + 1))
+    await fleet.select(selecting(None, pinned))
+    assert (await fleet.select(selecting(None, routing(9, conversation_id="talk")))).rank.worker_id == first
 
 
 async def test_only_the_last_conversations_are_remembered() -> None:
-    scheduler = parts(conversations=2)
-    first = await sent(scheduler, "first", "a")
-    await sent(scheduler, "second", "b")
-    await sent(scheduler, "third", "c")
-    assert await sent(scheduler, "b again", "b") == 2
-    assert await sent(scheduler, "a again", "a") != first
-    forgetful = parts(conversations=0)
-    assert [await sent(forgetful, f"r{number}", "a") for number in range(3)] == [1, 2, 3]
+    fleet = Fleet("kv", conversations=2)
+    for number, name in enumerate(("a", "b", "c")):
+        await fleet.ask(name, seed=number)
+    known = [
+        fleet.router.conversation(fleet.selector.reader.read_request(routing(9, seed=number, conversation_id=name)))
+        for number, name in enumerate(("a", "b", "c"))
+    ]
+    assert [held is not None for held in known] == [False, True, True]
 
 
-async def test_the_decision_tells_why_the_others_were_left_out() -> None:
-    scheduler = parts("kv")
-    first = await sent(scheduler, "first", "talk")
-    await sent(scheduler, "second", "talk")
-    decided = scheduler.decisions.by_request("second")
+async def test_explain_shows_the_blocks_of_the_conversation() -> None:
+    fleet = Fleet("kv")
+    first = await fleet.ask("talk")
+    _, request_id = await fleet.send("talk", 9)
+    decided = fleet.decisions.by_request(request_id)
     assert decided is not None
-    terms = {each.rank.worker_id: each.excluded for each in decided.to_message().candidates}
-    assert terms.pop(first) == ""
-    assert set(terms.values()) == {"the conversation is at another rank"}
+    shown = {
+        each.rank.worker_id: dict(each.terms).get("conversation_blocks") for each in decided.to_message().candidates
+    }
+    assert shown == {first: 8.0} | dict.fromkeys({1, 2, 3} - {first})

@@ -30,6 +30,9 @@ class Draining:
     def overlap_of(self, rank: Rank) -> int:
         return 3 if rank == (1, 5) else 1
 
+    def conversation_terms(self, rank: Rank) -> dict[str, float]:
+        return {}
+
     def prefill_decision(self, rank: Rank) -> None:
         assert rank != (1, 5)
 

@@ -113,7 +113,8 @@ class Selector:
             tokens = decision.context.block_size if decision.explanation.counts_blocks else 1
             response.cost = float(costs[decision.verdict.index]) * tokens
         response.would_queue = isinstance(decision.verdict, Wait)
-        response.keeps_conversation = decision.rank == self.router.conversation_rank(context)
+        conversation = self.router.conversation(context)
+        response.keeps_conversation = conversation is not None and decision.rank == conversation.rank
         return response
 
     async def potential_loads(

@@ -145,11 +145,15 @@ class Overlaps(NamedTuple):
         sources = worker_set.sources(self.listed)
         return self.blocks if sources.equal else self.blocks[sources.places] * sources.current
 
+    def is_indexed(self, rank: Rank) -> bool:
+        """Returns whether an Indexer knows the cache of a rank."""
+        source = self.listed.place_of.get(rank)
+        return source is not None and source < len(self.next_event_ids)
+
     def write_cursor(self, rank: Rank, response: SelectWorkerResponse) -> None:
         """Sets how far a rank's events were applied; leaves it unset if the rank is not in the answer."""
-        source = self.listed.place_of.get(rank)
-        if source is not None and source < len(self.next_event_ids):
-            cursor = response.cursor
+        if self.is_indexed(rank):
+            source, cursor = self.listed.place_of[rank], response.cursor
             cursor.incarnation = int(self.listed.incarnations[source])
             cursor.next_event_id = self.next_event_ids[source]
 

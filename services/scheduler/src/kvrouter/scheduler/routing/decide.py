@@ -16,6 +16,7 @@ from kvrouter.scheduler.identifiers import component_message, rank_message, rank
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait, rank_label
+from kvrouter.scheduler.routing.affinity import HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
 from kvrouter.scheduler.workers.candidates import Candidate
@@ -207,7 +208,8 @@ class Decision(NamedTuple):
             rank=rank_message(self.context.ranks[index]),
             cost=float(self.explanation.costs[index]) if len(self.explanation.costs) else 0.0,
             overlap_blocks=self.snapshot.overlap_of(self.context.ranks[index]),
-            terms={name: float(column[index]) for name, column in self.explanation.terms.items()},
+            terms={name: float(column[index]) for name, column in self.explanation.terms.items()}
+            | self.snapshot.conversation_terms(self.context.ranks[index]),
             formula=self.explanation.formula(index),
         )
 
@@ -219,7 +221,7 @@ def decide(
     rng: Random,
     now: float,
     decision_id: int = 0,
-    conversation_rank: Rank | None = None,
+    conversation: HeldBlocks | None = None,
     calibration_error: float = 1.0,
 ) -> Decision:
     """Lets the request's policy choose among the fitting candidates without the busy ones. Changes no state.
@@ -230,14 +232,11 @@ def decide(
         rng: The only source of chance.
         now: Seconds, by the clock of load reports.
         decision_id: Id of the decision.
-        conversation_rank: Rank of the request's conversation; if it is a candidate, it is the only one.
+        conversation: What the conversation's last request left; None without one.
         calibration_error: See ``context_of``.
     """
-    candidates = snapshot(request, overlaps, now=now)
+    candidates = snapshot(request, overlaps, now=now, conversation=conversation)
     places = candidates.free
-    if conversation_rank is not None:
-        place = candidates.worker_set.place(conversation_rank)
-        places = places[places == place] if place is not None and place in places else places
     context: SchedulingContext | None = None
     verdict: Choice | Wait | None = None
     if len(places):

@@ -22,7 +22,7 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.affinity import Affinity
+from kvrouter.scheduler.routing.affinity import Affinity, HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision, Decisions, decide
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, snapshot
@@ -103,9 +103,9 @@ class Router:
             return found.with_predicted(predictions.overlaps(pool, prompt))
         return found
 
-    def conversation_rank(self, context: RequestContext) -> Rank | None:
-        """Returns the rank of the conversation's previous request; None without one."""
-        return self.affinity.rank(context.pool.name, context.conversation)
+    def conversation(self, context: RequestContext) -> HeldBlocks | None:
+        """Returns what the last request of the conversation left for this one; None without one."""
+        return self.affinity.held(context.pool.name, context.conversation, context.prompt)
 
     def snapshot(self, context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
         """Returns a snapshot of every candidate at this moment."""
@@ -127,7 +127,7 @@ class Router:
             rng=self.rng,
             now=self.clock(),
             decision_id=self.decisions.next_id(),
-            conversation_rank=self.conversation_rank(context),
+            conversation=self.conversation(context),
         )
         if decision.verdict is None:
             refusal = decision.snapshot.refusal(pool.name)

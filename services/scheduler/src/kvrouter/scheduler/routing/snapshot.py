@@ -16,6 +16,7 @@ from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlaces, compute_ms, prefill_places, waits_ms
+from kvrouter.scheduler.routing.affinity import HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, Places, WorkerConstraints, WorkerSet, why_unfit
 from kvrouter.v1.common_pb2 import PrefillDecision, Stage
@@ -47,6 +48,8 @@ class CandidateSnapshot(NamedTuple):
     """Candidates within the constraints, busy or not."""
     free: Places
     """Candidates of ``fit`` without the busy ones."""
+    conversation: HeldBlocks | None = None
+    """Blocks of the conversation that count as overlap, because no index shows them; None if there are none."""
     prefill: PrefillPlaces | None = None
     """Who would compute the prompt, in stage decode; None in other stages."""
 
@@ -73,6 +76,11 @@ class CandidateSnapshot(NamedTuple):
             self.overlap_of(rank) * block_size, eligible * block_size, int(blocks.max()) * block_size
         )
 
+    def conversation_terms(self, rank: Rank) -> dict[str, float]:
+        """Returns the blocks of the conversation that count as overlap on a rank, by name of the term."""
+        held = self.conversation
+        return {"conversation_blocks": float(held.blocks)} if held is not None and held.rank == rank else {}
+
     def prefills_remotely(self, rank: Rank) -> bool:
         """Returns whether a prefill worker would compute the prompt for a candidate."""
         return self.prefill is not None and bool(self.prefill.is_remote[self._place(rank)])
@@ -97,7 +105,7 @@ class CandidateSnapshot(NamedTuple):
             candidate.rank: why_unfit(candidate, self.constraints)
             or self._why_avoided(candidate, place)
             or self.why_busy(place)
-            or "the conversation is at another rank"
+            or "its KV cache is smaller than another one, and the prompt may need it"
             for place, candidate in enumerate(self.worker_set.candidates)
             if candidate.rank in left_out
         }
@@ -120,11 +128,20 @@ class CandidateSnapshot(NamedTuple):
         return NoWorkers(f"no worker of {component} fits the request: {'; '.join(reasons[:4])}")
 
 
-def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> CandidateSnapshot:
-    """Takes a snapshot of every registered rank. ``now``: seconds, by the clock of load reports."""
+def snapshot(
+    request: RequestContext, overlaps: Overlaps, *, now: float, conversation: HeldBlocks | None = None
+) -> CandidateSnapshot:
+    """Takes a snapshot of every registered rank.
+
+    Args:
+        request: The request.
+        overlaps: Overlaps of its prompt.
+        now: Seconds, by the clock of load reports.
+        conversation: What the conversation's last request left; None without one.
+    """
     pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
     worker_set = pool.worker_set
-    overlap_blocks = overlaps.on(worker_set)
+    overlap_blocks, conversation = _with_conversation(request, overlaps, conversation)
     uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)
     fit = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
     if request.prompt.is_estimated:
@@ -143,8 +160,42 @@ def snapshot(request: RequestContext, overlaps: Overlaps, *, now: float) -> Cand
             prefill = _prefill_places(request, loads, uncached, overlaps)
             new_tokens = np.where(prefill.is_remote, 0, uncached)
     return CandidateSnapshot(
-        worker_set, constraints, thresholds, loads, overlap_blocks, new_tokens, free_slots, judged, fit, free, prefill
+        worker_set,
+        constraints,
+        thresholds,
+        loads,
+        overlap_blocks,
+        new_tokens,
+        free_slots,
+        judged,
+        fit,
+        free,
+        conversation,
+        prefill,
     )
+
+
+def _with_conversation(
+    request: RequestContext, overlaps: Overlaps, conversation: HeldBlocks | None
+) -> tuple[Column, HeldBlocks | None]:
+    """Returns the overlap of each candidate, and the blocks of the conversation if these make it greater.
+
+    They do where no Indexer knows the cache: an Indexer also knows what was evicted.
+    """
+    worker_set = request.pool.worker_set
+    overlap_blocks = overlaps.on(worker_set)
+    if conversation is None or not request.options.queries_indexer or overlaps.is_indexed(conversation.rank):
+        return overlap_blocks, None
+    place = worker_set.place(conversation.rank)
+    if place is None or worker_set.candidates[place].incarnation != conversation.incarnation:
+        return overlap_blocks, None
+    reusable = (request.prompt.tokens - 1) // request.pool.booked_load.block_size
+    blocks = min(conversation.blocks, reusable)
+    if blocks <= overlap_blocks[place]:
+        return overlap_blocks, None
+    overlap_blocks = overlap_blocks.copy()
+    overlap_blocks[place] = blocks
+    return overlap_blocks, conversation._replace(blocks=blocks)
 
 
 def _is_kept(candidates: CandidateSnapshot, request: RequestContext, now: float) -> Mask:
