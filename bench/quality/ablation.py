@@ -31,8 +31,8 @@ from kvrouter.scheduler.policies.forecast import policy as forecast
 from kvrouter.scheduler.policies.interface import Amounts, SchedulingContext
 from kvrouter.scheduler.queue import request_queue
 from kvrouter.simulator.routing import router
-from kvrouter.simulator.workloads.workload import Prompts
-from tables import CONDITIONS, ROOT, SHARED_TRACE, Cell, measure, results_by_key, workload_of
+from matrix import CONDITIONS, ROOT, SHARED_TRACE, Cell, measure
+from tables import results_by_key
 
 Changed = Callable[[SchedulingContext], SchedulingContext]
 MS_PER_TOKEN = 0.0167
@@ -80,6 +80,11 @@ def no_eviction(weighed: forecast.Weighed, _: SchedulingContext) -> forecast.Wei
     return weighed._replace(eviction=np.zeros_like(weighed.eviction))
 
 
+def no_copies(weighed: forecast.Weighed, _: SchedulingContext) -> forecast.Weighed:
+    """Popular blocks cost their whole time."""
+    return weighed._replace(copies=np.zeros_like(weighed.copies))
+
+
 def unchanged(given: SchedulingContext) -> SchedulingContext:
     """The policy sees what there is."""
     return given
@@ -108,6 +113,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "crowd": lambda: constant(forecast, "CROWD", 0.0),
     "batch": lambda: terms(no_batch, unchanged),
     "eviction": lambda: terms(no_eviction, unchanged),
+    "copies": lambda: terms(no_copies, unchanged),
     "progress": lambda: terms(idle_fits, no_progress),
     "decode": lambda: constant(forecast, "decode_ms", np.zeros_like),
     "steps": lambda: constant(forecast, "prefill_ms", in_proportion),
@@ -182,14 +188,12 @@ def run_missing(options: argparse.Namespace, known: dict[str, Any], parts: Seque
                 continue
             traffic, _, load = spec.partition("@")
             cell = Cell(traffic, seed, options.condition, float(load), "forecast")
-            workload = workload_of(traffic, seed, options.trace)
-            prompts = Prompts(workload, 16)
             for part in missing:
                 if time.monotonic() > until:
                     return
                 # What is taken away is taken from the computation in Python.
                 with constant(forecast, "NATIVE", None), PARTS[part]() if part in PARTS else nullcontext():
-                    row = measure(cell, workload, prompts) | {"key": key_of(spec, seed, options.condition, part)}
+                    row = measure(cell, options.trace) | {"key": key_of(spec, seed, options.condition, part)}
                 known[row["key"]] = row
                 lines.write(json.dumps(row) + "\n")
                 lines.flush()

@@ -1,11 +1,12 @@
-"""Runs every policy on every workload, below, near and past the knee and under disturbances; prints Markdown tables.
+"""Runs every policy on every workload, fleet and load, and under disturbances; prints Markdown tables.
 
-    .venv/bin/python bench/quality/tables.py [--minutes 4] [--only chat,half-speed] [--fresh]
+    .venv/bin/python bench/quality/tables.py [--minutes 4] [--jobs 2] [--only chat,half-speed] [--fresh]
 
-Runs what the results lack, one line of JSON for each run, and prints the tables of bench/routing.md. A later call
-continues with the missing runs, so that it can be given minutes at a time. A run depends on its key and on the code:
-use --fresh after a change of the code. Runs proceed seed by seed, so that tables are complete early; further seeds turn
-values into medians with their range.
+Runs what the results lack, one line of JSON for each run, and prints the tables of bench/routing.md and the entries in
+which ``forecast`` loses: its median over the seeds is higher than another policy's, and their ranges do not overlap.
+A later call continues with the missing runs, so that it can be given minutes at a time. A run depends on its key and on
+the code: use --fresh after a change of the code. Runs proceed seed by seed, so that tables are complete early; further
+seeds turn values into medians with their range. The whole matrix takes about four hours of CPU.
 """
 
 from __future__ import annotations
@@ -15,132 +16,25 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvrouter.mocker.engine.config import EngineConfig
-from kvrouter.simulator.plan import routing_options
-from kvrouter.simulator.results.outcome import run_statistics
-from kvrouter.simulator.simulation import Setting, simulate
-from kvrouter.simulator.workloads import traces
-from kvrouter.simulator.workloads.generators import generate
-from kvrouter.simulator.workloads.workload import Prompts, Workload
-
-ROOT = Path(__file__).parents[2]
-SHARED_TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl"
-SEEDS, MOST_SEEDS = 5, 10
-WEIGHTS = ("kv:1", "kv:4", "kv:64")
-OTHERS = ("product", "sticky", "power-of-two", "round-robin", "random")
-READ_CACHES = ("forecast", *WEIGHTS, "product", "sticky")
-"""Policies that a late index can affect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """A workload, its engines, and its loads below, near and past the knee."""
-
-    requests: int | None
-    engines: int
-    loads: Sequence[float]
-    disturbed: Sequence[float]
-    """Loads at which disturbances are run as well."""
-    seeds: int = SEEDS
-
-
-TRAFFIC: Mapping[str, Traffic] = {
-    "prompts": Traffic(3000, 8, (2, 3, 4), (3,)),
-    "chat": Traffic(3000, 8, (3, 5, 7), (5,)),
-    "documents": Traffic(1500, 8, (1.5, 2, 3), (2,)),
-    # The whole trace takes as long as ten other runs, and its seeds differ in random draws only.
-    "trace": Traffic(None, 16, (2, 4, 5, 6), (), seeds=1),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """A disturbance, and the policies that it affects."""
-
-    title: str
-    policies: Sequence[str]
-    event_lag_s: float = 0.0
-    every_other_speed: float = 1.0
-    calibration_error: float = 1.0
-    """Expected duration of steps in the policy's time model over their real duration."""
-    seeds: int | None = None
-    """Seeds of its runs; None for those of the workload."""
-
-    def setting(self, engines: int) -> Setting:
-        """Returns the settings of the simulation."""
-        fleet = [EngineConfig(hash_seed=n, speed=self.every_other_speed if n % 2 else 1.0) for n in range(engines)]
-        return Setting(fleet, event_lag_s=self.event_lag_s, calibration_error=self.calibration_error, regret=False)
-
-
-CONDITIONS: Mapping[str, Condition] = {
-    "plain": Condition("Nothing wrong", ("forecast", *WEIGHTS, *OTHERS)),
-    "event-lag": Condition("Index 50 ms late", READ_CACHES, event_lag_s=0.05),
-    "half-speed": Condition(
-        "Every other worker at half speed",
-        (*READ_CACHES, "power-of-two", "round-robin"),
-        every_other_speed=0.5,
-        seeds=10,
-    ),
-    "slow-model": Condition("Forecast times three times too long", ("forecast",), calibration_error=3.0),
-    "fast-model": Condition("Forecast times a third of the real ones", ("forecast",), calibration_error=1 / 3),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One run."""
-
-    traffic: str
-    seed: int
-    condition: str
-    load: float
-    policy: str
-
-    @property
-    def key(self) -> str:
-        """Name of the run in the results."""
-        return f"{self.traffic}/{self.seed}/{self.condition}/{self.load:g}/{self.policy}"
-
-
-def cells() -> Iterator[Cell]:
-    """Yields all runs, those of one workload together so that its prompts are hashed once."""
-    for seed in range(MOST_SEEDS):
-        for traffic, spec in TRAFFIC.items():
-            for name, condition in CONDITIONS.items():
-                if seed < (condition.seeds or spec.seeds):
-                    loads = spec.loads if name == "plain" else spec.disturbed
-                    yield from (
-                        Cell(traffic, seed, name, load, policy) for load in loads for policy in condition.policies
-                    )
-
-
-def workload_of(traffic: str, seed: int, trace: Path) -> Workload:
-    """Returns a workload: the trace, or a generated one."""
-    requests = TRAFFIC[traffic].requests
-    return traces.read(trace) if requests is None else generate(traffic, requests, seed)
-
-
-def measure(cell: Cell, workload: Workload, prompts: Prompts) -> dict[str, Any]:
-    """Runs one cell. Returns its result."""
-    started = time.process_time()
-    setting = CONDITIONS[cell.condition].setting(TRAFFIC[cell.traffic].engines)
-    setting = replace(setting, options=routing_options(cell.policy), seed=cell.seed)
-    summed = run_statistics(simulate(workload.faster(cell.load), setting, prompts), slo_ttft_s=2.0, slo_itl_s=0.05)
-    return {
-        "key": cell.key,
-        "mean": summed.ttft_ms.mean,
-        "p99": summed.ttft_ms.p99,
-        "slo": summed.good_share,
-        "reuse": summed.reuse,
-        "itl": summed.itl_ms.p99,
-        "cpu_s": time.process_time() - started,
-    }
+from matrix import (
+    CONDITIONS,
+    FLOOR,
+    MOST_SEEDS,
+    ROOT,
+    SHARED_TRACE,
+    TRAFFIC,
+    WEIGHTS,
+    Cell,
+    cells,
+    loads_of,
+    measure,
+)
 
 
 def results_by_key(results: Path, *, fresh: bool) -> dict[str, Any]:
@@ -153,24 +47,29 @@ def results_by_key(results: Path, *, fresh: bool) -> dict[str, Any]:
     return {row["key"]: row for row in map(json.loads, results.read_text("utf-8").splitlines())}
 
 
-def run_missing(results: Path, known: dict[str, Any], only: Sequence[str], until: float, trace: Path) -> int:
-    """Runs missing cells until a time. Returns how many are still missing."""
+def run_missing(results: Path, known: dict[str, Any], only: Sequence[str], until: float, trace: Path, jobs: int) -> int:
+    """Runs missing cells until a time, ``jobs`` at once. Returns how many are still missing."""
     wanted = [cell for cell in cells() if not only or any(word in cell.key.split("/") for word in only)]
     missing = [cell for cell in wanted if cell.key not in known]
-    left = len(missing)
-    with results.open("a", encoding="utf-8") as lines:
-        for (traffic, seed), group in groupby(missing, lambda cell: (cell.traffic, cell.seed)):
-            workload = workload_of(traffic, seed, trace)
-            prompts = Prompts(workload, EngineConfig().block_size)
-            for cell in group:
-                if time.monotonic() > until:
-                    return left
-                row = known[cell.key] = measure(cell, workload, prompts)
-                left -= 1
+    running: set[Future[dict[str, Any]]] = set()
+    with results.open("a", encoding="utf-8") as lines, ProcessPoolExecutor(jobs) as pool:
+
+        def note(ended: set[Future[dict[str, Any]]]) -> None:
+            for row in (each.result() for each in ended):
+                known[row["key"]] = row
                 lines.write(json.dumps(row) + "\n")
                 lines.flush()
-                print(f"{cell.key}: {row['mean']:.0f} ms, {row['cpu_s']:.1f} s", file=sys.stderr, flush=True)
-    return left
+                print(f"{row['key']}: {row['mean']:.0f} ms, {row['cpu_s']:.1f} s", file=sys.stderr, flush=True)
+
+        for cell in missing:
+            if len(running) == jobs:
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                note(ended)
+            if time.monotonic() > until:
+                break
+            running.add(pool.submit(measure, cell, trace))
+        note(running)
+    return sum(cell.key not in known for cell in missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,22 +131,48 @@ def cell_text(entry: Entry, best: bool) -> str:
 
 
 def tables(known: Mapping[str, Any]) -> Iterator[str]:
-    """Yields every table with its heading: one for each workload, then one for each disturbance."""
+    """Yields every table with its heading: for each workload, then for each disturbance, then for each larger fleet."""
     for traffic, spec in TRAFFIC.items():
-        lines = table(known, "plain", {f"load {load:g}": (traffic, load) for load in spec.loads})
-        requests = "All" if spec.requests is None else f"{spec.requests:,}"
-        about = f"{requests} requests on {spec.engines} engines."
-        yield "\n".join([f"### {traffic.capitalize()}", "", about, "", *lines])
-    at = {f"{traffic}, load {load:g}": (traffic, load) for traffic, spec in TRAFFIC.items() for load in spec.disturbed}
+        if spec.loads:
+            lines = table(known, "plain", {f"load {load:g}": (traffic, load) for load in spec.loads})
+            requests = "All" if spec.requests is None else f"{spec.requests:,}"
+            about = f"{requests} requests on {spec.engines} engines."
+            if lines:
+                yield "\n".join([f"### {traffic.capitalize()}", "", about, "", *lines])
     for name, condition in CONDITIONS.items():
-        if name != "plain":
-            yield "\n".join([f"### {condition.title}", "", *table(known, name, at)])
+        if condition.loads is None and name != "plain":
+            at = {f"{each}, load {load:g}": (each, load) for each in TRAFFIC for load in loads_of(each, name)}
+            if lines := table(known, name, at):
+                yield "\n".join([f"### {condition.title}", "", *lines])
+    for name, condition in CONDITIONS.items():
+        for traffic in TRAFFIC if condition.loads is not None else ():
+            lines = table(known, name, {f"load {load:g}": (traffic, load) for load in loads_of(traffic, name)})
+            if lines:
+                yield "\n".join([f"### {traffic.capitalize()}: {condition.title}", "", *lines])
+
+
+def losing(known: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the entries in which ``forecast`` loses, a row each."""
+    for name in CONDITIONS:
+        for traffic in TRAFFIC:
+            for load in loads_of(traffic, name):
+                found = entries(known, traffic, name, load)
+                own = found.get("forecast")
+                for policy, other in found.items():
+                    if own is None or policy == FLOOR or own.ends("mean")[0] <= other.ends("mean")[1]:
+                        continue
+                    yield (
+                        f"| {traffic}, {name}, load {load:g} | {policy} | {own.middle('mean'):,.1f} | "
+                        f"{other.middle('mean'):,.1f} | {min(len(own.rows), len(other.rows))} |"
+                    )
 
 
 def show(known: Mapping[str, Any]) -> None:
-    """Prints all tables."""
+    """Prints all tables and the losing entries."""
     print("Mean time to first token, ms (lowest to highest seed) / its p99 / share within objectives / reuse\n")
     print("\n\n".join(tables(known)))
+    print("\n### Losing entries\n\n| cell | policy | forecast, ms | policy, ms | seeds |\n|---|---|---|---|---|")
+    print("\n".join(losing(known)))
 
 
 def main() -> int:
@@ -257,6 +182,7 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop after this time, in minutes; the next call continues"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, each in a process of its own")
     parser.add_argument("--only", default="", help="run only keys with one of these words, separated by commas")
     parser.add_argument("--trace", type=Path, default=SHARED_TRACE, help="whole trace; the shipped one is its start")
     parser.add_argument("--fresh", action="store_true", help="delete earlier results, because the code has changed")
@@ -264,7 +190,7 @@ def main() -> int:
     known = results_by_key(options.results, fresh=options.fresh)
     until = time.monotonic() + options.minutes * 60
     only = [word for word in options.only.split(",") if word]
-    left = run_missing(options.results, known, only, until, options.trace)
+    left = run_missing(options.results, known, only, until, options.trace, options.jobs)
     show(known)
     if left:
         print(f"\n{left} runs are missing", file=sys.stderr)
