@@ -116,7 +116,7 @@ impl Model {
             output: self.output_tokens * (latency - calibration) * quadratic(self.decode, share),
             shortage: self.shortage_ms * lacking.max(0.0),
             eviction: added as f64 * (calibration * token_ms) * candidate.reuse_chance,
-            copies: -copied_blocks * request.block_size as f64 * (calibration * token_ms),
+            copies: (scarcity - 1.0) * copied_blocks * request.block_size as f64 * (calibration * token_ms),
             own,
             relative,
             new_tokens,

@@ -200,10 +200,12 @@ def test_blocks_that_several_ranks_hold_cost_their_share_of_first_computations()
     held = {"overlap_blocks": [40, 40, 40, 10, 0], "leading_active_blocks": [0, 0, 0, 0, 4]}
     known = {name: [column[0]] * 5 for name, column in TWO.items() if isinstance(column, list)}
     choice = POLICIES["forecast"].decide(
-        context(5, **(known | held), prompt_tokens=1600, latency_calibration=2.0), Random(7)
+        context(5, **(known | held | {"active_blocks": [800] * 5}), prompt_tokens=1600, latency_calibration=2.0),
+        Random(7),
     )
     copied = [0.0, 0.0, 0.0, 30 * 2 / 3, 6 * 3 / 4 + 30 * 2 / 3]
-    expected = [-blocks * 16 * 2 * PREFILL_N1_MS for blocks in copied]
+    abundance = 1 - ((4 * 0.7 + 0.704) / 5) ** 4
+    expected = [-blocks * 16 * 2 * PREFILL_N1_MS * abundance for blocks in copied]
     assert list(choice.explanation.terms["copies_ms"]) == pytest.approx(expected)
 
 

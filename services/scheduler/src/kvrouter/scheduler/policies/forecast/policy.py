@@ -10,7 +10,7 @@
     slower(w) = c * (r^(1 - z) - 1) * decode(u) time of decoding in a step beyond the component's  [ms]
     short(w)  = max(0, u'(w) - ROOM)            lacking KV cache                                  [share]
     evict(w)  = blocks(new(w)) * block size * c * PREFILL_N1_MS * chance(w)                       [ms]
-    copies(w) = sum of (k - 1) / k over blocks lacking here * block size * c * PREFILL_N1_MS      [ms]
+    copies(w) = (1 - z) * sum of (k - 1) / k over blocks lacking here * block size * c * PREFILL_N1_MS [ms]
 
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
     ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
@@ -28,7 +28,8 @@ All terms are milliseconds of waiting: F of this request, ``batch`` of the reque
 same step, CROWD of the requests decoding there, b of requests to come, ``slower`` of this request's output,
 SHORTAGE_MS of requests stopped for lack of KV blocks, ``evict`` of requests that will compute evicted blocks again.
 ``copies`` is what others need not wait for: of the k times that a block on k ranks was computed, all but the first took
-place although another rank held it. By this share, it will be computed on one more rank anyway.
+place although another rank held it. By this share, it will be computed on one more rank anyway. With KV cache running
+out it counts for nothing, since a copy takes blocks that requests wait for.
 
 Speed counts where a request waits, not in the price of work: a fast rank computes a prompt in less time, but its time
 is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
@@ -251,7 +252,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
         output=OUTPUT_TOKENS * (latency - latency_calibration) * decoding,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
         eviction=added * (latency_calibration * PREFILL_N1_MS) * context.reuse_chance,
-        copies=-copied_blocks(held) * size * (latency_calibration * PREFILL_N1_MS),
+        copies=(scarcity - 1.0) * copied_blocks(held) * size * (latency_calibration * PREFILL_N1_MS),
         own=own,
         relative=relative,
         new_tokens=new,
