@@ -36,9 +36,9 @@ from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
 BookingUpdates.free = lambda *_, **__: None
 """
 KEEPS_STATE_TO_ITSELF = """
-from kvrouter.scheduler.replication.nats_channel import SyncChannel
+from kvrouter.scheduler.replication.nats_network import NatsTransport
 async def ignore(*_): pass
-SyncChannel._take_request = ignore
+NatsTransport._answer = ignore
 """
 
 

@@ -30,7 +30,8 @@ from kvrouter.scheduler.overlap.indexer_query import IndexerSource
 from kvrouter.scheduler.overlap.indexers import RemoteIndexers
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests, queue_gauges
-from kvrouter.scheduler.replication.nats_channel import MAX_OUTGOING, SyncLink
+from kvrouter.scheduler.replication.channel import MAX_OUTGOING, SyncLink
+from kvrouter.scheduler.replication.nats_network import NatsNetwork
 from kvrouter.scheduler.replication.replicas import ReplicaSync
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decide import Decisions
@@ -82,6 +83,7 @@ async def running(
         log.warning("options.ignored", options=ignored, mode=options.mode)
     sync = link = None
     if settings.replica_sync:
+        network = NatsNetwork(runtime.nats, runtime.directory, runtime.instance_id, runtime.quarantine)
         sync = ReplicaSync(
             booking_table,
             pools,
@@ -90,13 +92,7 @@ async def running(
             clock=clock,
         )
         sync.follow()
-        link = SyncLink(
-            sync,
-            runtime.nats,
-            runtime.directory,
-            heartbeat_seconds=settings.replica_heartbeat_seconds,
-            quarantine=runtime.quarantine,
-        )
+        link = SyncLink(sync, network, runtime.directory, heartbeat_seconds=settings.replica_heartbeat_seconds)
     router = Router(
         pools,
         booking_leases,

@@ -1,122 +1,146 @@
-"""Replica sync over Core NATS: sends and receives events, and fetches and serves states, on a channel per component.
+"""Replica sync over a network: sends and receives events, and fetches states, on a channel per component.
 
-Core NATS may lose messages. A slow reader, a lost connection or a full buffer shows as a gap in a Scheduler's sequence
-or in its next heartbeat, and is repaired by fetching its state. Therefore nothing here waits for NATS, and
-nothing is stored while NATS is away.
+A network may lose messages. A slow reader, a lost connection or a full buffer shows as a gap in a Scheduler's sequence
+or in its next heartbeat, and is repaired by fetching its state. Therefore nothing here waits for the network, and
+nothing is stored while it is away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import AsyncGenerator, Collection
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
 
-import nats.errors
 import structlog
-from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
-from kvrouter.net.nats.client import or_cancelled
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.scheduler.identifiers import component_message
 from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas, ReplicaSync
-from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
+from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken
 from kvrouter.v1.names import ComponentName, InvalidName, check_name
-from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncStateRequest, SyncStateResponse
-from nats.aio.client import Client
-from nats.aio.msg import Msg
+from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncStateResponse
 
 log = structlog.get_logger(component="scheduler")
 
 MAX_OUTGOING = 65_536
 """Most events waiting to be sent. Only a stall of the event loop for seconds fills it."""
-_MAX_PENDING_MESSAGES = 65_536
-"""Messages that a subscription queues for its reader; further ones are dropped and counted."""
-_MAX_PENDING_BYTES = 64 << 20
-"""Bytes that a subscription queues for its reader."""
-_MAX_ANSWERS = 256
-"""Maximum number of waiting requests for this Scheduler's state. Further ones are dropped, and their senders retry."""
-_CHUNK_SECONDS = 5.0
-"""Longest wait for the next chunk of a state, seconds. Its sender makes a chunk in milliseconds."""
-_CHUNKS_IN_FLIGHT = 8
-"""Number of chunks sent before a flush: 1 MiB, against delays of events by a state."""
 _INCARNATION_AHEAD_NS = 24 * 3600 * 10**9
 """Maximum lead of another Scheduler's clock, ns. An incarnation of next year would fence that Scheduler for a year."""
 
 
+class NotSent(Exception):
+    """An event was not sent; the message says why."""
+
+
+class Transport(Protocol):
+    """Carries the messages of one component."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether events can be sent."""
+        ...
+
+    def receiving(self, channel: SyncChannel) -> AbstractAsyncContextManager[None]:
+        """Passes received events to the channel, and answers requests for its state, while the context lasts."""
+        ...
+
+    async def send(self, event: ReplicaSyncEvent) -> None:
+        """Sends an event to the other Schedulers.
+
+        Raises:
+            NotSent: it was not sent.
+        """
+        ...
+
+    def state_of(self, scheduler_id: str) -> AsyncGenerator[SyncStateResponse]:
+        """Yields the state of another Scheduler as it arrives. Raises an exception if it does not come."""
+        ...
+
+
+class Network(Protocol):
+    """Connects Schedulers."""
+
+    async def open(self) -> None:
+        """Returns once events can be sent."""
+
+    def transport(self, component: ComponentName) -> Transport:
+        """Returns what carries the messages of a component."""
+        ...
+
+    def live(self) -> Collection[str]:
+        """Returns the ids of the Schedulers that are not gone."""
+        ...
+
+    def expected(self) -> Collection[str] | None:
+        """Returns the ids of the Schedulers whose state is needed at the start; None if they are not known yet."""
+        ...
+
+
 @dataclass(eq=False)
 class SyncChannel:
-    """Connects the replicas of one component to NATS. ``run`` must be running."""
+    """Connects the replicas of one component to a network. ``run`` must be running."""
 
     sync: ReplicaSync
     component: ComponentName
-    client: Client
+    transport: Transport
     heartbeat_seconds: float
-    quarantine: Quarantine
 
     def __post_init__(self) -> None:
-        self._replicas: Replicas = self.sync.of(self.component)
+        self.replicas: Replicas = self.sync.of(self.component)
+        """The Schedulers of the component."""
         self._metrics = self.sync.metrics
         self._here = self.sync.booking_table.here
-        self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
         self._state_requested = asyncio.Event()
         self._announce = asyncio.Event()
-        # (encoded message, whether it counts as an event: heartbeats do not)
-        self.outgoing: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue(MAX_OUTGOING)
+        self.outgoing: asyncio.Queue[ReplicaSyncEvent] = asyncio.Queue(MAX_OUTGOING)
+        """Events to send."""
 
     def put(self, event: ReplicaSyncEvent) -> bool:
-        """Queues an event to send. Returns False if the queue is full or NATS is away."""
-        if not self.client.is_connected or self.outgoing.full():
+        """Queues an event to send. Returns False if the queue is full or the network is away."""
+        if not self.transport.is_connected or self.outgoing.full():
             return False
-        self.outgoing.put_nowait((event.SerializeToString(), not event.HasField("heartbeat")))
+        self.outgoing.put_nowait(event)
         return True
+
+    def announce(self) -> None:
+        """Sends a heartbeat soon, for a Scheduler that does not know this one."""
+        self._announce.set()
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        events = await self.client.subscribe(
-            self.component.sync_subject,
-            cb=self._take,
-            pending_msgs_limit=_MAX_PENDING_MESSAGES,
-            pending_bytes_limit=_MAX_PENDING_BYTES,
-        )
-        state_subject = self.component.sync_state_subject(self._here[1])
-        requests = await self.client.subscribe(state_subject, cb=self._take_request)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(), name="sync: send")
-                group.create_task(self._beat(), name="sync: heartbeat")
-                group.create_task(self._repair(), name="sync: repair")
-                group.create_task(self._answer(), name="sync: answer")
-        finally:
-            with suppress(nats.errors.Error):
-                await events.unsubscribe()
-                await requests.unsubscribe()
+        async with self.transport.receiving(self), asyncio.TaskGroup() as group:
+            group.create_task(self._send(), name="sync: send")
+            group.create_task(self._beat(), name="sync: heartbeat")
+            group.create_task(self._repair(), name="sync: repair")
 
-    async def _take(self, message: Msg) -> None:
-        known = len(self._replicas.logs)
+    async def take(self, event: ReplicaSyncEvent) -> None:
+        """Applies a received event. Never raises because of its content."""
+        known = len(self.replicas.logs)
         try:
-            event = decode_message(ReplicaSyncEvent, message.data)
             if (event.incarnation, event.scheduler_id) == self._here:
                 return
-            refusal = self._refusal(event)
-            if refusal:
-                self._reject(refusal, message)
+            if refusal := self._refusal(event):
+                self.reject(refusal)
             else:
-                self._replicas.receive(event)
-        except Undecodable as error:
-            self.quarantine.reject("nats", message.subject, error)
-            self._reject("unparsable", message)
+                self.replicas.receive(event)
         except Exception:
             # A failure of one message must not end the subscription.
             self._metrics.quarantined.labels(reason="internal").inc()
-            log.exception("replica.message_failed", subject=message.subject)
-        if self._replicas.pause() is not None:
+            log.exception("replica.message_failed", component_name=str(self.component))
+        if self.replicas.pause() is not None:
             self._state_requested.set()
-        if len(self._replicas.logs) > known:
-            self._announce.set()
+        if len(self.replicas.logs) > known:
+            self.announce()
         # Yields, since a backlog of messages would occupy the event loop.
         await asyncio.sleep(0)
+
+    def reject(self, reason: str) -> None:
+        """Counts a message that is not used."""
+        self._metrics.quarantined.labels(reason=reason).inc()
+        log.debug("replica.message_quarantined", reason=reason, component_name=str(self.component))
 
     def _refusal(self, event: ReplicaSyncEvent) -> str:
         """Returns why an event is not meant for this component's replicas; empty if it is."""
@@ -129,34 +153,29 @@ class SyncChannel:
         except InvalidName:
             return "bad_id"
         is_far_ahead = event.incarnation > time.time_ns() + _INCARNATION_AHEAD_NS
-        incarnations = self._replicas.incarnations
+        incarnations = self.replicas.incarnations
         if is_far_ahead and incarnations.current(event.scheduler_id) != event.incarnation:
             # If its clock really is ahead, the Scheduler itself confirms the incarnation.
-            incarnations.dispute(event.scheduler_id, self._replicas.clock())
+            incarnations.dispute(event.scheduler_id, self.replicas.clock())
         elif event.incarnation:
             return ""
         return "bad_incarnation"
 
-    async def _take_request(self, message: Msg) -> None:
-        if not message.reply or self._asked.full():
-            self._reject("state_request", message)
-        else:
-            self._asked.put_nowait(message.reply)
-
     async def _send(self) -> None:
         while True:
-            encoded, counts = await self.outgoing.get()
+            event = await self.outgoing.get()
+            counts = not event.HasField("heartbeat")
             try:
-                await self.client.publish(self.component.sync_subject, encoded)
+                await self.transport.send(event)
                 self._metrics.sent.inc(counts)
-            except nats.errors.Error as error:
+            except NotSent as error:
                 self._metrics.unsent.inc(counts)
                 log.debug("replica.event_send_failed", component_name=str(self.component), cause=str(error))
 
     async def _beat(self) -> None:
         while True:
             # Queued after the events, so that it does not overtake those that it counts.
-            self.put(self._replicas.announcer.heartbeat())
+            self.put(self.replicas.announcer.heartbeat())
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.heartbeat_seconds):
                     # A new Scheduler should learn of this one at once.
@@ -166,7 +185,7 @@ class SyncChannel:
     async def _repair(self) -> None:
         while True:
             self._state_requested.clear()
-            lacking, disputed = self._replicas.due()
+            lacking, disputed = self.replicas.due()
             async with asyncio.TaskGroup() as group:
                 for event_log in lacking:
                     group.create_task(self._fetch(event_log), name=f"state of {event_log.scheduler[1]}")
@@ -174,22 +193,20 @@ class SyncChannel:
                     group.create_task(self._ask_incarnation(scheduler_id), name=f"incarnation of {scheduler_id}")
             if not lacking and not disputed:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._replicas.pause()):
+                    async with asyncio.timeout(self.replicas.pause()):
                         await self._state_requested.wait()
 
     async def _ask_incarnation(self, scheduler_id: str) -> None:
         """Asks a Scheduler for its incarnation: the first chunk of its state contains it."""
-        request = SyncStateRequest(scheduler_id=self._here[1]).SerializeToString()
-        subject = self.component.sync_state_subject(scheduler_id)
         try:
-            answer = await self.client.request(subject, request, timeout=_CHUNK_SECONDS)
-            chunk = decode_message(SyncStateResponse, answer.data)
+            async with aclosing(self.transport.state_of(scheduler_id)) as state:
+                chunk = await anext(state)
             if chunk.scheduler_id != scheduler_id or not chunk.incarnation:
                 raise StateBroken(
                     f"expected an answer of {scheduler_id!r}, received one of {chunk.scheduler_id[:64]!r}"
                 )
         except Exception as error:
-            self._replicas.incarnations.unanswered(scheduler_id, self._replicas.clock())
+            self.replicas.incarnations.unanswered(scheduler_id, self.replicas.clock())
             log.info(
                 "replica.incarnation_unconfirmed",
                 origin=scheduler_id,
@@ -197,49 +214,25 @@ class SyncChannel:
                 cause=repr(error),
             )
         else:
-            self._replicas.settle(scheduler_id, chunk.incarnation)
+            self.replicas.settle(scheduler_id, chunk.incarnation)
 
     async def _fetch(self, event_log: EventLog) -> None:
         """Fetches the state of an incarnation. A failed fetch is repeated while the state is needed."""
-        inbox = self.client.new_inbox()
-        answers = await self.client.subscribe(inbox)
-        fetch = Fetch(self._replicas, event_log)
+        fetch = Fetch(self.replicas, event_log)
         try:
-            subject = self.component.sync_state_subject(event_log.scheduler[1])
-            await self.client.publish(subject, SyncStateRequest(scheduler_id=self._here[1]).SerializeToString(), inbox)
-            while True:
-                answer = await or_cancelled(answers.next_msg(timeout=_CHUNK_SECONDS))
-                if answer.headers and answer.headers.get("Status"):
-                    raise StateBroken("nobody answers on its state subject")
-                if fetch.take(decode_message(SyncStateResponse, answer.data)):
-                    break
-                await asyncio.sleep(0)
+            async with aclosing(self.transport.state_of(event_log.scheduler[1])) as state:
+                async for chunk in state:
+                    if fetch.take(chunk):
+                        break
+                    await asyncio.sleep(0)
+                else:
+                    raise StateBroken("it ended before its last chunk")
             outcome, cause = "done", ""
         except Exception as error:
             fetch.give_up()
             outcome, cause = "failed", repr(error)
-        finally:
-            with suppress(nats.errors.Error):
-                await answers.unsubscribe()
         self._metrics.repairs.labels(outcome=outcome).inc()
         log.info("replica.state_received", origin=event_log.scheduler[1], outcome=outcome, cause=cause)
-
-    async def _answer(self) -> None:
-        while True:
-            reply = await self._asked.get()
-            try:
-                for number, chunk in enumerate(chunks(self._replicas)):
-                    await self.client.publish(reply, chunk.SerializeToString())
-                    if number % _CHUNKS_IN_FLIGHT == _CHUNKS_IN_FLIGHT - 1:
-                        await self.client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
-                    await asyncio.sleep(0)
-            except (nats.errors.Error, ValueError) as error:
-                # The reply subject may be invalid.
-                log.info("replica.state_send_failed", component_name=str(self.component), cause=str(error))
-
-    def _reject(self, reason: str, message: Msg) -> None:
-        self._metrics.quarantined.labels(reason=reason).inc()
-        log.debug("replica.message_quarantined", reason=reason, subject=message.subject)
 
 
 _SETTLE_SECONDS = 3.0
@@ -248,15 +241,14 @@ _SETTLE_SECONDS = 3.0
 
 @dataclass(eq=False)
 class SyncLink:
-    """Connects a ReplicaSync to NATS. ``run`` must be running."""
+    """Connects a ReplicaSync to a network. ``run`` must be running."""
 
     sync: ReplicaSync
-    connect: Callable[[], Awaitable[Client]]
-    """Returns the connection once NATS is reachable."""
+    network: Network
     directory: Directory
+    """Has the components."""
     _: KW_ONLY
     heartbeat_seconds: float
-    quarantine: Quarantine = field(default_factory=Quarantine)
 
     def __post_init__(self) -> None:
         self._channels: dict[ComponentName, SyncChannel] = {}
@@ -287,7 +279,7 @@ class SyncLink:
 
     async def run(self) -> None:
         """Follows the components until cancelled."""
-        client = await self.connect()
+        await self.network.open()
         running: dict[ComponentName, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             async for directory in self.directory.changes():
@@ -295,14 +287,13 @@ class SyncLink:
                     del self._channels[gone]
                     running.pop(gone).cancel()
                 for name in directory.components.keys() - running.keys():
-                    channel = self._channels[name] = SyncChannel(
-                        self.sync, name, client, self.heartbeat_seconds, self.quarantine
-                    )
+                    transport = self.network.transport(name)
+                    channel = self._channels[name] = SyncChannel(self.sync, name, transport, self.heartbeat_seconds)
                     running[name] = group.create_task(channel.run(), name=f"sync of {name}")
 
     def expire(self) -> None:
         """Drops the bookings of gone Schedulers."""
-        self.sync.expire(self.directory.services("scheduler").keys())
+        self.sync.expire(self.network.live())
 
     def _send(self, component: ComponentName, event: ReplicaSyncEvent) -> None:
         channel = self._channels.get(component)
@@ -310,9 +301,10 @@ class SyncLink:
             self.sync.metrics.unsent.inc()
 
     def _has_all(self) -> bool:
-        _, own_id = self.sync.booking_table.here
-        services = self.directory.services("scheduler")
-        others = {scheduler_id for scheduler_id, service in services.items() if service.ready} - {own_id}
+        expected = self.network.expected()
+        if expected is None:
+            return False
+        others = set(expected) - {self.sync.booking_table.here[1]}
         return self.directory.is_synced and all(
             name in self._channels
             and others
