@@ -120,13 +120,15 @@ async def serving(
     name: str = "serve",
     around: Sequence[str] = (),
     failpoint: str = "",
+    bind: str = "",
 ) -> AsyncIterator[NoBroker]:
     """Runs the command while the context lasts. Its run file is below ``logs``.
 
     ``around`` is a command that runs the one that follows it. ``failpoint`` is a step of ``tests.faults.failpoints`` at
-    which the process dies.
+    which the process dies. ``bind`` is the address of its gRPC server.
     """
-    http, grpc, ops = (f"127.0.0.1:{port}" for port in free_ports(3))
+    http, drawn, ops = (f"127.0.0.1:{port}" for port in free_ports(3))
+    grpc = bind or drawn
     arguments = [argument for url in urls for argument in ("--engine", url)]
     armed = ("-m", "tests.faults.failpoints", failpoint) if failpoint else ("-m",)
     command = Command(

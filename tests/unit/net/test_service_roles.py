@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.net.auth import SERVICE_ROLES, may_call
-from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, worker_pb2
+from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2, sync_pb2, worker_pb2
 
 CHECKED = [
     scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
     indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"],
     worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+    sync_pb2.DESCRIPTOR.services_by_name["ReplicaService"],
 ]
 
 

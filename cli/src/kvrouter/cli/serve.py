@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
@@ -27,6 +28,7 @@ from kvrouter.runtime.process.hosting import Hosted, host
 from kvrouter.runtime.rpc import RpcServer
 from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.overlap.indexer_query import OverlapIndex
+from kvrouter.scheduler.replication.peer_network import REPLICA_SERVICE, PeerNetwork
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.sidecar.local_engines import LocalEngines, serving_engines
 from kvrouter.sidecar.settings import LocalEnginesSettings
@@ -73,7 +75,9 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
             served: LocalEngines | None = None
             if local is not None:
                 served = await running.enter_async_context(serving_engines(engines, local, runtime.registry))
-            services = await _compose(settings, runtime, running, served)
+            peers = _peers(engines, settings, runtime)
+            services = await _compose(settings, runtime, running, served, peers)
+            internal = [] if peers is None else [(REPLICA_SERVICE, peers)]
             with ExitStack() as announcing:
 
                 def announce(server: RpcServer) -> None:
@@ -81,7 +85,7 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
                         print(words, flush=True)  # noqa: T201
                     announcing.enter_context(announced(_running(settings, engines, runtime, server.endpoint(""))))
 
-                await host(runtime, services, stopping, started=announce)
+                await host(runtime, services, stopping, started=announce, internal=internal)
 
     lifecycle.run(main, common, "+".join(ordered))
 
@@ -114,7 +118,12 @@ def _local_system(engines: LocalEnginesSettings, settings: Mapping[str, Any]) ->
     if missing := [role for role in ROLES if role not in settings]:
         raise WrongUsage(f"--engine: a system without etcd and NATS is one process; add --roles {','.join(missing)}")
     if settings["scheduler"].replica_sync:
-        raise WrongUsage("--engine: replica sync needs NATS; leave --replica-sync out, or use kvrouter sidecar")
+        raise WrongUsage("--engine: replica sync needs NATS; name the other processes with --peer instead")
+    front = settings["frontend"]
+    is_public = front.api_keys or front.jwt_keys
+    if engines.peer and is_public and not (front.service_token_file or front.tls_client_auth == "required"):
+        # The peers' calls arrive on the port of the clients', and show no key of the API.
+        raise WrongUsage("--peer: with keys for clients, processes must know each other by --service-token-file")
     return LocalSystem()
 
 
@@ -132,8 +141,25 @@ def _check_static(settings: Mapping[str, Any]) -> None:
         raise WrongUsage("--static-workers: name the Schedulers with --static-schedulers")
 
 
+def _peers(engines: LocalEnginesSettings, settings: Mapping[str, Any], runtime: Runtime) -> PeerNetwork | None:
+    """Returns the other processes before the same engines; None if there are none."""
+    if not engines.peer:
+        return None
+    return PeerNetwork(
+        engines.peer,
+        runtime.instance_id,
+        runtime.tls,
+        heartbeat_seconds=settings["scheduler"].replica_heartbeat_seconds,
+        clock=time.monotonic,
+    )
+
+
 async def _compose(
-    settings: Mapping[str, Any], runtime: Runtime, running: AsyncExitStack, engines: LocalEngines | None
+    settings: Mapping[str, Any],
+    runtime: Runtime,
+    running: AsyncExitStack,
+    engines: LocalEngines | None,
+    peers: PeerNetwork | None,
 ) -> list[Hosted]:
     hosted: list[Hosted] = []
     index: OverlapIndex | None = None
@@ -146,7 +172,8 @@ async def _compose(
     if "scheduler" in settings:
         # The Indexer of this process serves every component.
         indexers = None if index is None else lambda _component: index
-        scheduling = await running.enter_async_context(scheduler.running(settings["scheduler"], runtime, indexers))
+        deciding = scheduler.running(settings["scheduler"], runtime, indexers, peers=peers)
+        scheduling = await running.enter_async_context(deciding)
         hosted.append(Hosted("scheduler", scheduling, lambda: scheduling.ready, limits=_limits(settings["scheduler"])))
         own = (runtime.instance_id, cast(Scheduler, scheduling))
     if "frontend" in settings:

@@ -38,6 +38,10 @@ SERVICE_ROLES: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
             "Explain": _FRONTEND,
             "GetStatus": _FRONTEND,
         },
+        "kvrouter.v1.ReplicaService": {
+            "Follow": frozenset({"scheduler"}),
+            "GetBookings": frozenset({"scheduler"}),
+        },
         "kvrouter.v1.IndexerService": {
             "FindMatches": frozenset({"frontend", "scheduler"}),
             "Dump": _FRONTEND,

@@ -19,6 +19,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1 import frontend_pb2 as frontend
 from kvrouter.v1 import indexer_pb2 as indexer
 from kvrouter.v1 import scheduler_pb2 as scheduler
+from kvrouter.v1 import sync_pb2 as sync
 from kvrouter.v1 import worker_pb2 as worker
 
 SERVICES: Mapping[str, ServiceDescriptor] = MappingProxyType(
@@ -267,4 +268,16 @@ class Worker(Protocol):
         self, request: worker.GetModelFileRequest, *, deadline: Deadline
     ) -> Stream[worker.GetModelFileResponse]:
         """Yields the content of a file of the model in pieces."""
+        ...
+
+
+class Replica(Protocol):
+    """A Scheduler, for the others of its system. Fields: kvrouter/v1/sync.proto."""
+
+    def follow(self, request: sync.FollowRequest, *, deadline: Deadline) -> Stream[sync.FollowResponse]:
+        """Yields the events of the Scheduler from now on."""
+        ...
+
+    def get_bookings(self, request: sync.GetBookingsRequest, *, deadline: Deadline) -> Stream[sync.GetBookingsResponse]:
+        """Yields the bookings of the Scheduler in one component."""
         ...

@@ -30,8 +30,9 @@ from kvrouter.scheduler.overlap.indexer_query import IndexerSource
 from kvrouter.scheduler.overlap.indexers import RemoteIndexers
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests, queue_gauges
-from kvrouter.scheduler.replication.channel import MAX_OUTGOING, SyncLink
+from kvrouter.scheduler.replication.channel import MAX_OUTGOING, Network, SyncLink
 from kvrouter.scheduler.replication.nats_network import NatsNetwork
+from kvrouter.scheduler.replication.peer_network import GRACE_SECONDS, MAX_QUEUED_EVENTS, PeerNetwork
 from kvrouter.scheduler.replication.replicas import ReplicaSync
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decide import Decisions
@@ -49,7 +50,12 @@ _PREDICTION_EXPIRY_SECONDS = 1.0
 
 @asynccontextmanager
 async def running(
-    settings: SchedulerSettings, runtime: Runtime, indexers: IndexerSource | None = None, *, rng: Random | None = None
+    settings: SchedulerSettings,
+    runtime: Runtime,
+    indexers: IndexerSource | None = None,
+    *,
+    peers: PeerNetwork | None = None,
+    rng: Random | None = None,
 ) -> AsyncIterator[SchedulerService]:
     """Runs a Scheduler with its background tasks while the context lasts. Yields the object behind its API.
 
@@ -57,6 +63,7 @@ async def running(
         settings: Its options.
         runtime: The services of its process: discovery, NATS, metrics, tasks.
         indexers: Returns the Indexer of a component; by default, the registered ones.
+        peers: Other Schedulers, with which it shares its bookings in the place of those reached by NATS.
         rng: Source of randomness.
     """
     clock = time.monotonic
@@ -82,13 +89,15 @@ async def running(
     if ignored := settings.ignored_options():
         log.warning("options.ignored", options=ignored, mode=options.mode)
     sync = link = None
+    network: Network | None = peers
     if settings.replica_sync:
         network = NatsNetwork(runtime.nats, runtime.directory, runtime.instance_id, runtime.quarantine)
+    if network is not None:
         sync = ReplicaSync(
             booking_table,
             pools,
             SyncMetrics(runtime.registry),
-            grace_seconds=settings.session_grace_seconds,
+            grace_seconds=settings.session_grace_seconds if peers is None else GRACE_SECONDS,
             clock=clock,
         )
         sync.follow()
@@ -139,6 +148,9 @@ async def running(
     if link is not None:
         replicated = link
         bounds.add("replication_events", lambda: replicated.most_outgoing, MAX_OUTGOING, when_full="drops")
+    if peers is not None and sync is not None:
+        sync.metrics.peers.set_function(lambda: peers.connected)
+        bounds.add("peer_events", lambda: peers.most_queued, MAX_QUEUED_EVENTS, when_full="drops")
     if settings.max_queued_requests:
         bounds.add("queued_requests", lambda: queued.longest, settings.max_queued_requests)
     status = Status(
@@ -179,6 +191,8 @@ async def running(
         tasks.append(runtime.spawn(listener.run(), "load reports"))
     if link is not None:
         tasks.append(runtime.spawn(link.run(), "replica sync"))
+        if peers is not None:
+            tasks.append(runtime.spawn(peers.run(), "peers"))
         tasks.append(runtime.spawn(_every(_EXPIRY_SECONDS, link.expire), "orphans"))
     if predictions is not None:
         tasks.append(runtime.spawn(_every(_PREDICTION_EXPIRY_SECONDS, predictions.expire), "predictions"))

@@ -166,10 +166,10 @@ class SyncMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        self.sent = counter("kvrouter_scheduler_sync_sent", "Replication events given to NATS, without heartbeats.")
+        self.sent = counter("kvrouter_scheduler_sync_sent", "Replication events sent, without heartbeats.")
         self.unsent = counter(
             "kvrouter_scheduler_sync_unsent",
-            "Replication events that NATS did not take; other Schedulers notice the gap and fetch the state.",
+            "Replication events that could not be sent; other Schedulers notice the gap and fetch the state.",
         )
         self.received = counter(
             "kvrouter_scheduler_sync_received", "Replication events received from other Schedulers, without heartbeats."
@@ -196,4 +196,5 @@ class SyncMetrics:
         self.incomplete = gauge(
             "kvrouter_scheduler_replicas_incomplete", "Other Schedulers whose state is being fetched."
         )
+        self.peers = gauge("kvrouter_scheduler_peers", "Connected peers of --peer.")
         self.unsent_waiting = gauge("kvrouter_scheduler_sync_outgoing", "Replication events that wait to be sent.")

@@ -151,6 +151,9 @@ class LocalEnginesSettings(EngineSettings):
     """URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated."""
     engines_file: Path | None = None
     """File with the URLs of more engines, one on each line, which may change while the process runs."""
+    peer: tuple[Address, ...] = Field(default=(), max_length=64)
+    """gRPC address, host:port, of another such process before the same engines, with which this one shares its
+    bookings. May be repeated."""
     engine_events: tuple[str, ...] = ()
     """Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if its events are not
     to be used. By default the engine is asked."""
@@ -166,6 +169,8 @@ class LocalEnginesSettings(EngineSettings):
                 read_engines(self.engines_file)
             except ValueError as error:
                 raise ValueError(f"--engines-file: {error}") from None
+        if self.peer and not self.engine and self.engines_file is None:
+            raise ValueError("--peer: name the engines with --engine or --engines-file, too")
         if self.engine_replay and not self.engine_events:
             raise ValueError("--engine-replay: name the events' sockets with --engine-events, too")
         return self

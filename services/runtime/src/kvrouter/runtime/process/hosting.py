@@ -57,6 +57,7 @@ async def host(
     *,
     started: Callable[[RpcServer], None] | None = None,
     reuse_port: bool = False,
+    internal: Sequence[tuple[ServiceDescriptor, object]] = (),
 ) -> None:
     """Serves until ``stopping`` is set, then withdraws the registrations and drains.
 
@@ -66,6 +67,7 @@ async def host(
         stopping: Event to stop the services.
         started: Called with the server once it listens.
         reuse_port: Whether processes share the gRPC port, which their parent holds (``shared_port``).
+        internal: Services on the same server for processes that know its address; they are not registered.
 
     Raises:
         BindFailed: an address cannot be listened on.
@@ -80,6 +82,8 @@ async def host(
     for service in services:
         readiness.labels(service.kind).set_function(partial(server.health.is_ready, service.descriptor.full_name))
         server.add_service(service.descriptor, service.implementation, limits=service.limits, guard=service.guard)
+    for descriptor, implementation in internal:
+        server.add_service(descriptor, implementation)
     async with serving_ops(
         settings.http_bind,
         runtime.registry,
@@ -88,6 +92,8 @@ async def host(
         tls=runtime.tls,
     ) as ops_address:
         await server.start()
+        for descriptor, _ in internal:
+            server.health.set_ready(descriptor.full_name)
         try:
             for service in services:
                 registration = ServiceRegistration(

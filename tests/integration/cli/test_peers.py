@@ -1,0 +1,153 @@
+"""`kvrouter serve --engine … --peer`: two processes before the same engines know each other's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from kvrouter.devtools.system.ports import free_ports
+
+from ..sidecar.rig import BLOCK, EngineServer, vllm
+from .no_broker import NoBroker, serving, until
+
+pytestmark = pytest.mark.timeout(180)
+
+REMOTE = "kvrouter_scheduler_remote_bookings"
+
+
+@asynccontextmanager
+async def peers(
+    logs: Path, *urls: str, one: tuple[str, ...] = (), two: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[NoBroker, NoBroker]]:
+    """Runs two processes that name each other."""
+    first, second = (f"127.0.0.1:{port}" for port in free_ports(2))
+    async with AsyncExitStack() as stack:
+        systems = [
+            await stack.enter_async_context(
+                serving(logs / name, *urls, options=("--peer", peer, *options), name=name, bind=bind)
+            )
+            for name, bind, peer, options in (("one", first, second, one), ("two", second, first, two))
+        ]
+        yield systems[0], systems[1]
+
+
+def engine() -> EngineServer:
+    return vllm(enable_prompt_tokens_details=True)
+
+
+async def counts(system: NoBroker, expected: int) -> None:
+    """Waits until a process knows as many bookings of the other."""
+
+    async def known() -> bool:
+        try:
+            return await system.metric(REMOTE) == expected
+        except aiohttp.ClientConnectorError:
+            return False  # it does not listen yet
+
+    await until(known)
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def prompt(number: int) -> list[int]:
+    return [1000 * number + each for each in range(2 * BLOCK + 1)]
+
+
+async def test_each_knows_the_requests_of_the_other(logs: Path) -> None:
+    running = engine()
+    async with running.started(clock_factor=1), peers(logs, running.url) as (one, two):
+        await asyncio.gather(one.ready(), two.ready())
+        asked = asyncio.create_task(one.ask(prompt(1), max_tokens=80, ignore_eos=True))
+        await counts(two, 1)
+        assert await one.metric(REMOTE) == 0, "its own booking"
+        assert (await asked).status == 200
+        await counts(two, 0)
+        assert (await two.ask(prompt(1))).overlap_blocks == 2, "each follows the events itself"
+
+
+async def test_one_that_is_killed_under_load_costs_no_request_and_leaves_no_booking(logs: Path) -> None:
+    engines = [engine(), engine()]
+    numbers, done = itertools.count(1), asyncio.Event()
+    failed: list[object] = []
+
+    async def client(systems: tuple[NoBroker, ...]) -> None:
+        while not done.is_set():
+            number = next(numbers) % 12
+            for system in systems if number % 2 else reversed(systems):
+                try:
+                    answer = await system.ask(prompt(number), max_tokens=8, ignore_eos=True)
+                except aiohttp.ClientError:
+                    continue  # with the other
+                if answer.status == 200:
+                    break
+            else:
+                failed.append(number)
+
+    async with AsyncExitStack() as stack:
+        for each in engines:
+            await stack.enter_async_context(each.started(clock_factor=2))
+        one, two = await stack.enter_async_context(peers(logs, *(each.url for each in engines)))
+        await asyncio.gather(one.ready(), two.ready())
+        clients = [asyncio.create_task(client((one, two))) for _ in range(6)]
+
+        async def shared() -> bool:
+            return await two.metric(REMOTE) > 0
+
+        await until(shared)
+        os.kill(one.process.pid, signal.SIGKILL)
+        await one.process.stop(20)
+        await counts(two, 0)
+        assert two.logged("peer.away")
+        before = next(numbers)
+        while next(numbers) < before + 50:
+            await asyncio.sleep(0.05)
+        done.set()
+        await asyncio.gather(*clients)
+        assert not failed
+
+
+async def test_one_that_starts_later_learns_the_bookings_of_the_other(logs: Path) -> None:
+    running = engine()
+    first, second = (f"127.0.0.1:{port}" for port in free_ports(2))
+    async with (
+        running.started(clock_factor=0.1),  # so that the request runs until it is cancelled
+        serving(logs / "one", running.url, options=("--peer", second), name="one", bind=first) as one,
+    ):
+        await one.ready()
+        asked = asyncio.create_task(one.ask(prompt(1), max_tokens=200, ignore_eos=True))
+        async with serving(logs / "two", running.url, options=("--peer", first), name="two", bind=second) as two:
+            await counts(two, 1)
+            assert one.logged("peer.away"), "it was not there yet"
+            asked.cancel()
+            await counts(two, 0)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_peers_show_the_service_token(logs: Path, is_same: bool) -> None:
+    options = []
+    for name in ("one", "two"):
+        token = logs / f"token-{name}"
+        token.touch(0o600)
+        token.write_text("a" * 43 if is_same else name * 16)
+        options.append(("--service-token-file", str(token)))
+    running = engine()
+    async with running.started(clock_factor=1), peers(logs, running.url, one=options[0], two=options[1]) as (one, two):
+        await asyncio.gather(one.ready(), two.ready())
+
+        async def decided() -> bool:
+            return two.logged("peer.connected" if is_same else "caller.refused")
+
+        await until(decided)
+        assert two.logged("peer.connected") == is_same
