@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
-from .processes import MODEL, PATIENCE_SECONDS, Processes, services_ready, start_services, streamed
+from .processes import MODEL, PATIENCE_SECONDS, Processes, cancelled, services_ready, start_services, streamed
 from .rig import FULL
 
 WORKERS = 12 if FULL else 4
@@ -106,6 +107,30 @@ async def test_engines_beside_a_sidecar_that_die_are_deaths(processes: Processes
     await started(processes, effect, has_sidecar=True)
     errors = [await send(processes, number, migration_limit=16) for number in range(10)]
     assert all(isinstance(error, PoisonPrompt) for error in errors), errors
+    assert len(dead_or_hung(processes)) == 2
+
+
+async def test_a_worker_that_is_slow_to_read_the_prompt_is_one_of_the_two(processes: Processes) -> None:
+    """The request leaves it with the prompt unread, and kills another one; then it reads the prompt and dies too."""
+    await started(processes, "die", frontend=("--worker-probe-seconds", "0.2"))
+    frontend = processes.frontend("frontend-0")
+    # So the first worker gets the prompt.
+    busy = [
+        asyncio.create_task(streamed(frontend, 10 * worker + number, 2000, worker_id=worker))
+        for worker in range(2, WORKERS + 1)
+        for number in range(4)
+    ]
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await processes.booked("scheduler-0") < len(busy):
+            await asyncio.sleep(0.02)
+        processes.signal("mocker-0", signal.SIGSTOP)
+        sending = asyncio.create_task(send(processes, 0, migration_limit=16))
+        while len(dead_or_hung(processes)) < 2:
+            await asyncio.sleep(0.02)
+        processes.signal("mocker-0", signal.SIGCONT)
+        assert isinstance(await sending, PoisonPrompt)
+        await processes.running["mocker-0"].wait()
+    await cancelled(busy)
     assert len(dead_or_hung(processes)) == 2
 
 

@@ -40,8 +40,9 @@ from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
 from kvrouter.frontend.workers.failures import MAX_WATCHERS
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import BackOff
-from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, MAX_UNSENT, PoisonPrompts, SharedDeaths
+from kvrouter.frontend.workers.poison_prompts import MAX_ENTRIES, PoisonPrompts
 from kvrouter.frontend.workers.probes import StallTrials, WorkerProbes
+from kvrouter.frontend.workers.shared_deaths import MAX_UNCONFIRMED, SharedDeaths
 from kvrouter.runtime import http_server
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
@@ -127,8 +128,15 @@ async def running(
     shared_deaths: SharedDeaths | None = None
     if runtime.etcd is not None:
         subject = worker_deaths_subject(settings.namespace)
-        shared_deaths = SharedDeaths(poison_prompts, runtime.nats, subject, runtime.quarantine)
-        bounds.add("death_notices", lambda: shared_deaths.unsent, MAX_UNSENT, when_full="drops")
+        shared_deaths = SharedDeaths(
+            poison_prompts,
+            runtime.nats,
+            subject,
+            runtime.quarantine,
+            frontend_id=runtime.instance_id,
+            frontends=lambda: runtime.directory.services("frontend").keys(),
+        )
+        bounds.add("death_notices", lambda: shared_deaths.unconfirmed, MAX_UNCONFIRMED, when_full="drops")
     bounds.add("left_requests", lambda: health.most_watchers, MAX_WATCHERS, when_full="drops")
     runner = RequestRunner(
         models,

@@ -171,6 +171,9 @@ class EngineCalls:
 
     async def answers(self, endpoint: str) -> bool:
         """Returns whether a worker is registered and answers a probe soon."""
+        worker = self._worker_at(endpoint)
+        if worker is not None and is_openai_server(worker):
+            return True  # A listed server is registered while it answers.
         return await self._workers.answers(endpoint)
 
     async def is_reachable(self, endpoint: str) -> bool:

@@ -178,6 +178,7 @@ class Generation:
     async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
+            await self._deaths.settle(self._workers.answers, deadline)
             if self._pools is not None and (failure is not None or self._refused):
                 await self._choose_pool(self._pools, deadline)
             try:
@@ -429,6 +430,8 @@ class Generation:
             if attempt.is_unattributed and (self._prefill is None or not await self._prefill.is_lost()):
                 attempt.blame()
         finally:
+            if (fate := attempt.unanswered()) is not None:
+                self._deaths.abandon(fate)
             attempt.cancel()
             del attempt  # It refers to the error below, whose traceback refers to this frame.
         if not isinstance(outcome, Exception):

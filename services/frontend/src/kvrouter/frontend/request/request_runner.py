@@ -106,6 +106,7 @@ class RequestRunner:
         deadline = deadline.or_after(self.settings.request_timeout_seconds)
         known_model, code = "", "CANCELLED"
         generation: Generation | None = None
+        deaths: RequestDeaths | None = None
         admitted: AdmittedRequest | None = None
         tokens = len(prompt) // TOKEN_BYTES
         is_estimated = through is not None and through.is_estimated
@@ -162,6 +163,8 @@ class RequestRunner:
             raise
         finally:
             self._in_flight -= 1
+            if deaths is not None:
+                deaths.end(survived=code == "OK")
             if admitted is not None:
                 admitted.end(
                     0 if generation is None else generation.output_tokens,

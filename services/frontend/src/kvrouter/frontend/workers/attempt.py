@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from kvrouter.core import read_tokens
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
-from kvrouter.frontend.workers.failures import Fault, WorkerFailure, fault_of
+from kvrouter.frontend.workers.failures import Fault, WorkerFailure, WorkerFate, fault_of
 from kvrouter.frontend.workers.observed_worker import WorkerCall
 from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputLimit
 from kvrouter.net.calls import NotSent, OutcomeUnknown
@@ -127,6 +127,15 @@ class WorkerAttempt:
     def cancel(self) -> None:
         """Ends the attempt and cancels the call. Has no effect on an attempt that has ended."""
         self._end(None)
+
+    def unanswered(self) -> WorkerFate | None:
+        """Returns the fate of a worker that misses probes while the client or the deadline ends the request.
+
+        Returns None for any other worker.
+        """
+        ended = self.ended
+        timed_out = ended.done() and not ended.cancelled() and isinstance(ended.result(), DeadlineExceeded)
+        return self._health.fate() if self._health.missed_probes and (timed_out or not self._over) else None
 
     @property
     def is_unattributed(self) -> bool:

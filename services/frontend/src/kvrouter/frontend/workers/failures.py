@@ -27,7 +27,7 @@ class WorkerFate:
         """Creates a fate known if the worker has died.
 
         Args:
-            worker: Identifies the process: its address, and its mark among those at that address.
+            worker: Identifies the process: its address, a space, and its mark among those at that address.
             since: Time at which requests began to leave it, seconds.
             died: Whether it has died.
         """
@@ -37,6 +37,11 @@ class WorkerFate:
         """Whether it has died or recovered."""
         self.died = died
         self._on_death: list[Callable[[str], None]] = []
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the process."""
+        return self.worker.rpartition(" ")[0]
 
     @property
     def watchers(self) -> int:

@@ -1,29 +1,22 @@
-"""Prompts in flight when workers died: those that saw two deaths are refused, here and at other Frontends.
-
-Frontends tell each other of deaths over Core NATS, and so do the processes of one Frontend. A lost message costs one
-death more at most, so none is acknowledged or repeated.
-"""
+"""Remembers the prompts in flight when workers died, and refuses those that saw two deaths."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
-import nats.errors
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.workers.failures import HANGS, WorkerFailure
-from kvrouter.net.decoding import Quarantine, Undecodable, decode_message
-from kvrouter.v1.errors import PoisonPrompt
-from kvrouter.v1.sync_pb2 import WorkerDeathNotice
-from nats.aio.client import Client
-from nats.aio.msg import Msg
+from kvrouter.frontend.workers.failures import HANGS, WorkerFailure, WorkerFate
+from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.errors import DeadlineExceeded, PoisonPrompt
+
+log = structlog.get_logger(component="frontend")
 
 MAX_ENTRIES = 10_000
 """Maximum number of prompts to remember; a further one replaces the one whose time ends first."""
@@ -31,6 +24,13 @@ MAX_DEATHS = 2
 """Deaths of workers ending a request, and after which its prompt is refused."""
 KEY_BYTES = 16
 """Size of a prompt's key."""
+_MAX_DOUBTS = 8
+"""Maximum number of workers remembered of one prompt that may yet die of it."""
+
+_ANSWERS = 2
+"""Answered probes after which a worker has survived a request: one may be answered ahead of the request."""
+_PAUSE_SECONDS = 0.1
+"""Time between these probes, seconds."""
 
 
 def prompt_key(tenant: str, model: str, prompt: bytes) -> bytes:
@@ -47,10 +47,18 @@ async def _shared() -> None:
 
 
 @dataclass(slots=True)
-class _Entry:
-    workers: tuple[str, ...]
-    """Workers that died, at most ``MAX_DEATHS``."""
+class SuspectPrompt:
+    """A prompt that was in flight when a worker died or stopped answering."""
+
     expires: float
+    workers: tuple[str, ...] = ()
+    """Workers that died, at most ``MAX_DEATHS``."""
+    doubts: list[WorkerFate] = field(default_factory=list)
+    """Workers that stopped answering while they ran it."""
+    trial: object | None = None
+    """The request of this process that alone may run it; None if none does."""
+    survived: bool = False
+    """Whether a request with it has completed since the latest of these: then several may run."""
 
 
 class PoisonPrompts:
@@ -76,7 +84,7 @@ class PoisonPrompts:
         """Returns when other Frontends were told of these deaths, or cannot be soon."""
         self._refusal_seconds = refusal_seconds
         self._clock = clock
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, SuspectPrompt] = OrderedDict()
         """In the order in which they expire."""
 
     def __len__(self) -> int:
@@ -94,19 +102,24 @@ class PoisonPrompts:
 
         Each worker counts once, however many requests with the prompt it ran, and whoever saw it die.
         """
-        if not self._refusal_seconds:
-            return False
-        now = self._clock()
-        self._expire(now)
-        entry = self._entries.get(key)
+        entry = self.suspect(key)
         workers = () if entry is None else entry.workers
-        if worker in workers or len(workers) == MAX_DEATHS:
+        if not self._refusal_seconds or worker in workers or len(workers) == MAX_DEATHS:
             return False
-        self._entries[key] = _Entry((*workers, worker), now + self._refusal_seconds)
-        self._entries.move_to_end(key)
-        if len(self._entries) > MAX_ENTRIES:
-            self._entries.popitem(last=False)
+        self._renewed(key).workers = (*workers, worker)
         return True
+
+    def doubt(self, key: bytes, fate: WorkerFate) -> None:
+        """Records that a worker, which may yet die, stopped answering while it ran the prompt."""
+        if self._refusal_seconds and not fate.is_known:
+            doubts = self._renewed(key).doubts
+            if fate not in doubts:
+                doubts[:] = [*(each for each in doubts if not each.is_known), fate][-_MAX_DOUBTS:]
+
+    def suspect(self, key: bytes) -> SuspectPrompt | None:
+        """Returns what is known of a prompt; None for one that harmed no worker lately."""
+        self._expire(self._clock())
+        return self._entries.get(key)
 
     def refusal(self, message: str) -> PoisonPrompt:
         """Returns the error of a request refused or ended for deaths, and counts it."""
@@ -116,10 +129,17 @@ class PoisonPrompts:
 
     def refused_seconds(self, key: bytes) -> float:
         """Returns for how long a prompt is refused, seconds; 0 if it is not."""
-        now = self._clock()
-        self._expire(now)
-        entry = self._entries.get(key)
-        return 0.0 if entry is None or len(entry.workers) < MAX_DEATHS else entry.expires - now
+        entry = self.suspect(key)
+        return 0.0 if entry is None or len(entry.workers) < MAX_DEATHS else entry.expires - self._clock()
+
+    def _renewed(self, key: bytes) -> SuspectPrompt:
+        """Returns the entry of a prompt that harms a worker now."""
+        entry = self._entries.setdefault(key, SuspectPrompt(0.0))
+        entry.expires, entry.survived = self._clock() + self._refusal_seconds, False
+        self._entries.move_to_end(key)
+        if len(self._entries) > MAX_ENTRIES:
+            self._entries.popitem(last=False)
+        return entry
 
     def _expire(self, now: float) -> None:
         while self._entries:
@@ -127,9 +147,6 @@ class PoisonPrompts:
             if self._entries[key].expires > now:
                 return
             del self._entries[key]
-
-
-log = structlog.get_logger(component="frontend")
 
 
 class RequestDeaths:
@@ -183,7 +200,45 @@ class RequestDeaths:
         """Adds a failure, whose worker may have died or may yet die."""
         if failure.fate is not None:
             self._failures.append(failure)
-            failure.fate.on_death(partial(self._prompts.note, self._find_key()))
+            self._watch(failure.fate, may_hang=failure.cause in HANGS)
+
+    def abandon(self, fate: WorkerFate) -> None:
+        """Adds a worker that does not answer, and at which the request ends for another reason."""
+        self._watch(fate, may_hang=True)
+
+    async def settle(self, answers: Callable[[str], Awaitable[bool]], deadline: Deadline) -> None:
+        """Waits until the request may go to a worker, or to a further one, without a third one dying of its prompt.
+
+        A worker that ran it and may yet die counts as a death until it answers probes. After a death one request of
+        this process at a time runs the prompt.
+
+        Args:
+            answers: Returns whether the worker at an address is registered and answers a probe soon.
+            deadline: Deadline of the request.
+
+        Raises:
+            PoisonPrompt: two workers died.
+            DeadlineExceeded: the deadline has passed.
+        """
+        if not (self._failures or len(self._prompts)):
+            return
+        answered: Counter[str] = Counter()
+        try:
+            async with asyncio.timeout(deadline.before_answer()):
+                while not self._may_go(doubts := self._doubts(answered)):
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                    replies = await asyncio.gather(*(answers(fate.endpoint) for fate in doubts))
+                    answered.update(fate.worker for fate, reply in zip(doubts, replies, strict=True) if reply)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the deadline has passed while the request waited to learn whether workers died of its prompt"
+            ) from None
+
+    def end(self, *, survived: bool) -> None:
+        """Ends the request; ``survived`` if it is complete, so its last worker lives."""
+        if self._key and (suspect := self._prompts.suspect(self._key)) is not None and suspect.trial is self:
+            suspect.trial = None
+            suspect.survived = suspect.survived or survived
 
     async def shared(self) -> None:
         """Returns when other Frontends know of the deaths, or cannot soon."""
@@ -205,88 +260,41 @@ class RequestDeaths:
                 f"{MAX_DEATHS} workers died while they ran this prompt: it is refused for {seconds:.0f} s more"
             )
 
+    def _watch(self, fate: WorkerFate, *, may_hang: bool) -> None:
+        key = self._find_key()
+        fate.on_death(partial(self._prompts.note, key))
+        if may_hang:
+            self._prompts.doubt(key, fate)
+
+    def _doubts(self, answered: Counter[str]) -> list[WorkerFate]:
+        """Returns the fates of the workers that may yet die, without those that have answered."""
+        suspect = self._prompts.suspect(self._find_key())
+        fates = [each.fate for each in self._failures if each.fate is not None]
+        return [
+            fate
+            for fate in dict.fromkeys([*fates, *(() if suspect is None else suspect.doubts)])
+            if not fate.is_known and answered[fate.worker] < _ANSWERS
+        ]
+
+    def _may_go(self, doubts: list[WorkerFate]) -> bool:
+        """Returns whether at most one other worker can die, and takes the trial of a suspect prompt.
+
+        Raises:
+            PoisonPrompt: as for ``check``.
+        """
+        self.check()
+        suspect = self._prompts.suspect(self._find_key())
+        dead = {*self.workers, *(() if suspect is None else suspect.workers)}
+        at_risk = dead | {fate.worker for fate in doubts}
+        if len(at_risk) >= MAX_DEATHS:
+            return False
+        if suspect is not None and at_risk and not suspect.survived:
+            if suspect.trial not in (None, self):
+                return False
+            suspect.trial = self
+        return True
+
     def _find_key(self) -> bytes:
         if not self._key:
             self._key = prompt_key(self._tenant, self._model, self._prompt)
         return self._key
-
-
-_SHARING_SECONDS = 0.5
-"""Longest time for which a request that saw a death waits until others were told, seconds."""
-MAX_UNSENT = 16_384
-"""Maximum number of notices that wait to be sent; further ones are dropped. A death notes each prompt in flight."""
-_MAX_WORKER_CHARACTERS = 512
-
-
-class SharedDeaths:
-    """Connects PoisonPrompts to NATS. ``run`` must be running."""
-
-    def __init__(
-        self, prompts: PoisonPrompts, connect: Callable[[], Awaitable[Client]], subject: str, quarantine: Quarantine
-    ) -> None:
-        """Does not connect yet.
-
-        Args:
-            prompts: The shared prompts.
-            connect: Returns the connection once NATS is reachable.
-            subject: Subject of the notices of all Frontends of the namespace.
-            quarantine: Reports malformed messages.
-        """
-        self._prompts = prompts
-        self._connect = connect
-        self._subject = subject
-        self._quarantine = quarantine
-        self._unsent: asyncio.Queue[WorkerDeathNotice] = asyncio.Queue(MAX_UNSENT)
-        self._client: Client | None = None
-        prompts.on_death = self._send
-        prompts.shared = self._shared
-
-    @property
-    def unsent(self) -> int:
-        """Number of notices that wait to be sent."""
-        return self._unsent.qsize()
-
-    async def run(self) -> None:
-        """Sends and receives until cancelled."""
-        client = await self._connect()
-        await client.subscribe(self._subject, cb=self._take, pending_msgs_limit=MAX_UNSENT)
-        self._client = client
-        while True:
-            notice = await self._unsent.get()
-            try:
-                await client.publish(self._subject, notice.SerializeToString())
-            except nats.errors.Error as error:
-                log.warning("death_notice.unsent", cause=repr(error))
-            finally:
-                self._unsent.task_done()
-
-    async def _shared(self) -> None:
-        """Returns when the server has received all notices, or after half a second.
-
-        Otherwise a client sending the prompt again at once, to another Frontend, would be ahead of them.
-        """
-        if self._client is None or not self._client.is_connected:
-            return
-        with suppress(TimeoutError, nats.errors.Error):
-            async with asyncio.timeout(_SHARING_SECONDS):
-                await self._unsent.join()
-                await self._client.flush()
-
-    def _send(self, key: bytes, worker: str) -> None:
-        if not self._unsent.full():
-            self._unsent.put_nowait(WorkerDeathNotice(prompt_key=key, worker=worker))
-
-    async def _take(self, message: Msg) -> None:
-        try:
-            notice = decode_message(WorkerDeathNotice, message.data)
-            if len(notice.prompt_key) != KEY_BYTES or not 0 < len(notice.worker) <= _MAX_WORKER_CHARACTERS:
-                received = f"{len(notice.prompt_key)} bytes and a worker of {len(notice.worker)} characters"
-                raise Undecodable(
-                    "out_of_range",
-                    f"expected a key of {KEY_BYTES} bytes and a worker of 1 to {_MAX_WORKER_CHARACTERS} characters, "
-                    f"received {received}",
-                )
-        except Undecodable as error:
-            self._quarantine.reject("nats", self._subject, error)
-        else:
-            self._prompts.learn(notice.prompt_key, notice.worker)
