@@ -13,7 +13,9 @@ import pytest
 from aiohttp import web
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import GetStatusRequest
 from prometheus_client import CollectorRegistry
 
 from ..gateway import MODEL, System, running_system, until
@@ -412,3 +414,33 @@ async def test_a_text_that_nobody_has_counted_is_too_long_only_if_the_engine_say
     assert response.status == 422
     assert len(engine.bodies) == 2
     await system.until_idle()
+
+
+@pytest.mark.parametrize(("fields", "slots"), [({}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5}, 5)])
+async def test_each_sequence_takes_a_slot(
+    system: System, stack: AsyncExitStack, fields: dict[str, int], slots: int
+) -> None:
+    ends = asyncio.Event()
+
+    async def answer_later(request: web.Request, body: Any) -> web.StreamResponse:
+        await ends.wait()
+        return await answer(request, body)
+
+    engine = await start_engine(system, stack, 1)
+    engine.respond = answer_later
+    body = {"model": MODEL, "prompt": [*range(40)], "max_tokens": 4} | fields
+    async with asyncio.timeout(30), aiohttp.ClientSession(f"http://{system.http}") as http:
+        sending = asyncio.create_task(http.post("/v1/completions", json=body))
+        try:
+            while await booked_at_all_ranks(system) != slots:
+                await asyncio.sleep(0.01)
+        finally:
+            ends.set()
+        assert (await sending).status == 200
+        while await booked_at_all_ranks(system):
+            await asyncio.sleep(0.01)
+
+
+async def booked_at_all_ranks(system: System) -> int:
+    status = await system.scheduler.get_status(GetStatusRequest(), deadline=Deadline.after(10))
+    return sum(rank.active_requests for each in status.components for rank in each.ranks)

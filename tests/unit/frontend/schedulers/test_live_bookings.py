@@ -27,6 +27,9 @@ def test_a_reassertion_contains_the_booking_and_its_progress() -> None:
     assert (sent.prompt_tokens, sent.prefill_tokens) == (40, 24)
     assert sent.prefill_complete
     assert sent.output_tokens == 3
+    assert not sent.HasField("sequences")
+    live.sequences = 4
+    assert live.to_reassert().sequences == 4
 
 
 @given(st.integers(1, 200), st.integers(0, 100), st.integers(1, 50))

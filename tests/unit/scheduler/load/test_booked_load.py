@@ -118,6 +118,20 @@ def test_without_reuse_requests_share_no_blocks() -> None:
     assert manager.loads(prompt(4, tail=1)).active_blocks.tolist() == [15, 5]
 
 
+def test_each_sequence_of_a_request_counts_until_it_is_freed() -> None:
+    load = booked_load()
+    load.book(key(1), (1, 0), prompt(2)._replace(sequences=5), 0)
+    load.book(key(2), (1, 0), prompt(2), 0)
+    load.book(key(2), (1, 0), prompt(2)._replace(sequences=9), 0)
+    assert load.loads().requests.tolist() == [6, 0]
+    assert load.load_by_rank()[1, 0].requests == 6
+    assert load.most_booked((1, 0)) == 6
+    load.free(key(1))
+    assert load.loads().requests.tolist() == [1, 0]
+    load.free(key(2))
+    assert load.loads().requests.tolist() == [0, 0]
+
+
 def test_untracked_blocks_do_not_count() -> None:
     manager = booked_load(Accounting(track_active_blocks=False))
     manager.book(key(1), (1, 0), prompt(4), 64)

@@ -245,6 +245,8 @@ def test_tokens_and_hashes_name_the_same_prompt(blocks: int, tail: int) -> None:
         ({"token_ids": None}, BadRequest, "token_ids"),
         ({"prompt_tokens": 3}, BadRequest, "prompt_tokens"),
         ({"block_size": 32}, BlockSizeMismatch, "block_size"),
+        ({"sequences": 0}, BadRequest, "sequences"),
+        ({"sequences": 1025}, BadRequest, "sequences"),
     ],
 )
 def test_bad_prompts_of_tokens(fields: dict[str, Any], error: type[Exception], field: str) -> None:

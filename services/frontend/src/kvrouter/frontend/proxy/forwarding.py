@@ -80,6 +80,8 @@ def generate_request(
     """
     request = FrontendServiceGenerateRequest(model=body.model, request_id=request_id, priority=body.priority)
     request.stop_conditions.max_tokens = body.max_output_tokens
+    if body.sequences > 1:
+        request.sampling_options.n = body.sequences
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
     request.conversation_id = body.conversation_id

@@ -90,6 +90,7 @@ def routing_request(
         priority=request.priority,
         max_output_tokens=request.stop_conditions.max_tokens,
         length_is_estimated=is_estimated,
+        sequences=request.sampling_options.n if request.sampling_options.n > 1 else None,
     )
     if request.HasField("scope"):
         routing.scope.CopyFrom(request.scope)

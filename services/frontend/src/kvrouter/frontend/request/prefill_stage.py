@@ -271,6 +271,7 @@ class PrefillStage:
         """Returns the request for the Scheduler of a prefill pool. Constraints on workers name decode workers."""
         for_prefill = RoutingRequest()
         for_prefill.CopyFrom(routing)
+        for_prefill.ClearField("sequences")  # It computes the prompt once.
         for_prefill.component.CopyFrom(view.descriptor.component)
         for_prefill.may_prefill_locally = False
         for_prefill.max_output_tokens = 1

@@ -40,6 +40,8 @@ class LiveBooking:
     prefill_tokens: int
     """Prompt tokens the rank had to compute when the request was booked."""
     block_size: int
+    sequences: int = 1
+    """Number of sequences that the engine generates from the prompt."""
     prefill_complete: bool = False
     output_tokens: int = 0
 
@@ -51,6 +53,7 @@ class LiveBooking:
         local_hashes: bytes,
         prompt_tokens: int,
         block_size: int,
+        sequences: int = 1,
     ) -> LiveBooking:
         """Returns the booking a selection made."""
         return cls(
@@ -63,6 +66,7 @@ class LiveBooking:
             if selection.HasField("prefill_tokens")
             else max(0, prompt_tokens - selection.overlap_blocks * block_size),
             block_size=block_size,
+            sequences=sequences,
         )
 
     @property
@@ -85,6 +89,7 @@ class LiveBooking:
             prefill_tokens=self.prefill_tokens,
             prefill_complete=self.prefill_complete,
             output_tokens=self.output_tokens,
+            sequences=self.sequences if self.sequences > 1 else None,
         )
         add_sequence_hashes(message, sequence_hashes(self.local_hashes))
         return message

@@ -195,7 +195,8 @@ class SchedulerLink:
         """
         request = pb.SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=arrived_unix_ns)
         selection = await self.select(request, deadline=deadline)
-        booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size)
+        sequences = max(1, routing.sequences)
+        booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size, sequences)
         self.keep(booking)
         return selection, booking
 

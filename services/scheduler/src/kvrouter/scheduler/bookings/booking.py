@@ -16,7 +16,7 @@ from kvrouter.core import Rank
 from kvrouter.runtime.requests import pack_sequence_hashes
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.request.prompt import MAX_SEQUENCES, Prompt
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
@@ -159,6 +159,7 @@ def add_request(booking: Booking, placement: Placement, now: float) -> AddReques
         lease_until_unix_ns=lease_until_unix_ns,
         tracks_active_blocks=booking.pool.booked_load.tracks_blocks(booking.key[2]),
         conversation=booking.conversation,
+        sequences=booking.prompt.sequences if booking.prompt.sequences > 1 else None,
     )
 
 
@@ -187,7 +188,12 @@ def replicated_booking(pool: Pool, key: Key, announced: ReassertBooking | AddReq
             field="sequence_hashes",
             advice="Send one hash for each full block of the prompt.",
         )
-    prompt = Prompt(announced.prompt_tokens, local_hashes if len(local_hashes) == len(hashes) else b"", hashes)
+    prompt = Prompt(
+        announced.prompt_tokens,
+        local_hashes if len(local_hashes) == len(hashes) else b"",
+        hashes,
+        sequences=min(max(1, announced.sequences), MAX_SEQUENCES),
+    )
     placement = placement_of(announced)
     candidate = pool.worker_set.candidate(placement.rank)
     outcome = SelectWorkerResponse(

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 # Read once: looking up an enum value by name takes a microsecond, for each candidate.
 _PREFILL = Stage.STAGE_PREFILL
+_REQUESTS = 2
+"""Place of the requests among the core's columns of load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class RankLoad(NamedTuple):
     prefill_tokens: int = 0
     """Prefill tokens booked and not computed."""
     requests: int = 0
-    """Bookings."""
+    """Booked sequences."""
 
 
 class Loads(NamedTuple):
@@ -161,6 +163,10 @@ class BookedLoad:
         self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
         """The ranks known to the core, and the indexes of the registered ones; None if they all are."""
         self._bookings: dict[Rank, int] = {}
+        self._further: dict[Key, int] = {}
+        """Sequences beyond the first one of each booking that has several."""
+        self._further_of: dict[Rank, int] = {}
+        """Their sum by rank."""
         self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
         self.prefill_times = PrefillTimes()
@@ -207,17 +213,23 @@ class BookedLoad:
         return self.latency_calibration.relative.of(rank, self.clock())
 
     def most_booked(self, rank: Rank) -> int:
-        """Returns the most bookings of a rank since the report before the last, when another one arrives."""
-        return self._peaks.reported(rank, self._bookings.get(rank, 0))
+        """Returns the most booked sequences of a rank since the report before the last, when another one arrives."""
+        return self._peaks.reported(rank, self._booked(rank))
 
     def load_by_rank(self) -> dict[Rank, RankLoad]:
         """Returns the load of every rank with a registration or bookings, for display."""
-        return {rank: RankLoad(*load) for rank, *load, _ in self._sequences.loads().rows()}
+        return {
+            rank: RankLoad(active, prefill, requests + self._further_of.get(rank, 0))
+            for rank, active, prefill, requests, _ in self._sequences.loads().rows()
+        }
 
     def _registered_of(self, columns: LoadColumns) -> Column:
         """Returns the columns of registered ranks as rows; the core also knows ranks with bookings only."""
         known = columns.ranks
         rows: Column = np.ndarray((4, len(known)), np.int64, columns.packed)
+        if self._further_of:
+            rows = rows.copy()
+            rows[_REQUESTS] += np.array([self._further_of.get(rank, 0) for rank in known], np.int64)
         if self._places is None or self._places[0] is not known:
             registered = [place for place, rank in enumerate(known) if rank in self._registered]
             self._places = (known, None if len(registered) == len(known) else np.array(registered, np.intp))
@@ -252,8 +264,11 @@ class BookedLoad:
         try:
             booked = self._sequences.book(request)
             if booked:
-                self._bookings[rank] = bookings = self._bookings.get(rank, 0) + 1
-                self._peaks.booked(rank, bookings)
+                self._bookings[rank] = self._bookings.get(rank, 0) + 1
+                if prompt.sequences > 1:
+                    self._further[key] = prompt.sequences - 1
+                    self._further_of[rank] = self._further_of.get(rank, 0) + prompt.sequences - 1
+                self._peaks.booked(rank, self._booked(rank))
                 now = self.clock()
                 self._recency.record(rank, prompt.sequence_hashes, now)
                 self.time_in_flight.began(now)
@@ -325,6 +340,10 @@ class BookedLoad:
         else:
             self.latency_calibration.forget(key)
             self.prefill_times.forget(key)
+        if further := self._further.pop(key, 0):
+            self._further_of[rank] -= further
+            if not self._further_of[rank]:
+                del self._further_of[rank]
         left = self._bookings[rank] - 1
         if left:
             self._bookings[rank] = left
@@ -332,6 +351,10 @@ class BookedLoad:
             del self._bookings[rank]
             self._forget_if_idle(rank)
         return True
+
+    def _booked(self, rank: Rank) -> int:
+        """Returns the number of booked sequences of a rank."""
+        return self._bookings.get(rank, 0) + self._further_of.get(rank, 0)
 
     def _forget_if_idle(self, rank: Rank) -> None:
         if rank not in self._registered and rank not in self._bookings:

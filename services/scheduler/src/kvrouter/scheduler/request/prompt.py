@@ -11,6 +11,8 @@ from kvrouter.v1.common_pb2 import RoutingRequest
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 
 HASH_BYTES = 8
+MAX_SEQUENCES = 1024
+"""Maximum number of sequences of one request."""
 _EMPTY = "Send 1 token id or more, or local hashes with prompt_tokens."
 
 
@@ -25,6 +27,8 @@ class Prompt(NamedTuple):
     """Packed little-endian u64: the sequence hash of each full block."""
     is_estimated: bool = False
     """Whether the number of tokens is an estimate."""
+    sequences: int = 1
+    """Number of sequences that the engine generates from it, each of which takes a slot."""
 
     def without_local_hashes(self) -> Prompt:
         """Returns the prompt as bookings keep it: load is counted by sequence hashes."""
@@ -66,7 +70,7 @@ def read_prompt(
             to these and the limits, since it may be shorter.
 
     Raises:
-        BadRequest: there is no prompt, or the number of hashes or tokens does not fit.
+        BadRequest: there is no prompt, or the number of hashes, tokens or sequences does not fit.
         BlockSizeMismatch: the hashes were made with another block size.
         PromptTooLong: the prompt was counted and exceeds a limit, or leaves no room for an output token.
     """
@@ -91,7 +95,18 @@ def read_prompt(
         longest = min(max_prompt_tokens, max_model_len - 1) if max_model_len else max_prompt_tokens
         tokens = max(1, min(tokens, longest, largest_cache * block_size or tokens))
         local = local[: tokens // block_size * HASH_BYTES]
-    return Prompt(tokens, local, sequence_hashes(local), request.length_is_estimated)
+    return Prompt(tokens, local, sequence_hashes(local), request.length_is_estimated, _sequences(request))
+
+
+def _sequences(request: RoutingRequest) -> int:
+    sequences = request.sequences if request.HasField("sequences") else 1
+    if not 1 <= sequences <= MAX_SEQUENCES:
+        raise BadRequest(
+            f"expected 1 to {MAX_SEQUENCES} sequences, received {sequences}",
+            field="sequences",
+            advice="Leave the field unset for one sequence.",
+        )
+    return sequences
 
 
 def _count(request: RoutingRequest, block_size: int) -> int:
