@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 MAX_PAGE = 1000
 """Maximum number of entries of a page."""
@@ -49,3 +49,36 @@ async def all_pages(call: Callable[[_Request], Awaitable[_Response]], request: _
         if not page.next_page_token:
             return
         request.page_token = page.next_page_token
+
+
+_Overview = TypeVar("_Overview", bound="ComponentsPage")
+
+
+class ComponentsPage(PagedResponse, Protocol):
+    """A page of components and their ranks, in order."""
+
+    @property
+    def components(self) -> Any:
+        """Components, each with those of its ranks that are on the page."""
+        ...
+
+    def MergeFrom(self, other: Any) -> None:  # noqa: N802 - of protobuf
+        """Adds another page."""
+        ...
+
+
+async def whole(call: Callable[[_Request], Awaitable[_Overview]], request: _Request) -> _Overview:
+    """Returns all pages of components as one. Changes the request."""
+    merged: _Overview | None = None
+    async for page in all_pages(call, request):
+        if merged is None:
+            merged = page
+            continue
+        if page.components and merged.components[-1].component == page.components[0].component:
+            merged.components[-1].ranks.extend(page.components[0].ranks)
+            del page.components[0]
+        merged.MergeFrom(page)
+    if merged is None:
+        raise AssertionError("a list has a page")
+    merged.next_page_token = ""
+    return merged

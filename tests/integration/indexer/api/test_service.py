@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 
 import aiohttp
 import pytest
@@ -30,6 +31,7 @@ from kvrouter.v1.errors import (
 )
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest, GetStatsRequest, LoadRequest
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.pages import all_pages, whole
 from kvrouter.v1.registry_pb2 import AppliedRecord
 
 from ..event_batches import BLOCK_SIZE, RankSource, hashes, tokens
@@ -179,6 +181,29 @@ async def test_stats_count_events_by_rank(stack: Stack) -> None:
         (2, 6, False),
     ]
     assert 0 < component.lag_us < PATIENCE_SECONDS * 1e6
+
+
+async def test_stats_of_more_ranks_than_a_page_holds_come_in_pages(stack: Stack) -> None:
+    await stack.create_component()
+    js = stack.nats.jetstream()
+    sources = [RankSource(stack.component, worker_id) for worker_id in range(1, 8)]
+    for source in sources:
+        await stack.register(source)
+        await source.stored(PROMPT, 100).publish(js)
+    for source in sources:
+        await stack.follows(source)
+    call = partial(stack.indexer.get_stats, deadline=soon())
+    sizes, found = [], []
+    async for page in all_pages(call, GetStatsRequest(page_size=3)):
+        (component,) = page.components
+        assert (component.component, component.blocks) == (stack.named, 6 * len(sources))
+        sizes.append(len(component.ranks))
+        found += [rank.rank.worker_id for rank in component.ranks]
+    assert sizes == [2, 3, 2], "the component is the first entry"
+    assert found == [*range(1, 8)]
+    merged = await whole(call, GetStatsRequest(page_size=3))
+    assert [rank.rank.worker_id for rank in merged.components[0].ranks] == found
+    assert not merged.next_page_token
 
 
 async def test_a_worker_that_differs_from_its_component_is_not_listened_to(stack: Stack) -> None:

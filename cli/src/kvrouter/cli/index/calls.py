@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,7 @@ from kvrouter.v1.indexer_pb2 import (
     ComponentStats,
     DumpRequest,
     GetStatsRequest,
+    GetStatsResponse,
     LoadRequest,
     RankStats,
     ResetStatesRequest,
@@ -32,6 +34,7 @@ from kvrouter.v1.indexer_pb2 import (
     VerifyRequest,
     VerifyResponse,
 )
+from kvrouter.v1.pages import whole
 from rich.table import Table
 
 _SHOWN_DIFFERENCES = 32  # of each rank
@@ -49,7 +52,7 @@ class IndexerCalls:
     async def status(self) -> bool:
         """Prints each component and its ranks."""
         request = GetStatsRequest(component=named_component(self._component)) if self._component else GetStatsRequest()
-        answer = await self._service.get_stats(request, deadline=self._deadline)
+        answer = await self._stats(request)
         console = _console()
         bound = f" of at most {answer.max_index_bytes / 1e6:,.0f} MB" if answer.max_index_bytes else ""
         console.print(f"replica {answer.replica_id}, indexes of {answer.index_bytes / 1e6:,.0f} MB{bound}")
@@ -150,15 +153,19 @@ class IndexerCalls:
             return []
         known: list[Rank] = []
         if any(SHORTENED in text for text in texts):
-            answer = await self._service.get_stats(GetStatsRequest(component=component), deadline=self._deadline)
+            answer = await self._stats(GetStatsRequest(component=component))
             known = [rank.rank for stats in answer.components for rank in stats.ranks]
         return [rank_of_text(text, known) for text in texts]
+
+    async def _stats(self, request: GetStatsRequest) -> GetStatsResponse:
+        """Returns all pages of the statistics."""
+        return await whole(partial(self._service.get_stats, deadline=self._deadline), request)
 
     async def _named(self) -> Component:
         """Returns the named component, or the only one."""
         if self._component:
             return named_component(self._component)
-        answer = await self._service.get_stats(GetStatsRequest(), deadline=self._deadline)
+        answer = await self._stats(GetStatsRequest())
         known = [stats.component for stats in answer.components]
         if len(known) != 1:
             names = ", ".join(f"{each.namespace}/{each.name}" for each in known) or "none"

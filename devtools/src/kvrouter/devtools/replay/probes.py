@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import aiohttp
@@ -16,6 +17,7 @@ from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import ComponentStats, EventCounts, GetStatsRequest
+from kvrouter.v1.pages import whole
 from prometheus_client.parser import text_string_to_metric_families
 
 _CALL_SECONDS = 5.0
@@ -48,7 +50,8 @@ async def _settled(indexer: Indexer) -> Sequence[ComponentStats]:
     try:
         async with asyncio.timeout(_SETTLE_SECONDS):
             while True:
-                answer = await indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(_CALL_SECONDS))
+                deadline = Deadline.after(_CALL_SECONDS)
+                answer = await whole(partial(indexer.get_stats, deadline=deadline), GetStatsRequest())
                 components = answer.components
                 if all(one.applied_stream_sequence >= one.last_stream_sequence for one in components):
                     return components

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
+from itertools import groupby
 
 from kvrouter.core import InvalidDump, Rank, Scope, local_hashes
 from kvrouter.core.interface import MemoryBudget
@@ -32,6 +33,7 @@ from kvrouter.v1.errors import (
     UnknownComponent,
 )
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.pages import page_of
 
 _MAX_SCOPE_BYTES = 1024
 _MAX_MULTIMODAL_HASHES = 4096
@@ -168,7 +170,7 @@ class IndexerService:
                 yield encoded_dump_response(chunk)
 
     async def get_stats(self, request: pb.GetStatsRequest, *, deadline: Deadline) -> pb.GetStatsResponse:
-        """Returns statistics of the index, its consumer and its ranks. Works during a restore too.
+        """Returns a page of statistics of the index, its consumer and its ranks. Works during a restore too.
 
         Raises:
             UnknownComponent, NotReady, BadRequest, DeadlineExceeded.
@@ -180,13 +182,20 @@ class IndexerService:
             if request.HasField("component")
             else [component for _, component in sorted(self._replica.components.items(), key=lambda item: str(item[0]))]
         )
-        stats = [await component.stats() for component in chosen]
-        return pb.GetStatsResponse(
-            components=stats,
+        entries = [entry for component in chosen for entry in _entries(await component.stats())]
+        page, token = page_of(entries, request, _entry_key)
+        response = pb.GetStatsResponse(
             replica_id=self._replica.id,
             index_bytes=self._budget.used_bytes,
             max_index_bytes=self._budget.max_bytes or None,
+            next_page_token=token,
         )
+        for _, of_component in groupby(page, lambda entry: entry[0].component.SerializeToString()):
+            part = list(of_component)
+            component = response.components.add()
+            component.CopyFrom(part[0][0])
+            component.ranks.extend(rank for _, rank in part if rank is not None)
+        return response
 
     async def load(self, requests: AsyncIterator[pb.LoadRequest], *, deadline: Deadline) -> pb.LoadResponse:
         """Loads a dump. Each rank replaces its state in the index once all its chunks have arrived.
@@ -338,3 +347,17 @@ async def _load_rank(component: ComponentIndex, last: RankState, chunks: list[by
         return await component.state.repair.load_rank(RankDump(rank, cursor, last.partial, chunks))
     except (InvalidDump, StaleDump) as error:
         raise BadRequest(str(error), field="state", advice="Dump the rank again.") from None
+
+
+def _entries(stats: pb.ComponentStats) -> list[tuple[pb.ComponentStats, pb.RankStats | None]]:
+    """Returns a component without its ranks, and each of them."""
+    ranks = list(stats.ranks)
+    del stats.ranks[:]
+    return [(stats, None), *((stats, rank) for rank in ranks)]
+
+
+def _entry_key(entry: tuple[pb.ComponentStats, pb.RankStats | None]) -> str:
+    stats, found = entry
+    name = f"{stats.component.namespace}/{stats.component.name}"
+    # A space precedes all characters of names, so a component precedes its ranks, and they those of "NAME-2".
+    return name if found is None else f"{name} {found.rank.worker_id:020} {found.rank.dp_rank:010}"

@@ -18,8 +18,8 @@ from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1.errors import KvRouterError, NotFound, PermissionDenied, Unauthenticated
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, GetWorkerHealthResponse
 from kvrouter.v1.indexer_pb2 import GetStatsRequest
-from kvrouter.v1.pages import all_pages
-from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest, GetStatusResponse
+from kvrouter.v1.pages import all_pages, whole
+from kvrouter.v1.scheduler_pb2 import Decision, ExplainRequest, GetStatusRequest
 
 _CALL_SECONDS = 2.0
 """Deadline of each call, which limits the time of a look."""
@@ -102,15 +102,18 @@ class ServiceQueries:
     async def _ask_scheduler(self, address: str) -> SchedulerView:
         scheduler = cast(Scheduler, self._stub("scheduler", address))
         request = GetStatusRequest(decisions=_DECISIONS, queued_requests=_QUEUED)
+        deadline = Deadline.after(_CALL_SECONDS)
         try:
-            return SchedulerView(address, await _whole_status(scheduler, request))
+            status = await whole(lambda asked: scheduler.get_status(asked, deadline=deadline), request)
+            return SchedulerView(address, status)
         except KvRouterError as error:
             return SchedulerView(address, failure=_why(error))
 
     async def _ask_indexer(self, address: str) -> IndexerView:
         indexer = cast(Indexer, self._stub("indexer", address))
         try:
-            stats = await indexer.get_stats(GetStatsRequest(), deadline=Deadline.after(_CALL_SECONDS))
+            deadline = Deadline.after(_CALL_SECONDS)
+            stats = await whole(lambda asked: indexer.get_stats(asked, deadline=deadline), GetStatsRequest())
             return IndexerView(address, stats)
         except KvRouterError as error:
             return IndexerView(address, failure=_why(error))
@@ -143,18 +146,6 @@ class ServiceQueries:
     async def _close(self, addresses: Iterable[str]) -> None:
         for address in list(addresses):
             await self._channels.pop(address).close()
-
-
-async def _whole_status(scheduler: Scheduler, request: GetStatusRequest) -> GetStatusResponse:
-    """Returns the status of all pages as one."""
-    deadline, status = Deadline.after(_CALL_SECONDS), GetStatusResponse()
-    async for page in all_pages(lambda asked: scheduler.get_status(asked, deadline=deadline), request):
-        if status.components and page.components and status.components[-1].component == page.components[0].component:
-            status.components[-1].ranks.extend(page.components[0].ranks)
-            del page.components[0]
-        status.MergeFrom(page)
-    status.ClearField("next_page_token")
-    return status
 
 
 def _why(error: KvRouterError) -> str:
