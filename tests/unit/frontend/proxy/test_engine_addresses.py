@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvrouter.frontend.proxy.endpoint_picker import pick
-from kvrouter.frontend.proxy.endpoint_picker.pick import EngineAddresses
+from kvrouter.frontend.proxy.endpoint_picker import engines
+from kvrouter.frontend.proxy.endpoint_picker.engines import EngineAddresses
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
@@ -65,11 +65,11 @@ async def test_a_name_keeps_its_last_address_until_its_engine_has_gone(monkeypat
     await addresses.resolve_due()
     await addresses.resolve_due()
     assert names.asked == ["first"]  # It is resolved again after a while only.
-    monkeypatch.setattr(pick.time, "monotonic", lambda: 1e12)
+    monkeypatch.setattr(engines.time, "monotonic", lambda: 1e12)
     names.addresses["first"] = "10.0.0.8"
     await addresses.resolve_due()
     assert addresses.of(engine("http://first:1")) == "10.0.0.8:1"
-    monkeypatch.setattr(pick.time, "monotonic", lambda: 2e12)
+    monkeypatch.setattr(engines.time, "monotonic", lambda: 2e12)
     del names.addresses["first"]
     await addresses.resolve_due()
     assert addresses.of(engine("http://first:1")) == "10.0.0.8:1"

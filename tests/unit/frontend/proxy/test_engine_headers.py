@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.frontend.proxy.engine_body import engine_request_id, may_reach_engine
+from kvrouter.frontend.proxy.engine_request import engine_request_id, may_reach_engine
 
 
 @pytest.mark.parametrize(

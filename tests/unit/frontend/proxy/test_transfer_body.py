@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvrouter.frontend.proxy.engine_body import can_share, decode_body, prefill_body, transfer_params
+from kvrouter.frontend.proxy.engine_request import can_share, decode_body, prefill_body, transfer_params
 from kvrouter.v1.worker_pb2 import TransferParams
 
 CHAT = b' {"model":"m","messages":[],"max_completion_tokens":50,"stream":true,"stream_options":{},"x":1.0}'

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.frontend.text.client_work import completed
-from kvrouter.frontend.text.detokenizer import ReasoningParser, reasoning_format
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.output_text import ReasoningParser, reasoning_format
 
 CASES = [
     ("qwen3", False, "<think>\nso\n</think>\n\nHi", "\nso\n", "\n\nHi"),

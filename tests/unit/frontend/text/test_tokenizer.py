@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
-from kvrouter.frontend.text.prefix_cache import PIECE_CHARACTERS, Cutter, PieceCache
+from kvrouter.frontend.text.token_caches import PIECE_CHARACTERS, Cutter, PieceCache
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
 from kvrouter.v1.errors import PromptTooLong
 

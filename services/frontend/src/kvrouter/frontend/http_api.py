@@ -36,7 +36,7 @@ from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
 from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
-from kvrouter.frontend.proxy.engine_body import check_salted, permitted, serves_itself
+from kvrouter.frontend.proxy.engine_request import check_salted, permitted, serves_itself
 from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse, TranslatedResponse
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.proxy.routed_body import RoutedBody

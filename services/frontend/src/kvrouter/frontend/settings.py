@@ -12,8 +12,8 @@ from kvrouter.engines.keys import EngineKeys
 from kvrouter.engines.routes import PASSED_ROUTES, PassedRoute
 from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.call_reader import ToolFormatName
-from kvrouter.frontend.text.detokenizer import ReasoningFormatName
 from kvrouter.frontend.text.model_files import DescribedFile, Files
+from kvrouter.frontend.text.output_text import ReasoningFormatName
 from kvrouter.net.model_files import NAMES
 from kvrouter.runtime.config.fields import EngineKeysFile, can_be_written
 from kvrouter.runtime.config.settings import Address, RoutingSettings

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from kvrouter.frontend.edge.frame import FINISH_REASONS, Piece, ResponseFrame
 from kvrouter.frontend.request.progress import OutputComplete
-from kvrouter.frontend.text.detokenizer import Detokenizer, ReasoningParser, StopStrings
 from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.frontend.text.output_text import Detokenizer, ReasoningParser, StopStrings
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.frontend_pb2 import RoutingInfo

@@ -12,7 +12,7 @@ from kvrouter.frontend.edge.text_request import TextPrompt
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import Limits, prompt_limit
-from kvrouter.frontend.text.detokenizer import Detokenizer, StopStrings
+from kvrouter.frontend.text.output_text import Detokenizer, StopStrings
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net.calls.limits import BufferFull, ResponseBuffer
 from kvrouter.v1.common_pb2 import Cursor, Rank

@@ -18,7 +18,7 @@ from kvrouter.engines.fields import HARMLESS_HEADERS, quotes_internal, shown_fai
 from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
-from kvrouter.frontend.proxy.engine_body import (
+from kvrouter.frontend.proxy.engine_request import (
     EngineFailed,
     can_share,
     chunks,

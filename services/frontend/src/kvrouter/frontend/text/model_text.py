@@ -12,7 +12,7 @@ from kvrouter.engines.chats import chat_rule
 from kvrouter.frontend.text.call_reader import ToolFormatName, tool_format
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.client_work import Slices
-from kvrouter.frontend.text.detokenizer import (
+from kvrouter.frontend.text.output_text import (
     PROMPT_TOKENS,
     Detokenizer,
     ReasoningFormatName,

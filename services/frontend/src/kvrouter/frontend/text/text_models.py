@@ -13,9 +13,9 @@ from types import MappingProxyType
 import structlog
 from kvrouter.frontend.text.call_reader import ToolFormatName
 from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
-from kvrouter.frontend.text.detokenizer import ReasoningFormatName
 from kvrouter.frontend.text.model_files import Files, agreed_files
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
+from kvrouter.frontend.text.output_text import ReasoningFormatName
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
 from kvrouter.runtime.discovery.directory import ComponentView, Directory

@@ -12,7 +12,7 @@ from copy import copy
 from typing import Any
 
 from kvrouter.frontend.text.client_work import SLICE, Slices, completed
-from kvrouter.frontend.text.prefix_cache import Cutter, PieceCache, TooManyNewWords, WordBudget, WordCache
+from kvrouter.frontend.text.token_caches import Cutter, PieceCache, TooManyNewWords, WordBudget, WordCache
 from kvrouter.frontend.text.uncut_text import LOCAL_NORMALIZERS, UncutText, packed, types_of
 from kvrouter.v1.errors import PromptTooLong
 from tokenizers import Tokenizer, models

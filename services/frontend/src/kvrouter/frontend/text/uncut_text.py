@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from kvrouter.frontend.text.client_work import SLICE
-from kvrouter.frontend.text.prefix_cache import Cutter
+from kvrouter.frontend.text.token_caches import Cutter
 from kvrouter.v1.errors import BadRequest
 from tokenizers import Encoding, Tokenizer
 

@@ -13,10 +13,10 @@ from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.request_admission import AdmittedRequest
 from kvrouter.frontend.edge.http_body import ENCODINGS, inflated
 from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank, session_of
-from kvrouter.frontend.proxy.endpoint_picker.pick import Pick
+from kvrouter.frontend.proxy.endpoint_picker.engines import Pick
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.endpoint_picker.responses import allowed_endpoints, header_list
-from kvrouter.frontend.proxy.engine_body import engine_request_id, may_reach_engine
+from kvrouter.frontend.proxy.engine_request import engine_request_id, may_reach_engine
 from kvrouter.frontend.proxy.engine_response import Usage
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.request.progress import describe_attempt, of_request

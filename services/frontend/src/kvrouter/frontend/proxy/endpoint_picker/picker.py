@@ -13,8 +13,8 @@ import aiohttp
 import structlog
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.packed_prompt import hash_prompt
-from kvrouter.frontend.proxy.endpoint_picker.pick import EngineAddresses, EngineWatch, Pick
-from kvrouter.frontend.proxy.engine_body import check_salted, permitted
+from kvrouter.frontend.proxy.endpoint_picker.engines import EngineAddresses, EngineWatch, Pick
+from kvrouter.frontend.proxy.engine_request import check_salted, permitted
 from kvrouter.frontend.proxy.forwarding import generate_request
 from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.request.attempt_input import routing_request
