@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.frontend.edge.request_fields import SESSION_HEADERS, session_of
+from kvrouter.frontend.settings import SESSION_HEADERS
 from kvrouter.scheduler.api import request_reader
 from kvrouter.v1.common_pb2 import RoutingRequest
 
@@ -57,6 +57,15 @@ async def check_each_route(system: System, conversations: list[str]) -> None:
                     assert response.status == 200, await response.text()
                     await response.read()
                 assert conversations == [f"of {path}"], (path, header)
+            for field in ("conversation_id", "prompt_cache_key"):
+                if path == "/v1/messages" and field == "prompt_cache_key":
+                    continue
+                conversations.clear()
+                url, named = f"http://{system.http}{path}", {field: "in the body"}
+                async with http.post(url, json={"model": MODEL} | body | named) as response:
+                    assert response.status == 200, await response.text()
+                    await response.read()
+                assert conversations == ["in the body"], (path, field)
 
 
 async def test_over_tokens(
@@ -93,11 +102,3 @@ async def test_behind_a_gateway(nats_url: str, etcd_endpoint: str, namespace: st
             await gateway.stream().routed({"model": MODEL, "prompt": "x"}, sent={header: "mine"})
             assert conversations == ["mine"]
         await gateway.channel.close()
-
-
-def test_any_value_becomes_an_id() -> None:
-    assert session_of({"session-id": " a "}) == "a"
-    assert session_of({"session-id": "a", "thread-id": "b"}) == "b"
-    assert session_of({}) == ""
-    for odd in ("x" * 300, "\udcff\udcfe", "é"):
-        assert len(session_of({"x-session-id": odd})) == 32

@@ -39,7 +39,6 @@ SAMPLES: dict[str, Any] = {
     "store": True,
     "service_tier": "flex",
     "safety_identifier": "x",
-    "prompt_cache_key": "x",
     "seed": 7,
     "top_k": 5,
     "prediction": {"type": "content"},

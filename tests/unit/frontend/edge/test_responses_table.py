@@ -29,7 +29,6 @@ SAMPLES: dict[str, Any] = {
     "user": "x",
     "safety_identifier": "x",
     "service_tier": "auto",
-    "prompt_cache_key": "x",
     "prompt_cache_retention": "24h",
     "prompt_cache_options": {"mode": "implicit"},
     "context_management": [{"type": "compaction"}],

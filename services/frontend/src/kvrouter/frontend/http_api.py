@@ -29,7 +29,7 @@ from kvrouter.frontend.edge.middlewares import (
     traced,
 )
 from kvrouter.frontend.edge.model_objects import model_objects
-from kvrouter.frontend.edge.request_fields import checked_request_id, requested_rank, session_of, with_headers
+from kvrouter.frontend.edge.request_fields import checked_request_id, with_headers
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.text_request import TextRequest
@@ -85,6 +85,7 @@ class HttpApi:
             page: Routes of the web page; none if it is not served.
         """
         self._settings = frontend.runner.settings
+        self._sessions = frontend.runner.sessions
         self._page = page
         self._session: aiohttp.ClientSession | None = None
         self._writer = StepWriter()
@@ -202,7 +203,7 @@ class HttpApi:
             return forwarded
         self._check_text(len(body))
         chat = await self._decoded(parse_chat, body)
-        return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request)))
+        return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request, self._sessions)))
 
     def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""
@@ -218,7 +219,7 @@ class HttpApi:
 
             translated, chat = await self._decoded(read, body)
             try:
-                chat = replace(chat, fields=with_headers(chat.fields, request))
+                chat = replace(chat, fields=with_headers(chat.fields, request, self._sessions))
                 return await self._run_text(request, chat, translated)
             except KvRouterError as error:
                 translated.rename(error)
@@ -264,7 +265,7 @@ class HttpApi:
 
     async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
         parsed = await self._decoded(self._parse, body)
-        return parsed.with_fields(with_headers(parsed.fields, request))
+        return parsed.with_fields(with_headers(parsed.fields, request, self._sessions))
 
     async def _decoded(self, parse: Callable[[bytearray], _T], body: bytearray) -> _T:
         """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
@@ -310,11 +311,11 @@ class HttpApi:
         if api is not None and not serves_itself(access, api.path, pools):
             translated = await self._decoded(api.read, body)
             body, path = bytearray(translated.engine_body()), CHATS
-            routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
+            session = {"conversation_id": routed.conversation_id, "prompt_cache_key": routed.prompt_cache_key}
+            routed = replace(await RoutedBody.read(body, self._work, max_prompt_tokens=limit), **session)
         elif api is not None:
             await self._decoded(api.check_passed, body)
-        headers = request.headers
-        routed = replace(routed, dp_rank=requested_rank(headers), conversation_id=session_of(headers))
+        routed = routed.named(request.headers, self._sessions)
         routed, passed = await permitted(access, routed, body, path, self._work)
         if access is not None:
             check_salted(access, routed, pools)

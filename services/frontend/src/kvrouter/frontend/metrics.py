@@ -103,6 +103,11 @@ class FrontendMetrics:
         )
         self._ended: dict[tuple[str, str], Counter] = {}
         self.in_flight = gauge("kvrouter_frontend_requests_in_flight", "Running requests.")
+        self.ignored_sessions = counter(
+            "kvrouter_frontend_ignored_sessions",
+            "Ids of sessions that are longer than 256 bytes or no plain text, by source.",
+            ["source"],
+        )
         self.retries = counter("kvrouter_frontend_retries", "Attempts without output that failed and were retried.")
         self.migrations = counter(
             "kvrouter_frontend_migrations",

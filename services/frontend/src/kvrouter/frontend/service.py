@@ -104,6 +104,7 @@ class FrontendService:
     ) -> AsyncGenerator[bytes, None]:
         """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
         buffer = OutputBuffer()
+        request.conversation_id = self.runner.sessions.of({}, conversation_id=request.conversation_id)
         prompt = take_prompt(request)
         receiver: OutputReceiver = buffer
         if request.prompt_text or request.return_text:

@@ -49,6 +49,11 @@ def _checked_model_file(name: str) -> str:
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[^/\s,]+)$")]
 
+SESSION_HEADERS = ("x-session-id", "x-session-affinity", "session-id", "thread-id", "x-claude-code-session-id")
+"""Headers in which agents and gateways name sessions."""
+
+HeaderName = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]
+
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
@@ -70,6 +75,8 @@ class FrontendSettings(RoutingSettings):
     cors_origins: tuple[Origin, ...] = ()
     """Origins whose web pages may call the HTTP API, such as https://chat.example.org, separated by commas; * for
     all, empty for none."""
+    session_headers: tuple[HeaderName, ...] = SESSION_HEADERS
+    """Headers with the id of a request's session, separated by commas, those that count first; empty for none."""
     engine_routes: tuple[PassedRoute, ...] = PASSED_ROUTES
     """Further inference routes that are passed on to engines with an OpenAI API, separated by commas; empty for
     none."""

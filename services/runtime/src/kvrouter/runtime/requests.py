@@ -36,6 +36,11 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, line breaks, and halves of pairs, as which Python reads bytes that are not UTF-8."""
 
 
+def is_plain_text(value: str, max_bytes: int) -> bool:
+    """Returns whether a value is UTF-8 without control characters, and has at most so many bytes."""
+    return not _UNSAFE.search(value) and len(value.encode()) <= max_bytes
+
+
 def check_request_id(request_id: str, max_bytes: int, field: str) -> None:
     """Checks an id a client chose; it may be empty.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from hashlib import blake2b
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
@@ -15,30 +14,12 @@ from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import check_uint64, invalid
 from kvrouter.frontend.edge.structured_output import GUIDED, read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
+from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.frontend.request.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput
-
-SESSION_HEADERS = ("x-claude-code-session-id", "thread-id", "session-id", "x-session-id", "x-session-affinity")
-"""Headers of known agents and gateways, in lower case. The first one given counts: a thread is a part of a session."""
-_MAX_CHARACTERS = 256
-
-
-def session_of(headers: Mapping[str, str]) -> str:
-    """Returns the id of a request's session; empty if it names none.
-
-    An id that is long or no ASCII text is replaced by its digest.
-
-    Args:
-        headers: Headers of the request, by name in any or in lower case.
-    """
-    named = next((value for name in SESSION_HEADERS if (value := headers.get(name, "").strip())), "")
-    if len(named) <= _MAX_CHARACTERS and named.isascii():
-        return named
-    return blake2b(named.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-
 
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
@@ -252,7 +233,7 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return request
 
 
-def with_headers(fields: _F, request: web.BaseRequest) -> _F:
+def with_headers(fields: _F, request: web.BaseRequest, sessions: SessionKeys) -> _F:
     """Returns the fields with what headers say: ``x-request-id``, ``x-data-parallel-rank`` as for vLLM, the session.
 
     Fields of the body take precedence. Without an id the request gets a generated one.
@@ -270,7 +251,10 @@ def with_headers(fields: _F, request: web.BaseRequest) -> _F:
     rank = requested_rank(request.headers)
     if rank is not None and fields.dp_rank is None:
         changes["dp_rank"] = rank
-    if not fields.conversation_id and (session := session_of(request.headers)):
+    session = sessions.of(
+        request.headers, conversation_id=fields.conversation_id, prompt_cache_key=fields.prompt_cache_key
+    )
+    if session != (fields.conversation_id or ""):
         changes["conversation_id"] = session
     return msgspec.structs.replace(fields, **changes) if changes else fields
 

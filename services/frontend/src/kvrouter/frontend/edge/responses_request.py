@@ -276,7 +276,9 @@ class ResponsesRequest(TranslatedRequest):
         check_defaults(fields)
         if other := next((each for each in fields.include or () if each != _INCLUDED), None):
             raise invalid("include", f"expected {_INCLUDED} only, received {other[:64]!r}")
-        chat = _chat(fields) | copied(fields, "stream", "temperature", "top_p", "parallel_tool_calls", *ROUTING_FIELDS)
+        chat = _chat(fields) | copied(
+            fields, "stream", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", *ROUTING_FIELDS
+        )
         chat |= given(
             max_tokens=fields.max_output_tokens,
             response_format=response_format(fields.text.format if fields.text is not None else None),

@@ -18,12 +18,13 @@ from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.json_body import check_structure, decode_json
 from kvrouter.frontend.edge.messages_request import MessagesRequest
-from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES
+from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, requested_rank
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.text_request import parse_prompts
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.frontend.request.validation import check_vocabulary
 from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
@@ -60,6 +61,8 @@ class _Fields(msgspec.Struct, frozen=True):
     max_output_tokens: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    conversation_id: Any = None
+    prompt_cache_key: Any = None
     prompt: _Raw = _Raw()
     messages: _Raw = _Raw()
     add_special_tokens: bool | None = None
@@ -122,12 +125,23 @@ class RoutedBody:
     dp_rank: int | None = None
     """Data-parallel rank the client names in a header; None for any."""
     conversation_id: str = ""
-    """Conversation it belongs to, by the session in a header; empty for none."""
+    """Conversation it belongs to; empty for none."""
+    prompt_cache_key: str = ""
+    """Key by which the client groups requests; empty for none."""
 
     @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens; an estimate if they are not tokenized."""
         return len(self.token_ids) // TOKEN_BYTES
+
+    def named(self, headers: Mapping[str, str], sessions: SessionKeys) -> RoutedBody:
+        """Returns the body with the rank and the session that headers name, and with a checked session.
+
+        Raises:
+            BadRequest: the rank is not a number.
+        """
+        session = sessions.of(headers, conversation_id=self.conversation_id, prompt_cache_key=self.prompt_cache_key)
+        return replace(self, dp_rank=requested_rank(headers), conversation_id=session)
 
     def may_run_at(self, worker: WorkerRegistration) -> bool:
         """Returns whether a worker's engine separates caches by salt, if it must."""
@@ -165,6 +179,8 @@ class RoutedBody:
             is_stream=bool(fields.stream),
             cache_salt=fields.cache_salt or "",
             priority=fields.priority or 0,
+            conversation_id=_text(fields.conversation_id),
+            prompt_cache_key=_text(fields.prompt_cache_key),
         )
         prompt = _given(fields.prompt)
         if _TOKEN_LIST.match(prompt):
@@ -284,6 +300,10 @@ class _Chat(PromptSource):
             characters=self.characters,
         )
         return (yield from prompt.slices(text, limit))
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _given(raw: _Raw) -> bytes:

@@ -18,6 +18,7 @@ from kvrouter.frontend.request.generation import Generation
 from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
 from kvrouter.frontend.request.served_models import RequestPools, ServedModels
+from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.frontend.request.validation import Limits, check_request, check_vocabulary, fitting_pools
 from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
 from kvrouter.frontend.settings import FrontendSettings
@@ -75,6 +76,7 @@ class RequestRunner:
         self.models = models
         self.links = links
         self.metrics = metrics
+        self.sessions = SessionKeys(settings.session_headers, metrics.ignored_sessions)
         self._recorder = recorder
         self.access = access
         self._disaggregation = disaggregation

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from kvrouter.frontend.access.body_room import BodyRoom, BodyTooLarge
@@ -12,7 +12,7 @@ from kvrouter.frontend.access.caller import Caller, acting_for
 from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.request_admission import AdmittedRequest
 from kvrouter.frontend.edge.http_body import ENCODINGS, inflated
-from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank, session_of
+from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank
 from kvrouter.frontend.proxy.endpoint_picker.engines import Pick
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.endpoint_picker.responses import allowed_endpoints, header_list
@@ -57,7 +57,7 @@ class GatewayRequest:
         self._allowed: frozenset[str] | None = None
         self._routed = RoutedBody("")
         self._dp_rank: int | None = None
-        self._conversation_id = ""
+        self._headers: Mapping[str, str] = {}
         self._path = ""
         self._hidden: set[str] = set()
         self._content_type = ""
@@ -98,7 +98,7 @@ class GatewayRequest:
         with self._acting():
             self._room = self._admission.room()
         self._dp_rank = requested_rank(headers)
-        self._conversation_id = session_of(headers)
+        self._headers = headers
         self._allowed = allowed_endpoints(message.metadata_context)
 
     async def add(self, piece: bytes) -> None:
@@ -140,7 +140,7 @@ class GatewayRequest:
         if self._room is not None:
             self._room.is_read(len(self.body))
         routed, self.body = await self._picker.read(self.body, self._path, is_json=is_json)
-        self._routed = routed = replace(routed, dp_rank=self._dp_rank, conversation_id=self._conversation_id)
+        self._routed = routed = routed.named(self._headers, self._picker.sessions)
         self._deaths = deaths = self._picker.deaths(routed, "" if self._caller is None else self._caller.tenant)
         self._admitted = self._admission.admit(
             self._picker.views(routed.model),

@@ -104,6 +104,7 @@ class Picker:
         """
         self.addresses = EngineAddresses(directory)
         self.settings = runner.settings
+        self.sessions = runner.sessions
         self.access = runner.access
         self.admission = runner.admission
         self._directory = directory

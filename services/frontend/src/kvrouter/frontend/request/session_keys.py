@@ -1,0 +1,49 @@
+"""The session of a request, which one id names on every path: its requests are one conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrouter.runtime.requests import is_plain_text
+from prometheus_client import Counter
+
+MAX_SESSION_BYTES = 256
+
+
+class SessionKeys:
+    """Finds the session of each request."""
+
+    def __init__(self, headers: Sequence[str], ignored: Counter) -> None:
+        """Creates it.
+
+        Args:
+            headers: Names of headers with the id of a session, in any case, those that count first.
+            ignored: Counts ids that are long or not plain text, by ``source``.
+        """
+        self._headers = tuple(name.lower() for name in headers)
+        self._ignored = ignored
+
+    def of(
+        self, headers: Mapping[str, str], *, conversation_id: str | None = None, prompt_cache_key: str | None = None
+    ) -> str:
+        """Returns the first valid id of a request: the conversation's, one in a header, or the key of its cache.
+
+        Args:
+            headers: Headers, by name in any or in lower case.
+            conversation_id: The field of the request.
+            prompt_cache_key: The field of OpenAI's APIs.
+
+        Returns:
+            At most 256 bytes; empty without a valid id.
+        """
+        found = (
+            ("conversation_id", conversation_id),
+            *(("header", headers.get(name)) for name in self._headers),
+            ("prompt_cache_key", prompt_cache_key),
+        )
+        for source, value in found:
+            if value and (value := value.strip()):
+                if is_plain_text(value, MAX_SESSION_BYTES):
+                    return value
+                self._ignored.labels(source=source).inc()
+        return ""
