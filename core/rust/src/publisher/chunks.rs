@@ -36,12 +36,14 @@ impl StateSnapshot {
         self.encoded(chunk_blocks, Some((rank, partial)))
     }
 
+    /// Sorts when the first chunk is read: whoever holds a lock while it takes a snapshot waits for a copy only.
     fn encoded(self, chunk_blocks: usize, dump: Option<((u64, u32), bool)>) -> impl Iterator<Item = Vec<u8>> {
-        let Self { incarnation, next_event_id, digest, counting, blocks } = self;
-        let (places, blocks) = in_chains(blocks);
+        let Self { incarnation, next_event_id, digest, counting, mut blocks } = self;
         let chunk_blocks = chunk_blocks.max(1);
         let count = blocks.len().div_ceil(chunk_blocks).max(1);
+        let mut sorted = None;
         (0..count).map(move |number| {
+            let (places, blocks) = sorted.get_or_insert_with(|| in_chains(std::mem::take(&mut blocks)));
             let mut chunk = Writer::default();
             // The fields of RankState are those of GetRankStateResponse after the rank.
             let shift = u32::from(dump.is_some());
@@ -58,7 +60,7 @@ impl StateSnapshot {
             cursor.varint(2, next_event_id);
             chunk.bytes(1 + shift, &cursor.0);
             for (engine_hash, block) in blocks.iter().skip(number * chunk_blocks).take(chunk_blocks) {
-                let parent = block.parent.filter(|parent| is_at(&places, *parent, block));
+                let parent = block.parent.filter(|parent| is_at(places, *parent, block));
                 chunk.bytes(2 + shift, &encode_record(*engine_hash, block, parent));
             }
             chunk.varint(3 + shift, u64::from(number + 1 == count));

@@ -203,6 +203,7 @@ impl RankState {
     /// Adds blocks of a dump to an empty state, parents before children.
     pub fn load(&mut self, next_event_id: u64, records: &[BlockRecord]) {
         self.next_event_id = next_event_id;
+        self.blocks.reserve(records.len());
         for record in records {
             let place = record.parent.and_then(|parent| self.blocks.get(parent)).map_or(0, |above| above.sequence);
             let mut copies = [0; TIERS];

@@ -34,6 +34,11 @@ impl BlockTable {
         self.blocks.len()
     }
 
+    /// Makes room for more blocks.
+    pub fn reserve(&mut self, blocks: usize) {
+        self.blocks.reserve(blocks);
+    }
+
     pub fn get(&self, engine_hash: u64) -> Option<&Block> {
         self.blocks.get(&engine_hash)
     }
