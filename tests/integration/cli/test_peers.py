@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -151,3 +152,16 @@ async def test_peers_show_the_service_token(logs: Path, is_same: bool) -> None:
 
         await until(decided)
         assert two.logged("peer.connected") == is_same
+
+
+async def test_with_keys_for_clients_peers_need_credentials_too(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    arguments = ("--engine", "http://127.0.0.1:1", "--peer", "127.0.0.1:2", "--api-keys", str(keys))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, output = await process.communicate()
+    assert process.returncode == 2
+    assert "--service-token-file" in output.decode()

@@ -8,7 +8,7 @@ import pytest
 from kvrouter.runtime.config.settings import SettingsError
 from kvrouter.runtime.config.sources import read_all
 from kvrouter.sidecar.engine_options import EngineOptions, options_of_engines
-from kvrouter.sidecar.settings import SidecarSettings
+from kvrouter.sidecar.settings import LocalEnginesSettings, SidecarSettings
 
 
 def engines(*flags: str) -> list[EngineOptions]:
@@ -67,3 +67,17 @@ def test_a_loopback_address_is_advertised_as_that_of_the_sidecar(flags: list[str
 def test_another_address_is_advertised_as_it_is() -> None:
     (engine,) = engines("--engine", "http://engine:8000", "--advertise", "10.0.0.7")
     assert engine.advertised_url == "http://engine:8000"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--peer", "10.0.0.2:50051"], "--engine"),
+        (["--engine", "http://e:1", "--peer", "10.0.0.2"], "host:port"),
+        (["--engine", "http://e:1", "--engine-replay", "tcp://e:1"], "--engine-events"),
+    ],
+)
+def test_wrong_options_of_a_process_without_a_broker_are_named(wrong: list[str], named: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_all([LocalEnginesSettings], wrong, {})
+    assert named in str(caught.value)
