@@ -16,8 +16,9 @@ GUIDE = "docs/guides/no-broker.md"
 @pytest.mark.timeout(300)
 async def test_a_request_hits_the_cache_that_an_engine_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    one, two, http, *sockets = (str(port) for port in free_ports(7))
+    one, two, http, other, first_peer, second_peer, *sockets = (str(port) for port in free_ports(10))
     ports = {":8100": f":{one}", ":8101": f":{two}", ":8000": f":{http}", "--port 8000": f"--port {http}"}
+    ports |= {"--port 8001": f"--port {other}", ":50051": f":{first_peer}", ":50052": f":{second_peer}"}
     shown = ("*:5557", "*:6557", "*:5558", "*:6558")
     ports |= {name: f"*:{port}" for name, port in zip(shown, sockets, strict=True)}
     ports["kvrouter-state"] = str(tmp_path / "state")
@@ -28,7 +29,7 @@ async def test_a_request_hits_the_cache_that_an_engine_reports(tmp_path: Path, m
         ):
             await first.prints(f"127.0.0.1:{one}")
             await second.prints(f"127.0.0.1:{two}")
-            async with guide.running("kvrouter serve") as router:
+            async with guide.running("--state kvrouter-state") as router:
                 for _ in range(2):
                     await router.prints("sidecar.engine_registered")
                 hit = "x-kvrouter-overlap-blocks: 2"
@@ -37,5 +38,13 @@ async def test_a_request_hits_the_cache_that_an_engine_reports(tmp_path: Path, m
                 assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
                 assert "2 ranks" in await guide.run("kvrouter top")
                 await router.interrupt()
+            async with (
+                guide.running("--bind 127.0.0.1:50051") as router,
+                guide.running("--bind 127.0.0.1:50052") as beside,
+            ):
+                await router.prints("peer.connected")
+                await beside.prints("peer.connected")
+                await router.interrupt()
+                await beside.interrupt()
             await first.interrupt()
             await second.interrupt()
