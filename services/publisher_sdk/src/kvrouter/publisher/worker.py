@@ -375,6 +375,8 @@ async def running(
         incarnation, transport = await system.settle(config, former)
         resumed = recovered if incarnation == former else {}
         system.offer(config, resumed)
+        for state in recovered.values():
+            state.chunks.clear()  # the recorder has the blocks, too
         model_files = await ModelFiles.of(config)
         worker = Worker(config, engine or PublishOnly(), incarnation, transport, resumed, model_files, system)
         try:

@@ -49,7 +49,7 @@ class LocalWorkers:
         """Implements System. The Indexer of this process takes them when the worker registers."""
         for dp_rank, state in states.items():
             cursor = (state.incarnation, state.recorder.counts().next_event_id)
-            offered = LocalState(cursor, state.partial, state.chunks)
+            offered = LocalState(cursor, state.partial, tuple(state.chunks))
             self._system.states.put(config.component, config.worker_id, dp_rank, offered)
 
     def keys(self, config: WorkerConfig, incarnation: int) -> Keys:  # noqa: ARG002 - nobody else has the worker's id

@@ -60,8 +60,8 @@ class Recovered:
     """The engine's number of the last message in the state."""
     partial: bool
     """Whether events of the engine were lost, and blocks may be missing."""
-    chunks: tuple[bytes, ...]
-    """The same blocks as encoded RankState messages."""
+    chunks: list[bytes]
+    """The same blocks as encoded RankState messages, until they are offered to readers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _read(data: bytes, desired: Identity, buffer_events: int, buffer_bytes: int)
         raise Unusable("the state does not have the recorded digest")
     recorder.annotate([_note(notes) for notes in cursor.notes])
     position = cursor.position if cursor.HasField("position") else NO_POSITION
-    return Recovered(end.cursor.incarnation, recorder, position, end.partial, tuple(chunks))
+    return Recovered(end.cursor.incarnation, recorder, position, end.partial, chunks)
 
 
 def _cursor(engine: str, state: State) -> RelayCursor:
