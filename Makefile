@@ -35,7 +35,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ ifneq ($(CARGO),)
 endif
 	$(BIN)/pytest --timeout 300 tests/full tests/guides
 	$(BIN)/pytest --timeout 300 -m full tests/integration tests/packages
+
+test-drift: setup ## what guides and sidecar use of vLLM and SGLang, against the sources of their newest releases
+	$(BIN)/pytest --timeout 600 tests/drift
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
