@@ -32,6 +32,8 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
+from ...hostile_worker import Behaviour, HostileWorker, registered_beside
+
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 
 MODEL = "mock-model"
@@ -99,6 +101,15 @@ class System:
             while any(await self._candidate_at_each(worker_id)):
                 await asyncio.sleep(0.01)
 
+    def has_streams(self) -> bool:
+        """Whether the Frontend has a call stream to each worker that serves them.
+
+        A worker counts its stream earlier: until the Frontend has the answer to its opening, it makes ordinary calls.
+        """
+        views = self.runtime.directory.components.values()
+        serving = sum(each.serves_call_stream for view in views for each in view.workers.values())
+        return self.runtime.call_streams.client("worker").streams == serving
+
     def _sees(self, worker_id: int) -> bool:
         return any(worker_id in view.workers for view in self.runtime.directory.components.values())
 
@@ -165,6 +176,19 @@ async def running_system(
         channel = await stack.enter_async_context(open_channel(server.endpoint()))
         client = cast(Frontend, remote(_FRONTEND, channel))
         yield System(where, stack, runtime, running, frontend, client, http, server.endpoint())
+
+
+@asynccontextmanager
+async def hostile_worker(system: System, worker_id: int, behave: Behaviour) -> AsyncIterator[HostileWorker]:
+    """A worker of the test's own beside those that run, while the context lasts; called as ``call_streams`` says."""
+    view = next(iter(system.runtime.directory.components.values()))
+    async with (
+        HostileWorker(behave, call_streams=system.call_streams).serving() as worker,
+        registered_beside(view, system.where["etcd"], worker_id, worker.endpoint, call_streams=system.call_streams),
+    ):
+        await system.until_candidate(worker_id)
+        await until(system.has_streams)
+        yield worker
 
 
 async def _scheduler(stack: AsyncExitStack, settings: SchedulerSettings) -> SchedulerService:

@@ -19,8 +19,8 @@ from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, GetWorkerHealthRequest
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
 
-from ....hostile_worker import Context, HostileWorker, piece, registered_beside
-from ..gateway import System, request, running_system, until
+from ....hostile_worker import Context, HostileWorker, piece
+from ..gateway import System, hostile_worker, request, running_system, until
 
 WORKER, FAILING = 2, 3
 MAX_TOKENS = 4
@@ -92,19 +92,6 @@ async def system(
         found.call_streams = request.param
         await found.start_worker(1)
         yield found
-
-
-@asynccontextmanager
-async def hostile(system: System, worker_id: int) -> AsyncIterator[HostileWorker]:
-    view = next(iter(system.runtime.directory.components.values()))
-    async with (
-        HostileWorker(fails, call_streams=system.call_streams).serving() as worker,
-        registered_beside(view, system.where["etcd"], worker_id, worker.endpoint, call_streams=system.call_streams),
-    ):
-        await system.until_candidate(worker_id)
-        if (streams := worker.call_streams) is not None:
-            await until(lambda: streams.counts.streams > 0)
-        yield worker
 
 
 @asynccontextmanager
@@ -187,7 +174,7 @@ async def test_a_client_that_disconnects_leaves_nothing(
     life = Life(len(EVENTS))
     monkeypatch.setattr(SchedulerLink, "_select_in", stopping(SchedulerLink._select_in, lambda: life))
     monkeypatch.setattr(Selector, "select", stopping(Selector.select, lambda: life))
-    async with hostile(system, WORKER) as worker:
+    async with hostile_worker(system, WORKER, fails) as worker:
         worker.behave = lambda context: behaviour(life)(context)
         tasks = await tasks_of_services()
         for last in range(len(EVENTS)):
@@ -199,7 +186,7 @@ async def test_a_client_that_disconnects_leaves_nothing(
 
 
 async def test_a_client_that_disconnects_between_two_attempts_leaves_nothing(system: System) -> None:
-    async with hostile(system, FAILING) as failing, hostile(system, WORKER) as worker:
+    async with hostile_worker(system, FAILING, fails) as failing, hostile_worker(system, WORKER, fails) as worker:
         tasks = await tasks_of_services()
         for last in range(5):
             life = Life(last)

@@ -27,6 +27,7 @@ from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, StopConditions,
 
 from ....garbage import no_request_is_garbage
 from ....hostile_worker import Behaviour, HostileWorker, aborts, answers, hangs, piece, registered_beside, writes
+from .. import gateway
 from ..gateway import System, request, running_system, until
 
 SOUND, HOSTILE = 1, 2
@@ -50,16 +51,9 @@ async def system(nats_url: str, etcd_endpoint: str, namespace: str, call_streams
 
 @asynccontextmanager
 async def hostile_worker(system: System, worker_id: int, behave: Behaviour) -> AsyncIterator[HostileWorker]:
-    view = next(iter(system.runtime.directory.components.values()))
-    async with (
-        HostileWorker(behave, call_streams=system.call_streams).serving() as worker,
-        registered_beside(view, system.where["etcd"], worker_id, worker.endpoint, call_streams=system.call_streams),
-    ):
-        await system.until_candidate(worker_id)
-        if (streams := worker.call_streams) is not None:
-            await until(lambda: streams.counts.streams > 0)
+    async with gateway.hostile_worker(system, worker_id, behave) as worker:
         yield worker
-        if streams is not None:
+        if (streams := worker.call_streams) is not None:
             assert streams.counts.calls == worker.calls, "no call was made beside the call stream"
 
 
