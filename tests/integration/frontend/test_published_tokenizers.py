@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,9 @@ import aiohttp
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 from kvrouter.frontend.text.model_files import fetch_files, files_of
+from kvrouter.net.etcd import connect
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
+from kvrouter.v1.names import ComponentName
 
 from .gateway import MODEL, System, until
 
@@ -79,6 +82,27 @@ async def test_a_worker_that_sends_other_content_is_passed_over(
         assert await fetch_files(files, list(view.workers.values()), None) == expected
     with pytest.raises(InvalidModelFiles, match=r"tokenizer_config\.json cannot be fetched: worker 1 sent"):
         await fetch_files(files, [view.workers[1]], None)
+
+
+async def test_the_files_survive_the_loss_of_the_descriptor(system: System, directory: Path) -> None:
+    await system.start_worker(1, tokenizer=str(directory))
+    await until(lambda: system.frontend.models.has_text(MODEL))
+    (view,) = system.runtime.directory.components.values()
+    files = files_of(view.workers[1])
+    component = ComponentName(system.where["namespace"], "workers")
+    keys = [component.descriptor_key.encode(), component.worker_key(1).encode()]
+    async with connect(system.where["etcd"]) as etcd:
+        # Both are lost, as when etcd is restored from an old backup.
+        for key in keys:
+            await etcd.delete(key)
+        async with asyncio.timeout(30):
+            while not all([await etcd.get(key) for key in keys]):
+                await asyncio.sleep(0.01)
+    await until(lambda: any(1 in each.workers for each in system.runtime.directory.components.values()))
+    (view,) = system.runtime.directory.components.values()
+    assert files_of(view.workers[1]) == files
+    await system.until_candidate(1)
+    assert (await chat(system)).status == 200
 
 
 async def test_files_that_are_no_tokenizer_are_refused_by_the_worker(system: System, tmp_path: Path) -> None:
