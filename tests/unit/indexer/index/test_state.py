@@ -164,6 +164,20 @@ async def test_a_dump_that_is_behind_the_index_is_refused() -> None:
     assert await held(index) == set()
 
 
+async def test_a_resumed_rank_goes_back_in_its_incarnation_only() -> None:
+    index = state()
+    index.events.apply([message(stored(0, [1], [11]))])
+    chunks = [chunk async for chunk in index.shared.dump_rank(RANK, 64)]
+    dump = RankDump(RANK, (1, 1), False, chunks)
+    await index.repair.begin_repair(RANK)
+    index.events.apply([message(stored(5, [2], [12]))])  # after events that were dropped before the repair
+    assert await index.repair.load_rank(dump, goes_back=True) == 1
+    assert (await held(index), await index.shared.cursor(RANK)) == ({1}, (1, 1))
+    await index.repair.begin_incarnations([NewIncarnation(RANK, 6)])
+    with pytest.raises(StaleDump):
+        await index.repair.load_rank(dump, goes_back=True)
+
+
 native = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the Python core applies nothing at once")
 
 

@@ -80,10 +80,11 @@ class RankRepair:
 
         return await self._shared.change(begin)
 
-    async def load_rank(self, dump: RankDump) -> int:
+    async def load_rank(self, dump: RankDump, *, goes_back: bool = False) -> int:
         """Replaces a rank by a dump, unless the index is ahead of it. Returns the number of entries loaded.
 
-        A partial dump also requests a resync of the rank.
+        A partial dump also requests a resync of the rank. With ``goes_back``, a rank of the same incarnation may be
+        ahead: the caller will fetch the later events.
 
         Raises:
             StaleDump: the index is ahead of the dump, or has the same cursor and is complete while the dump is partial;
@@ -96,7 +97,9 @@ class RankRepair:
             current = self._events.incarnations.current(dump.rank)
             if current is not None and dump.cursor[0] > current:
                 raise StaleDump(dump.rank, dump.cursor, known or (current, 0))
-            if known is not None and (known, not self._known.is_partial(dump.rank)) > (dump.cursor, not dump.partial):
+            may_go_back = goes_back and known is not None and known[0] == dump.cursor[0]
+            is_complete = not self._known.is_partial(dump.rank)
+            if known is not None and not may_go_back and (known, is_complete) > (dump.cursor, not dump.partial):
                 raise StaleDump(dump.rank, dump.cursor, known)
             blocks = self._load(index, dump)
             if dump.partial:

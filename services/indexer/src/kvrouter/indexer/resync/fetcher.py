@@ -197,9 +197,11 @@ class Resync:
 
     async def _fetch(self, rank: Rank, reason: str, *, forced: bool) -> _Outcome:
         worker = self.requests.worker(rank)
-        if (resumed := self.resumed(rank)) is not None:
-            await self._load(resumed)
         start = await self._index_repair.begin_repair(rank)
+        if (resumed := self.resumed(rank)) is not None:
+            # Events that arrive meanwhile wait: after those that the rank dropped before, they would show a gap.
+            await self._load(resumed)
+            start = await self._index_repair.begin_repair(rank)
         info = start.info
         if worker is None:
             return _Outcome.FAILED
@@ -242,7 +244,7 @@ class Resync:
     async def _load(self, dump: RankDump) -> None:
         """Loads a state, of which the worker is then asked for the later events only."""
         try:
-            blocks = await self._index_repair.load_rank(dump)
+            blocks = await self._index_repair.load_rank(dump, goes_back=True)
         except (StaleDump, InvalidDump) as error:
             self._log.error("rank.restore_failed", worker_id=dump.rank[0], dp_rank=dump.rank[1], reason=str(error))
         else:
