@@ -61,6 +61,12 @@ async def until_answered(session: aiohttp.ClientSession, url: str) -> float:
     return await until(lambda: answers(session, url))
 
 
+def processor_seconds(pid: int) -> float:
+    """Returns the processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def complete(session: aiohttp.ClientSession, base: str, number: int) -> int:
     """Sends a prompt. Returns the overlap that the router knew; -1 for none said."""
     body = {"model": "m", "prompt": prompt(number), "max_tokens": 1}
@@ -94,8 +100,8 @@ class Router:
         self.http = self.ops = ""
         self.process: ManagedProcess | None = None
 
-    async def start(self, session: aiohttp.ClientSession, *options: str) -> float:
-        """Starts it. Returns the seconds until it is ready."""
+    async def start(self, session: aiohttp.ClientSession, *options: str) -> tuple[float, float]:
+        """Starts it. Returns the seconds until it is ready, and its processor time until then."""
         http, grpc, ops = (f"127.0.0.1:{port}" for port in free_ports(3))
         self.http, self.ops = f"http://{http}", f"http://{ops}"
         engines = [argument for url in self.urls for argument in ("--engine", url)]
@@ -104,13 +110,15 @@ class Router:
         command = (sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments)
         environment = dict(os.environ) | {"XDG_RUNTIME_DIR": str(self.directory)}
         self.process = await ManagedProcess.start(Command(f"serve-{self.starts}", command, environment), self.directory)
-        return await until_answered(session, f"{self.ops}/ready")
+        seconds = await until_answered(session, f"{self.ops}/ready")
+        return seconds, processor_seconds(self.process.pid)
 
     async def kill(self) -> None:
         """Kills it."""
         if self.process is not None:
             os.kill(self.process.pid, signal.SIGKILL)
             await self.process.stop(20)
+            self.process = None
 
     async def metric(self, session: aiohttp.ClientSession, name: str) -> list[float]:
         """Returns the values of a metric."""
@@ -133,7 +141,8 @@ async def measure(blocks: int, engines: int, runs: int, directory: Path) -> None
         router = Router(directory, urls)
         stack.push_async_callback(router.kill)
         for _ in range(runs):
-            print(f"empty: ready after {await router.start(session):.2f} s", flush=True)
+            seconds, processor = await router.start(session)
+            print(f"empty: ready after {seconds:.2f} s, {processor:.2f} s of processor time", flush=True)
             await router.kill()
         state = ("--state", str(directory / "state"), "--state-seconds", "1")
         await router.start(session, *state)
@@ -157,13 +166,14 @@ async def measure(blocks: int, engines: int, runs: int, directory: Path) -> None
             missed = range(prompts + MISSED * run, prompts + MISSED * (run + 1))
             for number in missed:
                 await complete(session, urls[number % engines], number)
-            seconds = await router.start(session, *state)
+            seconds, processor = await router.start(session, *state)
             restored = sum(await router.metric(session, "kvrouter_relay_restored_blocks"))
             sampled = [*random.Random(run).sample(range(prompts), min(prompts, SAMPLED)), *missed]
             overlaps = [await complete(session, router.http, number) for number in sampled]
             blind = sum(overlap < PROMPT_BLOCKS for overlap in overlaps)
             print(
-                f"run {run}: ready after {seconds:.2f} s, {restored:.0f} blocks restored, "
+                f"run {run}: ready after {seconds:.2f} s, {processor:.2f} s of processor time, "
+                f"{restored:.0f} blocks restored, "
                 f"{blind} of {len(sampled)} decisions without the overlap",
                 flush=True,
             )
