@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 WHEELS ?= dist
+RELEASE ?= build/kvrouter-$(shell cat VERSION)
 PIP_SHOWN := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PIP := $(PIP_SHOWN) -q
 # Runs a step of `make setup` and shows its progress.
@@ -35,7 +36,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean
+.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean release test-newest
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +59,7 @@ lint: setup types protos-check docs ## style, types, the contract's own rules, t
 
 types: setup
 	$(BIN)/mypy $(PACKAGES)
+	cd devtools && ../$(BIN)/mypy --config-file ../pyproject.toml -p release
 
 rust: setup ## style, lints and tests of the Rust crates, where there is a toolchain
 ifneq ($(CARGO),)
@@ -141,6 +143,13 @@ wheels: $(STAMPS)/protos $(STAMPS)/build-tools ## wheels of all eight distributi
 	rm -rf core/build devtools/build
 	$(BIN)/python -m pip --disable-pip-version-check -q wheel -c constraints.txt --no-build-isolation --no-deps -w $(WHEELS) ./protos ./core ./net ./services/publisher_sdk ./services/engines ./client . ./devtools
 
+release: setup ## all artefacts of the commit that is checked out, in RELEASE (build/kvrouter-VERSION): wheels, images, chart, contract, C library, SBOM
+	@PYTHONPATH=devtools $(BIN)/python -m release $(RELEASE) $(if $(filter no,$(IMAGES)),--no-images)
+
+test-newest: setup ## the unit tests with the newest version of each dependency, in an environment of its own (build/newest)
+	@$(MAKE) -s wheels WHEELS=build/newest-wheels
+	$(BIN)/python devtools/newest.py build/newest-wheels build/newest $(ARGS)
+
 protos: $(STAMPS)/protoc ## generated code of the contract, written again
 	$(VENV)/protoc/bin/python protos/generate.py
 
@@ -153,6 +162,8 @@ protos-release: setup ## the contract as it is becomes the one that changes are 
 reference: setup ## pages that are generated from the code: options, metrics, help of commands
 	$(BIN)/python docs/reference/generate_options.py
 	$(BIN)/python docs/reference/generate_metrics.py
+	$(BIN)/python docs/reference/generate_dependencies.py
+	$(BIN)/python docs/reference/generate_compatibility.py
 	$(BIN)/python deploy/grafana/generate.py
 
 version: ## V=1.2.3 becomes the version: of the distributions, of the pins between them, of the Rust crates and of the chart

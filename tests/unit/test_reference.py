@@ -46,7 +46,7 @@ def generator(page: str) -> Any:
     return module
 
 
-@pytest.mark.parametrize("page", ["options", "metrics"])
+@pytest.mark.parametrize("page", ["options", "metrics", "dependencies", "compatibility"])
 def test_generated_pages_are_up_to_date(page: str) -> None:
     written = (REFERENCE / f"{page}.md").read_text(encoding="utf-8")
     assert generator(page).page() == written, f"docs/reference/{page}.md is out of date: run make reference"

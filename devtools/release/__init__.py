@@ -1,0 +1,1 @@
+"""Builds all artefacts of a release, so that two builds of a commit are equal byte by byte."""
