@@ -36,7 +36,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean release test-newest
+.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean release test-newest vllm
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ ifneq ($(CARGO),)
 endif
 	$(BIN)/pytest --timeout 300 tests/full tests/guides
 	$(BIN)/pytest --timeout 300 -m full tests/integration tests/packages
+
+vllm: setup ## vLLM for the CPU in .venv-vllm, with which `make test-full` tests a real engine (4 to 8 minutes, 6 GB)
+	@$(STEP) "Installing vLLM" "4 to 8 minutes" -- $(BIN)/python tests/full/vllm/install.py .venv-vllm
 
 test-drift: setup ## what guides and sidecar use of vLLM and SGLang, against the sources of their newest releases
 	$(BIN)/pytest --timeout 600 tests/drift

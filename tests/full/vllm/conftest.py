@@ -1,26 +1,11 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import pytest
 
 from .engine import VllmServer, write_model
-from .routed import Where
-
-INSTALLED = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
-
-
-@pytest.fixture(scope="session")
-def vllm_python() -> str:
-    """A Python with vLLM: the one of `make vllm`, unless KVROUTER_VLLM_PYTHON names another."""
-    python = os.environ.get("KVROUTER_VLLM_PYTHON") or str(INSTALLED)
-    if not Path(python).exists():
-        pytest.skip("no vLLM: `make vllm` installs it (6 GB), or KVROUTER_VLLM_PYTHON names a Python that has it")
-    return python
-
 
 Serving = Callable[..., AbstractContextManager[VllmServer]]
 
@@ -61,8 +46,3 @@ def pair(serving_vllm: Serving) -> Iterator[tuple[VllmServer, VllmServer]]:
     """Two servers that the tests of a module kill and start again."""
     with serving_vllm() as one, serving_vllm() as two:
         yield one, two
-
-
-@pytest.fixture
-def where(namespace: str, nats_url: str, etcd_endpoint: str) -> Where:
-    return Where(namespace, nats_url, etcd_endpoint)

@@ -41,6 +41,10 @@ class Where:
     etcd: str
 
     @property
+    def settings(self) -> dict[str, str]:
+        return {"namespace": self.namespace, "nats": self.nats, "etcd": self.etcd}
+
+    @property
     def options(self) -> tuple[str, ...]:
         return ("--namespace", self.namespace, "--nats", self.nats, "--etcd", self.etcd)
 
