@@ -39,6 +39,9 @@ def _message(draw: random.Random, tools: list[dict[str, Any]]) -> dict[str, Any]
             also = [{"type": "text", "text": _text(draw)}] if draw.random() < 0.3 else []
             turns += [{"role": "user", "content": results + also}, {"role": "assistant", "content": _text(draw)}]
     turns.append({"role": "user", "content": _said(draw)})
+    if draw.random() < 0.4:
+        # Agents remind the model so.
+        turns.insert(draw.randint(0, len(turns)), {"role": "system", "content": [_block(draw), _block(draw)]})
     body: dict[str, Any] = {"messages": turns, "max_tokens": 1}
     if draw.random() < 0.7:
         body["tools"] = [

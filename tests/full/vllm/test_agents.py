@@ -103,7 +103,7 @@ async def test_messages_have_the_tokens_of_the_engine(
             cached = answer["usage"].get("cache_read_input_tokens") or 0
             assert predicted == cached == (len(expected) - 1) // BLOCK * BLOCK
     assert [len(each) for each in ids] == counts
-    chats = [MessagesRequest.engine_chat(json.dumps(body).encode()) for body in bodies]
+    chats = [MessagesRequest.engine_chat(json.dumps(body).encode(), late_systems=True) for body in bodies]
     assert ids == await _tokenized(roomy, chats)
     assert ids == _by_transformers(vllm_python, roomy.model, chats)
 

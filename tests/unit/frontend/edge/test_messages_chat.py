@@ -74,6 +74,19 @@ def test_late_system_messages_leave_the_prefix_of_earlier_turns() -> None:
     assert chat([*first, user(result), system])["messages"][-1]["content"] == "1\n\nNote."
 
 
+@pytest.mark.parametrize("late_systems", [True, False])
+def test_an_engine_leaves_late_system_messages_or_begins_with_them(late_systems: bool) -> None:
+    note = {"role": "system", "content": [text("No"), text("te.")]}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    body = {"model": "m", "max_tokens": 5, "system": "You help.", "messages": [note, *turns[:2], note, turns[2]]}
+    found = MessagesRequest.engine_chat(json.dumps(body).encode(), late_systems=late_systems)["messages"]
+    if late_systems:
+        there = {"role": "system", "content": "Note."}
+        assert found == [{"role": "system", "content": "You help."}, there, *turns[:2], there, turns[2]]
+    else:
+        assert found == [{"role": "system", "content": "You help.Note.Note."}, *turns]
+
+
 def test_hashes_of_requests_are_no_part_of_the_prompt() -> None:
     billing = text("x-anthropic-billing-header: cc_version=2; cch=4f2;")
     assert chat([user(text("a"))], system=[billing, text("Help.")])["messages"][0]["content"] == "Help."

@@ -49,6 +49,13 @@ def test_contents_in_parts_are_recognized() -> None:
     assert not ChatTemplate("{% for m in messages %}{{ m.content | trim }}{% endfor %}", {}).takes_parts
 
 
+def test_templates_that_take_a_system_message_first_only_are_recognized() -> None:
+    anywhere = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    first = "{% for m in messages %}{% if m.role == 'system' and loop.index > 1 %}{{ raise_exception('') }}{% endif %}"
+    assert ChatTemplate(anywhere, {}).takes_late_systems
+    assert not ChatTemplate(first + "{{ m.content }}{% endfor %}", {}).takes_late_systems
+
+
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% unknown %}", "{{ '" + "x" * (4 << 20) + "' }}"])
 def test_a_template_that_cannot_be_compiled_is_refused(source: str) -> None:
     with pytest.raises(InvalidTemplate):

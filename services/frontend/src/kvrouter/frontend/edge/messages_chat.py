@@ -1,6 +1,7 @@
 """The bodies of Anthropic's Messages, and their messages, tools and system blocks as those of a chat. Pure.
 
-vLLM translates in the same way, so prompts have the same tokens on both ways and share their caches.
+vLLM translates in the same way but for later system messages, so prompts have the same tokens on both ways and share
+their caches.
 """
 
 from __future__ import annotations
@@ -94,15 +95,15 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "
 """Roles of messages. Claude Code has two of its own."""
 
 
-def chat_messages(fields: PromptFields) -> list[dict[str, Any]]:
-    """Returns the messages of the chat.
+def chat_messages(fields: PromptFields, conversation: Conversation | None = None) -> list[dict[str, Any]]:
+    """Returns the messages of the chat. ``conversation`` decides where system messages stand.
 
     Raises:
         BadRequest: a message or block is malformed, or of a kind that no chat has.
     """
     if not fields.messages:
         raise invalid("messages", "expected at least one message", "Send a message of the user.")
-    conversation = _Conversation()
+    conversation = conversation or Conversation()
     conversation.add_system(_system_text(fields.system, "system"))
     for index, message in enumerate(fields.messages):
         path = f"messages.{index}"
@@ -168,7 +169,7 @@ def chat_tool_choice(choice: ToolChoice | None) -> str | dict[str, Any] | None:
     return _CHOICES[choice.type]
 
 
-class _Conversation:
+class Conversation:
     """Messages of a chat, to whose begin and neighbours system messages are added.
 
     Agents add system messages late in a conversation. At its begin they would change the prefix of all earlier turns,
@@ -217,6 +218,29 @@ class _Conversation:
         return text
 
 
+class EngineConversation(Conversation):
+    """The same as vLLM makes it: later system messages stay where they are, or all of them are the first message."""
+
+    def __init__(self, *, stays: bool) -> None:
+        """``stays``: whether the template takes system messages anywhere."""
+        super().__init__()
+        self._stays = stays
+        self._has_begun = False
+
+    def add_system(self, text: str) -> None:
+        """Adds a system message; the first call adds that of the body's own field."""
+        if text and self._stays and self._has_begun:
+            self._messages.append({"role": "system", "content": text})
+        elif text:
+            self._leading.append(text)
+        self._has_begun = True
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Returns all messages."""
+        system = [{"role": "system", "content": "".join(self._leading)}] if self._leading else []
+        return system + self._messages
+
+
 def _system_text(content: str | Sequence[Mapping[str, Any]] | None, path: str) -> str:
     if content is None or isinstance(content, str):
         return "" if (content or "").startswith(_BILLING_HEADER) else content or ""
@@ -224,7 +248,7 @@ def _system_text(content: str | Sequence[Mapping[str, Any]] | None, path: str) -
     return "".join(text for text in texts if not text.startswith(_BILLING_HEADER))
 
 
-def _add_user(conversation: _Conversation, blocks: Sequence[Any], path: str) -> None:
+def _add_user(conversation: Conversation, blocks: Sequence[Any], path: str) -> None:
     """Adds a message of the user. The results of tools are messages of their own, before the rest of it."""
     parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
@@ -237,7 +261,7 @@ def _add_user(conversation: _Conversation, blocks: Sequence[Any], path: str) -> 
         conversation.add({"role": "user", "content": content})
 
 
-def _add_result(conversation: _Conversation, block: Mapping[str, Any], path: str) -> None:
+def _add_result(conversation: Conversation, block: Mapping[str, Any], path: str) -> None:
     call_id, content = block.get("tool_use_id"), block.get("content")
     if not isinstance(call_id, str):
         raise invalid(f"{path}.tool_use_id", "expected a text")

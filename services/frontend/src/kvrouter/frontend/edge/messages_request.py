@@ -13,6 +13,8 @@ from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.http_errors import anthropic_error
 from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
 from kvrouter.frontend.edge.messages_chat import (
+    Conversation,
+    EngineConversation,
     EngineMessagesFields,
     MessagesFields,
     PromptFields,
@@ -208,9 +210,9 @@ class MessagesRequest(TranslatedRequest):
             return cls(_prompt(decode_json(_COUNTED_FIELDS, body)))
 
     @classmethod
-    def engine_chat(cls, body: bytes | bytearray) -> dict[str, Any]:
+    def engine_chat(cls, body: bytes | bytearray, *, late_systems: bool = False) -> dict[str, Any]:
         """Returns the chat as vLLM makes it; see ``TranslatedRequest.engine_chat``."""
-        return _chat(decode_json(_ENGINE_FIELDS, body))
+        return _chat(decode_json(_ENGINE_FIELDS, body), EngineConversation(stays=late_systems))
 
     @classmethod
     def check_passed(cls, body: bytes | bytearray) -> None:
@@ -225,11 +227,11 @@ class MessagesRequest(TranslatedRequest):
         return MessageEvents(frame, events)
 
 
-def _chat(fields: PromptFields) -> dict[str, Any]:
+def _chat(fields: PromptFields, conversation: Conversation | None = None) -> dict[str, Any]:
     """Returns the fields of the chat that make its prompt, as engines set them."""
     return translated_chat(
         fields,
-        chat_messages(fields),
+        chat_messages(fields, conversation),
         tools=chat_tools(fields.tools),
         tool_choice=chat_tool_choice(fields.tool_choice),
         reasoning_effort=None if fields.output_config is None else fields.output_config.effort,

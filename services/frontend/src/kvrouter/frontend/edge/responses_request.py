@@ -286,7 +286,7 @@ class ResponsesRequest(TranslatedRequest):
         return cls(chat, fields)
 
     @classmethod
-    def engine_chat(cls, body: bytes | bytearray) -> dict[str, Any]:
+    def engine_chat(cls, body: bytes | bytearray, *, late_systems: bool = False) -> dict[str, Any]:  # noqa: ARG003
         """Returns the chat as vLLM makes it; see ``TranslatedRequest.engine_chat``."""
         return _chat(decode_json(_ENGINE_FIELDS, body))
 

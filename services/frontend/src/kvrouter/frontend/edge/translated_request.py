@@ -74,8 +74,12 @@ class TranslatedRequest(ABC):
 
     @classmethod
     @abstractmethod
-    def engine_chat(cls, body: bytes | bytearray) -> dict[str, Any]:
+    def engine_chat(cls, body: bytes | bytearray, *, late_systems: bool = False) -> dict[str, Any]:
         """Returns the chat that an engine serving the API itself makes of a body, to find its prompt.
+
+        Args:
+            body: The body.
+            late_systems: Whether the model's template takes system messages after the first message.
 
         Raises:
             BadRequest: it cannot be translated.
@@ -157,7 +161,9 @@ class TranslatedPrompt(PromptSource):
         """
         check_structure(self._body)
         with shallow():
-            prompt = chat_prompt(self._kind.engine_chat(self._body), self.characters)
+            template = None if text is None else text.template
+            late_systems = template is not None and template.takes_late_systems
+            prompt = chat_prompt(self._kind.engine_chat(self._body, late_systems=late_systems), self.characters)
         return (yield from prompt.slices(text, limit))
 
 

@@ -64,6 +64,7 @@ _MAX_TEMPLATE_BYTES = 4 << 20
 _SLICE_STEPS = 20_000
 """Blocks of statements of a slice: about 10 ms."""
 _PROBE = "kvrouter-probe"
+_PROBE_TURN = [{"role": "system", "content": _PROBE}, {"role": "user", "content": _PROBE}]
 
 
 class InvalidTemplate(ValueError):
@@ -99,6 +100,8 @@ class ChatTemplate:
         """Whether the template reads contents that are lists of parts. Others get the parts' text."""
         self.takes_text = self._takes(_PROBE)
         """Whether the template reads contents that are texts."""
+        self.takes_late_systems = bool(self._rendered(2 * _PROBE_TURN))
+        """Whether the template takes system messages after the first message."""
 
     def rendering(
         self,
@@ -163,11 +166,15 @@ class ChatTemplate:
             allowance = budget.pause()
             yield
 
-    def _takes(self, content: str | list[dict[str, Any]]) -> bool:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the chat; nothing if the template refuses it."""
         try:
-            rendered = completed(self.rendering([{"role": "user", "content": content}]))
+            return completed(self.rendering(messages))
         except BadRequest:
-            return False
+            return ""
+
+    def _takes(self, content: str | list[dict[str, Any]]) -> bool:
+        rendered = self._rendered([{"role": "user", "content": content}])
         return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
 
 
