@@ -36,7 +36,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean release test-newest vllm
+.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean release test-newest vllm test-repeat
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,16 +74,20 @@ unit: setup ## tests without servers, import rules among them
 	$(BIN)/pytest -n auto tests/unit
 
 # The longest tests come first, and an idle process takes over tests of another: none waits for a long one at the end.
-# Over a thousand tests with real servers: one that lost a race is run again and named, and fails if it fails twice.
-# A test that hung is not run again: it would hang without a time limit.
 # These tests wait more than they compute, so there are more of them at once than two processors would suggest.
 WORKERS ?= 3
-RERUN := --reruns 1 --rerun-except 'from pytest-timeout' -rsR
 
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n $(WORKERS) $(RERUN) --dist worksteal -m "not full" tests/faults tests/integration tests/guides
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not full" tests/faults tests/integration tests/guides
+
+# Races show when the cores are busy. TESTS are arguments of pytest: TESTS="-n 3 tests/integration/relay".
+N ?= 20
+test-repeat: setup ## TESTS=... again and again with every core busy, N=20 times: finds those that fail now and then
+	@test -n "$(TESTS)" || { echo "make: name the tests: make test-repeat N=20 TESTS=tests/integration/relay" >&2; exit 2; }
+	$(SAY_CORE)
+	@$(BIN)/python devtools/repeat_tests.py $(N) $(TESTS)
 
 test-faults: setup ## every fault scenario in its long form (`make integration` has the short ones); REPORT=file.xml: what each observed
 	$(SAY_CORE)
@@ -117,7 +121,7 @@ test-drift: setup ## what guides and sidecar use of vLLM and SGLang, against the
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
-	$(BIN)/pytest $(RERUN) tests/test_end_to_end.py
+	$(BIN)/pytest tests/test_end_to_end.py
 
 bench: bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality ## every benchmark; each prints its table
 
