@@ -36,7 +36,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean release test-newest vllm test-repeat
+.PHONY: help setup demo up test lint types rust unit integration packages c-library test-faults test-conformance test-full test-drift e2e bench bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality wheels protos protos-check protos-release version reference docs constraints clean release test-newest vllm test-repeat check
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,7 +51,9 @@ up: setup ## the same system, left running
 	$(SAY_CORE)
 	@$(BIN)/kvrouter up $(ARGS)
 
-test: lint rust unit integration packages e2e ## the gate before merging: all of lint, rust, unit, integration, packages, e2e
+check: lint unit ## what to run while you work: lint, types and unit tests
+
+test: check rust integration packages e2e ## the gate before merging: all of check, rust, integration, packages, e2e
 
 lint: setup types protos-check docs ## style, types, the contract's own rules, the API reference
 	$(BIN)/ruff check .
@@ -71,7 +73,7 @@ endif
 
 unit: setup ## tests without servers, import rules among them
 	$(SAY_CORE)
-	$(BIN)/pytest -n auto tests/unit
+	$(BIN)/pytest -n auto $(if $(CARGO),--at-least 5500) tests/unit
 
 # The longest tests come first, and an idle process takes over tests of another: none waits for a long one at the end.
 # These tests wait more than they compute, so there are more of them at once than two processors would suggest.
@@ -80,7 +82,7 @@ WORKERS ?= 3
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not full" tests/faults tests/integration tests/guides
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not full" --at-least 1400 tests/faults tests/integration tests/guides
 
 # Races show when the cores are busy. TESTS are arguments of pytest: TESTS="-n 3 tests/integration/relay".
 N ?= 20
@@ -95,7 +97,7 @@ test-faults: setup ## every fault scenario in its long form (`make integration` 
 	KVROUTER_FAULTS=full $(BIN)/pytest -n auto --timeout 300 -o junit_family=xunit1 $(if $(REPORT),--junitxml $(REPORT)) $(ARGS) tests/faults
 
 packages: setup ## every wheel, installed into an empty environment with its lowest dependencies
-	$(BIN)/pytest -n auto --dist loadfile -m "not full" tests/packages
+	$(BIN)/pytest -n auto --dist loadfile -m "not full" --at-least 10 tests/packages
 
 c-library: $(STAMPS)/protoc ## the publisher for engines in C, in services/publisher_c/target/release (some minutes the first time)
 	cd services/publisher_c && cargo build -q --release
@@ -121,7 +123,7 @@ test-drift: setup ## what guides and sidecar use of vLLM and SGLang, against the
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
-	$(BIN)/pytest tests/test_end_to_end.py
+	$(BIN)/pytest --at-least 2 tests/test_end_to_end.py
 
 bench: bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality ## every benchmark; each prints its table
 

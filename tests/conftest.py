@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +27,27 @@ settings.load_profile("gate" if os.environ.get("CI") else "any")
 
 # Simulated engines end outputs at their maximum, so that tests know their lengths.
 os.environ["KVROUTER_MEAN_OUTPUT_TOKENS"] = "0"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--at-least", type=int, default=0, help="Fails a run of fewer tests, skipped ones included.")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a whole run that lost tests: a renamed folder, a marker or a broken parameter list takes them silently."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return  # Of several processes, the one that reports knows all tests.
+    expected = session.config.getoption("--at-least")
+    reports = itertools.chain.from_iterable(reporter.stats.values())
+    ran = len({each.nodeid for each in reports if isinstance(each, pytest.TestReport)})
+    if ran < expected:
+        reporter.ensure_newline()
+        reporter.write_line(
+            f"expected {expected} tests or more, {ran} ran: if that is meant, lower the count in the Makefile", red=True
+        )
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)
