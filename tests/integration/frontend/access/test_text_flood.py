@@ -85,6 +85,7 @@ class Client:
                 await asyncio.sleep(0.1)
 
 
+@pytest.mark.full
 async def test_a_flood_of_one_key_delays_the_chat_of_another_by_a_few_slices(frontend: tuple[str, Keys]) -> None:
     address, keys = frontend
     connector = aiohttp.TCPConnector(limit=0)

@@ -99,6 +99,7 @@ async def test_without_workers_the_answer_comes_within_the_deadline_and_says_whe
     await served(system)
 
 
+@pytest.mark.full
 async def test_a_prompt_of_100_megabytes_is_refused_and_the_service_unharmed(system: System) -> None:
     await system.start_worker(1)
     with pytest.raises(TooLarge):

@@ -240,7 +240,7 @@ def prompt(least: int, greatest: int, count: int = 1 << 20) -> list[int]:
 PROMPTS = {"of a large vocabulary": (0, 128_000), "of few tokens": (0, 10)}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("kind", PROMPTS)
 async def test_a_long_prompt_over_http_costs_little(fresh_frontend: Process, kind: str, stream: bool) -> None:
     fields = {"model": MODEL, "prompt": prompt(*PROMPTS[kind]), "max_tokens": 2, "stream": stream}

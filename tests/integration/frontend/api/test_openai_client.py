@@ -147,46 +147,48 @@ async def test_models_are_listed_and_found(system: System, client: openai.AsyncO
     assert caught.value.param == "model"
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content.0",
-        ),
-        ({"messages": [{"role": "user", "content": "word " * 9000}]}, "messages"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 1000}, "n"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 2}, "top_p"),
-        ({"stop": ["x"] * 99}, "stop"),
-        ({"top_logprobs": 50, "logprobs": True}, "top_logprobs"),
-        ({"top_logprobs": 5}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"extra_body": {"guided_choice": []}}, "guided_choice"),
-        ({"extra_body": {"structured_outputs": {"json": {}, "regex": "a"}}}, "structured_outputs"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs.messages"),
-        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
-        ({"extra_headers": {"x-data-parallel-rank": "7"}}, "dp_rank"),
-        ({"extra_body": {"dp_rank": 7}}, "dp_rank"),
-        ({"extra_headers": {"x-data-parallel-rank": "first"}}, "x-data-parallel-rank"),
-    ],
-)
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0",
+    ),
+    ({"messages": [{"role": "user", "content": "word " * 9000}]}, "messages"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"n": 1000}, "n"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"stop": ["x"] * 99}, "stop"),
+    ({"top_logprobs": 50, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"extra_body": {"guided_choice": []}}, "guided_choice"),
+    ({"extra_body": {"structured_outputs": {"json": {}, "regex": "a"}}}, "structured_outputs"),
+    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs.messages"),
+    ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+    ({"extra_headers": {"x-data-parallel-rank": "7"}}, "dp_rank"),
+    ({"extra_body": {"dp_rank": 7}}, "dp_rank"),
+    ({"extra_headers": {"x-data-parallel-rank": "first"}}, "x-data-parallel-rank"),
+]
+"""Fields, and the one that the error names."""
+
+
 async def test_a_bad_chat_is_an_error_that_names_the_field(
-    system: System, client: openai.AsyncOpenAI, fields: dict[str, Any], field: str
+    system: System, client: openai.AsyncOpenAI, subtests: pytest.Subtests
 ) -> None:
-    for stream in (False, True):
-        with pytest.raises(openai.APIStatusError) as caught:
-            await client.chat.completions.create(**(chat() | fields), stream=stream)
-        assert (caught.value.status_code, caught.value.param) == (400, field)
-    assert await system.booked() == [0]
+    for fields, field in BAD_CHATS:
+        with subtests.test(fields=str(fields)[:80]):
+            for stream in (False, True):
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.chat.completions.create(**(chat() | fields), stream=stream)
+                assert (caught.value.status_code, caught.value.param) == (400, field)
+            assert await system.booked() == [0]
 
 
 async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI) -> None:

@@ -176,6 +176,7 @@ async def test_a_process_that_is_killed_is_replaced_while_the_others_serve(gatew
     assert await gateway.served() == before + 10
 
 
+@pytest.mark.full
 async def test_a_process_that_hangs_is_replaced(gateway: Gateway) -> None:
     await gateway.complete()
     before = await gateway.served()

@@ -84,9 +84,17 @@ WORKER_FAULTS = [
     for code in grpc.StatusCode
     if code not in {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE}
 ]
+DISTINCT_FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+"""A code like most, and those of a worker that is full or lost."""
 
 
-@pytest.mark.parametrize("code", WORKER_FAULTS, ids=lambda code: code.name)
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=code.name, marks=[] if code in DISTINCT_FAULTS else pytest.mark.full)
+        for code in WORKER_FAULTS
+    ],
+)
 async def test_a_request_is_retried_elsewhere_for_any_code_of_a_failing_worker(
     system: System, code: grpc.StatusCode
 ) -> None:
@@ -379,15 +387,14 @@ async def test_a_bad_request_is_refused_before_any_worker_is_called(system: Syst
 @pytest.mark.parametrize(
     "behave",
     [
-        aborts(grpc.StatusCode.INTERNAL),
-        aborts(grpc.StatusCode.INVALID_ARGUMENT),
-        writes(b"\xff\xff"),
-        writes(),
-        writes(piece(1), b"\xff\xff"),
-        writes(piece(finish=FinishReason.FINISH_REASON_ERROR)),
-        writes(piece(1, 2, 3, 4, 5)),
+        pytest.param(aborts(grpc.StatusCode.INTERNAL), id="fails"),
+        pytest.param(aborts(grpc.StatusCode.INVALID_ARGUMENT), id="refuses", marks=pytest.mark.full),
+        pytest.param(writes(b"\xff\xff"), id="garbage", marks=pytest.mark.full),
+        pytest.param(writes(), id="nothing", marks=pytest.mark.full),
+        pytest.param(writes(piece(1), b"\xff\xff"), id="garbage later"),
+        pytest.param(writes(piece(finish=FinishReason.FINISH_REASON_ERROR)), id="engine error", marks=pytest.mark.full),
+        pytest.param(writes(piece(1, 2, 3, 4, 5)), id="too many tokens"),
     ],
-    ids=["fails", "refuses", "garbage", "nothing", "garbage later", "engine error", "too many tokens"],
 )
 async def test_a_request_that_fails_at_a_worker_is_freed_at_once(system: System, behave: Behaviour) -> None:
     async with hostile_worker(system, HOSTILE, behave) as worker:
