@@ -209,6 +209,7 @@ async def test_a_frozen_worker_costs_no_request(processes: Processes, lease: str
     await nothing_is_left(processes)
 
 
+@pytest.mark.full
 async def test_a_worker_that_only_accepts_connections_costs_no_request(
     processes: Processes, record_property: Report
 ) -> None:
@@ -286,6 +287,7 @@ async def test_a_worker_that_fails_in_every_way_costs_no_request(processes: Proc
     await nothing_is_left(processes)
 
 
+@pytest.mark.full
 async def test_a_worker_that_ignores_max_tokens_is_stopped_and_its_clients_get_max_tokens(
     processes: Processes, record_property: Report
 ) -> None:

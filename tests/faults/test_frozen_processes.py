@@ -191,6 +191,7 @@ async def test_a_frozen_scheduler_of_sharded_requests_returns_to_the_remaining_l
         await cancelled(load.running)
 
 
+@pytest.mark.full
 async def test_requests_that_are_queued_at_a_frozen_scheduler_are_queued_at_the_other(processes: Processes) -> None:
     await start_system(
         processes,

@@ -27,7 +27,7 @@ async def test_a_relay_that_is_killed_goes_on_with_its_incarnation(rig: Rig) -> 
     assert "rank.dropped" not in one.log()
 
 
-@pytest.mark.parametrize("fault", ["gone", "damaged"])
+@pytest.mark.parametrize("fault", ["gone", pytest.param("damaged", marks=pytest.mark.full)])
 async def test_a_relay_without_a_sound_file_begins_a_new_incarnation(rig: Rig, fault: str) -> None:
     node = await start_relayed(rig, 1)
     one = await rig.indexer("one")

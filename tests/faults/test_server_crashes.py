@@ -39,7 +39,7 @@ async def test_nats_is_away_for_longer_than_the_buffers_hold(rig: Rig) -> None:
     await rig.agree(one)
 
 
-@pytest.mark.parametrize("store", ["empty", "rolled back"])
+@pytest.mark.parametrize("store", [pytest.param("empty", marks=pytest.mark.full), "rolled back"])
 async def test_nats_comes_back_with_another_store(rig: Rig, store: str) -> None:
     await rig.start_nodes(1, 2)
     one = await rig.indexer("one", snapshot_threshold=20)
@@ -106,7 +106,7 @@ async def test_a_holder_that_was_paused_past_its_lease_publishes_nothing(rig: Ri
     await rig.agree(other)
 
 
-@pytest.mark.parametrize("limit", ["age", "bytes"])
+@pytest.mark.parametrize("limit", [pytest.param("age", marks=pytest.mark.full), "bytes"])
 async def test_the_stream_drops_messages_that_a_replica_has_not_read(rig: Rig, limit: str) -> None:
     await rig.start_nodes(1, 2)
     one = await rig.indexer("one")
