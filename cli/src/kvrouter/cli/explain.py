@@ -179,6 +179,8 @@ def summary(decision: Decision) -> list[str]:
     chosen = f"rank {rank_name(decision.chosen)}" if decision.HasField("chosen") else "no rank"
     because = f": {decision.reason}" if decision.reason else ""
     lines.append(f"{chosen} by mode {decision.mode}{because}")
+    if decision.model_choice:
+        lines.append(f"model chosen as {decision.model_choice}")
     if decision.queued_us:
         lines.append(f"queued for {decision.queued_us / 1e6:.2f} s before")
     if decision.HasField("prefill"):

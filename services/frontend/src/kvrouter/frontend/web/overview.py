@@ -89,6 +89,7 @@ def decision(message: Decision, scheduler: str) -> Json:
         "prefill": _prefill(message),
         "load_only": message.load_only,
         "queued_ms": message.queued_us / 1e3,
+        "model_choice": message.model_choice,
         "candidates": [_candidate(each) for each in message.candidates],
     }
 

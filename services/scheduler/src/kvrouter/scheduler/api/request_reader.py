@@ -27,6 +27,8 @@ _DECODE = Stage.STAGE_DECODE  # read once: looking up an enum value by name take
 MAX_LEASE_SECONDS = 24 * 3600.0
 """Longest lease. It bounds the load of bookings without a free."""
 
+_MAX_CHOICE_CHARACTERS = 320
+
 _NOT_BOOKED = BookingOptions()
 
 
@@ -117,6 +119,7 @@ class RequestReader:
             ignored_overrides(request.overrides, options.mode),
             may_prefill_locally,
             self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
+            model_choice=request.model_choice[:_MAX_CHOICE_CHARACTERS],
         )
 
     def _warn_of_ignored(self, context: RequestContext) -> None:

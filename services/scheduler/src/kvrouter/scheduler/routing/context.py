@@ -50,6 +50,8 @@ class RequestContext(NamedTuple):
     """Known components whose workers may compute the prompt instead."""
     tenant: Tenant = Tenant()
     """Whose request it is."""
+    model_choice: str = ""
+    """How the Frontend chose the model; empty if it is the one that the client named."""
 
     def prefill_factors(self) -> PrefillFactors:
         """Returns the measured factors of the times to compute and to transfer a prompt.

@@ -60,6 +60,8 @@ class Decision(NamedTuple):
     """Whether the rank computes the prompt for a decode worker."""
     queued_seconds: float = 0.0
     """Time of the request in the queue."""
+    model_choice: str = ""
+    """How the Frontend chose the model; empty if it is the one that the client named."""
 
     @property
     def rank(self) -> Rank:
@@ -200,6 +202,7 @@ class Decision(NamedTuple):
             queued_us=int(self.queued_seconds * 1e6),
             component=component_message(self.component),
             prefill=self.prefill,
+            model_choice=self.model_choice,
         )
 
     def _terms(self, index: int) -> CandidateTerms:
@@ -258,6 +261,7 @@ def decide(
         explanation=_NONE_LEFT if verdict is None else verdict.explanation,
         chosen=None if context is None or verdict is None else context.ranks[verdict.index],
         is_of_prefill=request.constraints.stage == _PREFILL,
+        model_choice=request.model_choice,
     )
 
 

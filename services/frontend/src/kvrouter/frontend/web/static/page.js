@@ -287,7 +287,7 @@ function drawDecisions(decisions) {
     const cached = decision.candidates.length && decision.rank ? decision.candidates[0].overlap_blocks : null;
     const [best, next] = decision.rank ? decision.candidates : [];
     const costs = best && best.cost !== null ? ` ${cost(best.cost, decision.mode)}${next && next.cost !== null ? `; next ${next.rank} ${cost(next.cost, decision.mode)}` : ""}` : "";
-    const why = `${decision.mode}: ${decision.reason}${costs}${decision.load_only ? "; on load alone" : ""}${decision.prefill ? `; ${decision.prefill}` : ""}${decision.queued_ms ? `; queued for ${duration(decision.queued_ms / 1000)}` : ""}`;
+    const why = `${decision.mode}: ${decision.reason}${costs}${decision.load_only ? "; on load alone" : ""}${decision.model_choice ? `; model chosen as ${decision.model_choice}` : ""}${decision.prefill ? `; ${decision.prefill}` : ""}${decision.queued_ms ? `; queued for ${duration(decision.queued_ms / 1000)}` : ""}`;
     const head = element(
       "summary",
       {},
