@@ -18,6 +18,7 @@ from kvrouter.frontend.processes.parent import ProcessMetrics
 from kvrouter.frontend.proxy.endpoint_picker.exchange import PickerMetrics
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.indexer.replica.metrics import IndexerMetrics
@@ -95,6 +96,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     Refusals(frontend)
     OverloadBounds(OverloadLimits(0, 0, 0.0), frontend)
     FollowedKeys(None, frontend)
+    ModelChoices(None, MagicMock(), MagicMock(), frontend)
     FollowedSigningKeys("https://issuer.example/keys", MagicMock(), frontend)
     TextModels(MagicMock(), MagicMock(), {}, frontend, work=ClientWork(frontend), cache_bytes=0)
     PromptComparison(MagicMock(), MagicMock(), MagicMock(), frontend)

@@ -40,6 +40,7 @@ class Engine:
     texts = SimpleNamespace(work=ClientWork(CollectorRegistry()))
     models = SimpleNamespace(may_forward=False, has_text=lambda _: False, texts=texts)
     access = None
+    choices = SimpleNamespace(rules={})
     metrics = FrontendMetrics(CollectorRegistry())
     admission = RequestAdmission(None, OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry()))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -137,3 +139,18 @@ async def _chosen(stream: GatewayStream) -> ProcessingResponse:
     """Receives the answer to a body, after a request for more time if the machine is busy."""
     answer = await stream.receive()
     return answer if answer.HasField("request_body") else await stream.receive()
+
+
+async def test_a_name_of_the_file_of_models_is_replaced_by_its_first_ready_model(
+    nats_url: str, etcd_endpoint: str, namespace: str, tmp_path: Path
+) -> None:
+    names, address = tmp_path / "models.toml", f"127.0.0.1:{free_port()}"
+    await asyncio.to_thread(names.write_text, f'[models.chat]\nserves = "absent"\nfallbacks = ["{MODEL}"]\n')
+    options: dict[str, Any] = {"endpoint_picker_bind": address, "models_file": str(names)}
+    async with running_system(nats_url, etcd_endpoint, namespace, **options) as system:
+        gateway = Gateway(system, address)
+        endpoint = await gateway.add_engine(1)
+        endpoints, body = await gateway.stream().routed(BODY | {"model": "chat"})
+        assert (endpoints, json.loads(body)) == ([endpoint], BODY)
+        await gateway.until_booked(1)
+        await gateway.channel.close()

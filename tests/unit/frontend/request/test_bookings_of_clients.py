@@ -67,7 +67,7 @@ def served(links: Any) -> FrontendService:
     bookings = ClientBookings(
         FrontendSettings(max_bookings_per_caller=1, max_sessions_per_caller=1, max_lease_seconds=1.0), None, registry
     )
-    return FrontendService(directory, runner, nothing, bookings, nothing)
+    return FrontendService(directory, runner, nothing, bookings, nothing, nothing)
 
 
 async def sent(requested: FrontendService) -> tuple[bool, bool]:

@@ -21,6 +21,8 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder, RecordingFile
+from kvrouter.frontend.request.model_choice import ModelChoices
+from kvrouter.frontend.request.model_rules import ModelFileError
 from kvrouter.frontend.request.prefill_attempt import MAX_ABORTS
 from kvrouter.frontend.request.prefill_stage import Disaggregation
 from kvrouter.frontend.request.request_runner import RequestRunner
@@ -151,15 +153,17 @@ async def running(
         disaggregation=disaggregation,
         poison_prompts=poison_prompts,
     )
+    choices = _open_models(settings, models, health, runtime.registry)
     bookings = ClientBookings(settings, access, runtime.registry)
     prompts = PromptComparison(runtime.directory, texts, settings.engine_keys, runtime.registry)
-    service = FrontendService(runtime.directory, runner, indexers, bookings, prompts)
+    service = FrontendService(runtime.directory, runner, indexers, bookings, prompts, choices)
     async with asyncio.TaskGroup() as group:
         endless = {
             "scheduler-links": links.run(),
             "worker-probes": probes.run(),
             "tokenizers": texts.run(),
             "prompt-comparison": prompts.run(),
+            "models-file": choices.run(),
             "abandoned-prefills": disaggregation.abandoned.run(),
         }
         if opened is not None:
@@ -170,7 +174,7 @@ async def running(
         if recorder is not None:
             group.create_task(recorder.run(), name="recording")
         try:
-            async with _serving_endpoint_picker(runtime, runner):
+            async with _serving_endpoint_picker(runtime, runner, choices):
                 yield service
         finally:
             for task in tasks:
@@ -182,8 +186,24 @@ async def running(
             work.close()
 
 
+def _open_models(
+    settings: FrontendSettings, models: ServedModels, health: WorkerHealth, registry: CollectorRegistry
+) -> ModelChoices:
+    """Reads the file of models.
+
+    Raises:
+        StartRefused: it cannot be used.
+    """
+    try:
+        return ModelChoices(Path(settings.models_file) if settings.models_file else None, models, health, registry)
+    except ModelFileError as error:
+        raise StartRefused(f"--models-file: {error}") from None
+
+
 @asynccontextmanager
-async def _serving_endpoint_picker(runtime: Runtime, runner: RequestRunner) -> AsyncIterator[None]:
+async def _serving_endpoint_picker(
+    runtime: Runtime, runner: RequestRunner, choices: ModelChoices
+) -> AsyncIterator[None]:
     """Serves the endpoint picker while the context lasts, if its address is set.
 
     Raises:
@@ -200,7 +220,7 @@ async def _serving_endpoint_picker(runtime: Runtime, runner: RequestRunner) -> A
     except ModuleNotFoundError as error:
         raise StartRefused(f"the endpoint picker needs {error.name}: install kvrouter[envoy]") from None
     async with aiohttp.ClientSession() as session:
-        picker = Picker(runtime.directory, runner, session)
+        picker = Picker(runtime.directory, runner, choices, session)
         async with serving_picker(picker, runtime.registry, runtime.tls):
             yield
 

@@ -28,7 +28,8 @@ from kvrouter.frontend.edge.middlewares import (
     cross_origin_headers,
     traced,
 )
-from kvrouter.frontend.edge.model_objects import model_objects
+from kvrouter.frontend.edge.model_name import NamedModel, renamed
+from kvrouter.frontend.edge.model_objects import model_objects, named_objects
 from kvrouter.frontend.edge.request_fields import checked_request_id, with_headers
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
@@ -114,12 +115,12 @@ class HttpApi:
                 web.get("/metrics", self.metrics),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{model:.+}", self.model),
-                web.post("/v1/completions", self._with_body(self.completions)),
-                web.post("/v1/chat/completions", self._with_body(self.chat_completions, self._max_chat_bytes)),
-                web.post(MESSAGES, self._with_body(self._translating(MessagesRequest), self._max_chat_bytes)),
-                web.post(RESPONSES, self._with_body(self._translating(ResponsesRequest), self._max_chat_bytes)),
-                *(web.post(path, self._with_body(self.passed_on)) for path in self._settings.engine_routes),
-                web.post(_COUNT_TOKENS, self._with_body(self.count_tokens, self._max_chat_bytes)),
+                web.post("/v1/completions", self._of_model(self.completions)),
+                web.post("/v1/chat/completions", self._of_model(self.chat_completions, self._max_chat_bytes)),
+                web.post(MESSAGES, self._of_model(self._translating(MessagesRequest), self._max_chat_bytes)),
+                web.post(RESPONSES, self._of_model(self._translating(ResponsesRequest), self._max_chat_bytes)),
+                *(web.post(path, self._of_model(self.passed_on)) for path in self._settings.engine_routes),
+                web.post(_COUNT_TOKENS, self._of_model(self.count_tokens, self._max_chat_bytes)),
                 web.get("/busy_threshold", self.list_busy_thresholds),
                 web.post("/busy_threshold", self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES)),
                 *self._page,
@@ -140,6 +141,28 @@ class HttpApi:
                 room.end()
 
         return handle
+
+    def _of_model(self, handler: _BodyHandler, limit: Callable[[], int] = lambda: _MAX_BODY_BYTES) -> Handler:
+        """Returns a handler as ``_with_body``, whose body names the first model that can serve the client's name."""
+
+        async def handle(request: web.Request, body: bytearray) -> web.StreamResponse:
+            choices = self._frontend.choices
+            if not choices.rules:
+                return await handler(request, body)
+            named = await self._decoded(NamedModel.read, body)
+            models = choices.of(named.model, named.session(request.headers, self._sessions), request.headers)
+            if not models:
+                return await handler(request, body)
+
+            async def attempt(model: str) -> web.StreamResponse:
+                keeps_name = model == named.model
+                return await handler(
+                    request, body if keeps_name else await self._decoded(partial(renamed, model=model), body)
+                )
+
+            return await choices.serve(models, attempt)
+
+        return self._with_body(handle, limit)
 
     def _max_chat_bytes(self) -> int:
         """Returns the maximum size of a chat's body. Only engines that get it as it is take images."""
@@ -183,7 +206,9 @@ class HttpApi:
         return web.json_response(models[name])
 
     def _model_objects(self) -> dict[str, dict[str, Any]]:
-        return model_objects(self._frontend.served_models(), self._frontend.models, self._settings.engine_routes)
+        served = self._frontend.served_models()
+        models = model_objects(served, self._frontend.models, self._settings.engine_routes)
+        return named_objects(models, self._frontend.choices.rules)
 
     async def passed_on(self, request: web.Request, body: bytearray) -> web.StreamResponse:
         """Passes a request of another route on to an engine, chosen by load."""

@@ -14,6 +14,7 @@ from kvrouter.frontend.access.rules import own_booking, owned_id, visible
 from kvrouter.frontend.edge.grpc_output import OutputBuffer, overlaps_of, selection_of, with_text
 from kvrouter.frontend.packed_prompt import take_prompt
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
+from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.validation import check_routing, describe_models, pools_of_model, requested_tokens
@@ -55,6 +56,7 @@ class FrontendService:
         indexers: IndexerClient,
         bookings: ClientBookings,
         prompts: PromptComparison,
+        choices: ModelChoices,
     ) -> None:
         """Serves what the runner serves.
 
@@ -64,9 +66,11 @@ class FrontendService:
             indexers: Indexers to query.
             bookings: Bookings and sessions of clients.
             prompts: Comparison of the prompts' tokens with those of engines.
+            choices: The models for the names that clients send.
         """
         self.runner = runner
         self.models = runner.models
+        self.choices = choices
         self.access = runner.access
         self.indexers = indexers
         self._bookings = bookings
@@ -105,12 +109,7 @@ class FrontendService:
         """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
         buffer = OutputBuffer()
         request.conversation_id = self.runner.sessions.of({}, conversation_id=request.conversation_id)
-        prompt = take_prompt(request)
-        receiver: OutputReceiver = buffer
-        if request.prompt_text or request.return_text:
-            limits = self.runner.limits
-            prompt, receiver = await with_text(self.models, limits, request, prompt, buffer)
-        running = asyncio.create_task(self.runner.run(request, prompt, receiver, deadline=deadline))
+        running = asyncio.create_task(self._generate(request, buffer, deadline))
         running.add_done_callback(lambda _: buffer.end())
         try:
             while responses := await buffer.take():
@@ -121,6 +120,32 @@ class FrontendService:
             running.cancel()
             await asyncio.wait([running])
             del running  # Its exception's traceback refers to this frame.
+
+    async def _generate(
+        self, request: pb.FrontendServiceGenerateRequest, buffer: OutputBuffer, deadline: Deadline
+    ) -> None:
+        """Runs a request at the first model for its name that can serve it."""
+        prompt = take_prompt(request)
+        choices = self.choices.of(request.model, request.conversation_id)
+        if not choices:
+            await self._generate_at_model(request, prompt, buffer, deadline)
+            return
+
+        async def attempt(model: str) -> None:
+            renamed = pb.FrontendServiceGenerateRequest()
+            renamed.CopyFrom(request)
+            renamed.model = model
+            await self._generate_at_model(renamed, prompt, buffer, deadline)
+
+        await self.choices.serve(choices, attempt, begun=lambda: buffer.begun)
+
+    async def _generate_at_model(
+        self, request: pb.FrontendServiceGenerateRequest, prompt: bytes, buffer: OutputBuffer, deadline: Deadline
+    ) -> None:
+        receiver: OutputReceiver = buffer
+        if request.prompt_text or request.return_text:
+            prompt, receiver = await with_text(self.models, self.runner.limits, request, prompt, buffer)
+        await self.runner.run(request, prompt, receiver, deadline=deadline)
 
     async def select_worker(
         self, request: pb.FrontendServiceSelectWorkerRequest, *, deadline: Deadline
@@ -385,6 +410,9 @@ class FrontendService:
             view = self._directory.components.get(name)
             self._check_access(request, "" if view is None else view.descriptor.model)
             return name
+        request.ClearField("model_choice")
+        if (choice := self.choices.first(request.model, request.conversation_id)) is not None:
+            request.model, request.model_choice = choice.model, choice.text
         self._check_access(request, request.model)
         view = self._view(request.model, stage)
         request.component.CopyFrom(view.descriptor.component)

@@ -80,6 +80,9 @@ class FrontendSettings(RoutingSettings):
     engine_routes: tuple[PassedRoute, ...] = PASSED_ROUTES
     """Further inference routes that are passed on to engines with an OpenAI API, separated by commas; empty for
     none."""
+    models_file: str = ""
+    """TOML file with a table `models`: names that stand for models, their fallbacks and canaries. It is followed, and
+    may be the configuration file; empty for none."""
     max_output_tokens: int = Field(default=1 << 20, ge=1)
     """Most output tokens that a request may ask for."""
     sharding: bool | None = None

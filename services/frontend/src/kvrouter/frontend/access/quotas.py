@@ -219,6 +219,14 @@ class Grant:
         """Gives the tokens back a sequence did not use."""
         self._quotas.give_back(self._subjects, unused_tokens)
 
+    def begin_again(self) -> None:
+        """Lets the next sequences take the place of those so far, since another model serves the request."""
+        ended = max(0, self._running - 1)
+        if self._subjects and ended:
+            self._quotas.give_back(self._subjects, 0.0, running=ended)
+            self._running -= ended
+        self._has_sequences = False
+
     def handed_over(self) -> Grant:
         """Returns a grant with all of this one, which ends without effect."""
         grant = Grant(self._quotas, self._subjects, self._running, self._estimate)

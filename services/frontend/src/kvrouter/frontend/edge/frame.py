@@ -41,6 +41,8 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
     if routing.HasField("prefill_rank"):
         routed["prefill_rank"] = _rank_name(routing.prefill_rank)
         routed["prefill_us"] = routing.prefill_us
+    if routing.model_choice:
+        routed["model_choice"] = routing.model_choice
     if routing.ignored_overrides:
         routed["ignored_overrides"] = list(routing.ignored_overrides)
     return routed
@@ -59,6 +61,8 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
         "x-kvrouter-overlap-blocks": str(routing.predicted_overlap_blocks),
         "x-kvrouter-routed-on": routed_on_text(routing.routed_on),
     }
+    if routing.model_choice:
+        headers["x-kvrouter-model-choice"] = routing.model_choice
     if routing.HasField("prefill_rank"):
         headers["x-kvrouter-prefill-worker"] = _rank_name(routing.prefill_rank)
     return headers

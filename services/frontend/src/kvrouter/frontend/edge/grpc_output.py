@@ -87,6 +87,8 @@ class OutputBuffer(ResponseBuffer):
     def __init__(self) -> None:
         super().__init__()
         self._routing = b""
+        self.begun = False
+        """Whether there has been output."""
 
     def routed(self, routing: RoutingInfo) -> None:
         """Adds the routing to the next piece."""
@@ -99,6 +101,7 @@ class OutputBuffer(ResponseBuffer):
             TooLarge: the client has left too much output unread. All of it is dropped.
         """
         encoded = output.raw if output.transfer_params is None else output.without("transfer_params").raw
+        self.begun = True
         if self._routing:
             encoded, self._routing = encoded + self._routing, b""
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvrouter.engines.fields import CHATS, COMPLETIONS, MESSAGES, RESPONSES
 from kvrouter.engines.routes import served_by
+from kvrouter.frontend.request.model_rules import ModelRule
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.v1.frontend_pb2 import Model
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -31,6 +32,30 @@ def model_objects(models: Iterable[Model], served: ServedModels, passed: Collect
         for name in model.lora_names:
             adapters.setdefault(name, _model_object(model, name, model.name, routes))
     return {**objects, **{name: adapter for name, adapter in adapters.items() if name not in objects}}
+
+
+def named_objects(models: Mapping[str, dict[str, Any]], rules: Mapping[str, ModelRule]) -> dict[str, dict[str, Any]]:
+    """Returns models and the names that the file of models adds, each with the models that serve it.
+
+    A name is listed if one of its models is, and described as the first that is. Models not listed are not named.
+
+    Args:
+        models: The listed models and adapters.
+        rules: The entries of the file.
+    """
+    objects = dict(models)
+    for name, rule in rules.items():
+        listed = [model for model in (rule.serves or name, *rule.fallbacks) if model in models]
+        canary = rule.canary if rule.canary is not None and rule.canary.model in models else None
+        first = next(iter(listed), "" if canary is None else canary.model)
+        if not first:
+            continue
+        objects[name] = models[first] | {
+            "id": name,
+            "fallbacks": listed[1:] if listed[:1] == [rule.serves or name] else listed,
+            "canary": None if canary is None else {"model": canary.model, "share": canary.share},
+        }
+    return objects
 
 
 def _routes(engines: Sequence[WorkerRegistration], passed: Collection[str]) -> list[str]:

@@ -32,6 +32,7 @@ from kvrouter.frontend.proxy.engine_request import (
 from kvrouter.frontend.proxy.engine_response import EngineResponse, count_tokens
 from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse
 from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.request.current_choice import falls_back
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
@@ -148,8 +149,11 @@ class EngineCalls:
         return self._can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
 
     def engine_error(self, error: KvRouterError) -> web.Response | None:
-        """Returns the response of the engine that caused the error of this request; None if none did."""
-        if self._engine_error is None or not isinstance(error, AllBusy | WorkerLost):
+        """Returns the response of the engine that caused the error of this request; None if none did.
+
+        It is also None if another model serves the request.
+        """
+        if self._engine_error is None or falls_back(error) or not isinstance(error, AllBusy | WorkerLost):
             return None
         self._engine_error.headers.update(self._response.headers)
         return self._engine_error

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.attempt_budget import remaining
+from kvrouter.frontend.request.current_choice import choice_text
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.net import trace_context
@@ -53,6 +54,7 @@ def routing_info(
         router_us=added_us,
         queued_us=selection.queued_us,
         mode=selection.mode,
+        model_choice=choice_text(),
     )
     if selection.ignored_overrides:
         routing.ignored_overrides.extend(selection.ignored_overrides)
@@ -91,6 +93,7 @@ def routing_request(
         max_output_tokens=request.stop_conditions.max_tokens,
         length_is_estimated=is_estimated,
         sequences=request.sampling_options.n if request.sampling_options.n > 1 else None,
+        model_choice=choice_text(),
     )
     if request.HasField("scope"):
         routing.scope.CopyFrom(request.scope)

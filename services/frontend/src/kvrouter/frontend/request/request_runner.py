@@ -14,6 +14,7 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_blocker
+from kvrouter.frontend.request.current_choice import has_fallback
 from kvrouter.frontend.request.generation import Generation
 from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
@@ -153,7 +154,7 @@ class RequestRunner:
                 deaths,
                 self._prefill_stage(view, through or self.workers, deaths),
                 pools,
-                self.settings.pool_restart_seconds,
+                0.0 if has_fallback() else self.settings.pool_restart_seconds,
                 is_estimated=is_estimated,
             )
             with suppress(OutputComplete):

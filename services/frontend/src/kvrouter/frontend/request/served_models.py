@@ -73,6 +73,10 @@ class ServedModels:
             known = filter(self._access.caller().may_use, error.info.known_values)
             raise UnknownModel(model, known, error.only) from None
 
+    def may_use(self, model: str) -> bool:
+        """Returns whether the caller may use a model or adapter, served or not."""
+        return self._access is None or self._access.caller().may_use(model)
+
     @property
     def may_forward(self) -> bool:
         """Whether all workers of some model have an OpenAI API of their own."""

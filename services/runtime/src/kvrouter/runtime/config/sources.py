@@ -25,8 +25,10 @@ from pydantic_core import PydanticUndefined
 _PREFIX = "KVROUTER_"
 _CREDENTIALS = re.compile(r"//[^/@]*@")
 """User and password in a URL, which an error must not repeat."""
-_TABLES = frozenset({"indexer", "scheduler", "frontend", "relay", "sidecar", "engines", "mocker", "replay", "fleet"})
-"""Tables of other services and commands, which a file may contain."""
+_TABLES = frozenset(
+    {"indexer", "scheduler", "frontend", "relay", "sidecar", "engines", "mocker", "replay", "fleet", "models"}
+)
+"""Tables of other services and commands, and of files that may be this one, such as `--models-file`."""
 _RELEASE = re.compile(r"\d+(\.\d+)*")
 _SUCCESSORS: dict[str, str] = {
     "max-held": "max-queued-requests",

@@ -7,19 +7,23 @@ import secrets
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import aiohttp
 import structlog
+from kvrouter.frontend.edge.model_name import renamed
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.packed_prompt import hash_prompt
 from kvrouter.frontend.proxy.endpoint_picker.engines import EngineAddresses, EngineWatch, Pick
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted
 from kvrouter.frontend.proxy.forwarding import generate_request
-from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
+from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, TRANSLATED, RoutedBody
 from kvrouter.frontend.request.attempt_input import routing_request
+from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.validation import describe_models, resolve_model
+from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
@@ -94,14 +98,18 @@ class _Offer(NamedTuple):
 class Picker:
     """Picks for all requests of a gateway."""
 
-    def __init__(self, directory: Directory, runner: RequestRunner, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, directory: Directory, runner: RequestRunner, choices: ModelChoices, session: aiohttp.ClientSession
+    ) -> None:
         """Creates it.
 
         Args:
             directory: Components and workers.
             runner: The Frontend's own requests, with whose limits, links, health and counts it picks.
+            choices: The models for the names that clients send.
             session: Connections to engines, to see whether one lives.
         """
+        self._choices = choices
         self.addresses = EngineAddresses(directory)
         self.settings = runner.settings
         self.sessions = runner.sessions
@@ -121,13 +129,16 @@ class Picker:
         """Whether requests can be routed."""
         return self._directory.is_synced and self._links.ready()
 
-    async def read(self, body: bytearray, path: str, *, is_json: bool) -> tuple[RoutedBody, bytearray]:
+    async def read(
+        self, body: bytearray, path: str, *, is_json: bool, headers: Mapping[str, str]
+    ) -> tuple[RoutedBody, bytearray]:
         """Returns a request as routing needs it, its prompt tokenized if possible, and the engine's body.
 
         Args:
             body: The client's body.
             path: Path of the engine's API.
             is_json: Whether the body can be read.
+            headers: Headers of the request.
 
         Raises:
             KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
@@ -137,6 +148,12 @@ class Picker:
         routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json, api=api)
         if not routed.model:
             routed = replace(routed, model=self._only_model())
+        session = routed.named(headers, self.sessions).conversation_id
+        choice = self._choices.first(routed.model, session, headers) if is_json else None
+        if choice is not None and choice.model != choice.name:
+            work, rename = self._texts.work, partial(renamed, body, choice.model)
+            body = rename() if len(body) <= LONG_BODY_BYTES else await work.run(rename, Lane.BODIES, size=len(body))
+            routed = replace(routed, model=choice.model)
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
