@@ -18,6 +18,7 @@ from kvrouter.frontend.processes.parent import ProcessMetrics
 from kvrouter.frontend.proxy.endpoint_picker.exchange import PickerMetrics
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.recording.recorder import Recorder
+from kvrouter.frontend.request.gen_ai import GenAiMetrics
 from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.text.text_models import TextModels
@@ -96,6 +97,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     Refusals(frontend)
     OverloadBounds(OverloadLimits(0, 0, 0.0), frontend)
     FollowedKeys(None, frontend)
+    GenAiMetrics(frontend)
     ModelChoices(None, MagicMock(), MagicMock(), frontend)
     FollowedSigningKeys("https://issuer.example/keys", MagicMock(), frontend)
     TextModels(MagicMock(), MagicMock(), {}, frontend, work=ClientWork(frontend), cache_bytes=0)
@@ -137,7 +139,7 @@ def _metrics_of(collector: Any) -> Iterator[tuple[str, str, str, str]]:
         name, kind, text = (
             (each._name, each._type, each._documentation) if is_metric else (each.name, each.type, each.documentation)
         )
-        if name.startswith("kvrouter_"):
+        if name.startswith(("kvrouter_", "gen_ai_")):
             suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
             labels = ["version", "core"] if kind == "info" else each._labelnames
             yield f"{name}{suffix}", kind, ", ".join(f"`{label}`" for label in labels), text

@@ -166,6 +166,16 @@ async def test_spans_of_all_processes_form_one_trace_with_the_terms_of_the_decis
     assert f"00-{CLIENT_TRACE}-{served.span.span_id.hex()}-01" in system.engine.traceparents
     assert served.attributes["kvrouter.cached_tokens"] == 0
     assert [event.name for event in attempt.span.events] == ["first_token"]
+    described = spans["frontend", "generate", internal].attributes
+    assert {name: value for name, value in described.items() if name.startswith("gen_ai.")} == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "kvrouter",
+        "gen_ai.request.model": MODEL,
+        "gen_ai.response.model": MODEL,
+        "gen_ai.request.max_tokens": 1,
+        "gen_ai.usage.input_tokens": 32,
+        "gen_ai.usage.output_tokens": 1,
+    }
     decision = spans["scheduler", select, server].attributes
     assert decision["kvrouter.mode"] == "kv"
     assert decision["kvrouter.prompt_blocks"] == 2

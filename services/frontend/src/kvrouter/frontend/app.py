@@ -21,6 +21,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder, RecordingFile
+from kvrouter.frontend.request.gen_ai import GenAiMetrics
 from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.request.model_rules import ModelFileError
 from kvrouter.frontend.request.prefill_attempt import MAX_ABORTS
@@ -152,6 +153,7 @@ async def running(
         admission=admission,
         disaggregation=disaggregation,
         poison_prompts=poison_prompts,
+        gen_ai=GenAiMetrics(runtime.registry),
     )
     choices = _open_models(settings, models, health, runtime.registry)
     bookings = ClientBookings(settings, access, runtime.registry)

@@ -10,6 +10,7 @@ from kvrouter.frontend.edge.choice import Choice, ChoiceSink
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.gen_ai import CHAT, TEXT_COMPLETION
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.request.validation import (
@@ -117,13 +118,14 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
         if request.logprobs:
             sampling.logprobs = 1 + request.top_logprobs
         runs.append((generate, prompt, choice))
+    operation = CHAT if request.is_chat else TEXT_COMPLETION
     if len(runs) == 1:
-        await runner.run(*runs[0], deadline=Deadline.never())
+        await runner.run(*runs[0], deadline=Deadline.never(), operation=operation)
         return
     try:
         async with asyncio.TaskGroup() as group:
             for run in runs:
-                group.create_task(runner.run(*run, deadline=Deadline.never()))
+                group.create_task(runner.run(*run, deadline=Deadline.never(), operation=operation))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
 

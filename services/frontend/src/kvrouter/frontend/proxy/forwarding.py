@@ -33,6 +33,7 @@ from kvrouter.frontend.proxy.engine_response import EngineResponse, count_tokens
 from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.request.current_choice import falls_back
+from kvrouter.frontend.request.gen_ai import operation_of
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
@@ -121,6 +122,8 @@ class EngineCalls:
             path: Path of the engine's API, whose responses are translated; empty for the client's own.
         """
         self._path = path
+        self.operation = operation_of(request.path)
+        """Its operation, in the words of the GenAI conventions."""
         self.health = runner.workers.health
         self.is_estimated = not routed.is_tokenized
         """Whether the length of its prompt is an estimate."""

@@ -64,6 +64,12 @@ def choice_text() -> str:
     return "" if current is None else current.choice.text
 
 
+def named_model() -> str:
+    """Returns the name that the client sent, if it has an entry in the file of models; otherwise an empty text."""
+    current = _CURRENT.get()
+    return "" if current is None else current.choice.name
+
+
 def has_fallback() -> bool:
     """Returns whether another model may serve the request."""
     current = _CURRENT.get()

@@ -17,6 +17,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.recorder import Outline
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait, is_inexact
 from kvrouter.frontend.request.attempt_input import AttemptInput, routing_info
+from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, span_attributes
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.request.progress import (
@@ -26,7 +27,6 @@ from kvrouter.frontend.request.progress import (
     Progress,
     describe_attempt,
     describe_outcome,
-    of_request,
 )
 from kvrouter.frontend.request.served_models import RequestPools
 from kvrouter.frontend.request.validation import can_take
@@ -89,6 +89,7 @@ class Generation:
         restart_seconds: float = 0.0,
         *,
         is_estimated: bool = False,
+        operation: str = TEXT_COMPLETION,
     ) -> None:
         """Starts nothing yet.
 
@@ -105,8 +106,10 @@ class Generation:
             pools: Every component serving the model; None if there is only one.
             restart_seconds: Longest time to wait for a pool that restarts as a whole, seconds.
             is_estimated: Whether the length of the prompt is an estimate.
+            operation: Its operation, in the words of the GenAI conventions.
         """
         self._request = request
+        self._operation = operation
         self._input = AttemptInput(request, prompt, view, is_estimated=is_estimated)
         self._workers = workers
         self._metrics = metrics
@@ -127,6 +130,7 @@ class Generation:
         self._arrived_unix_ns = time.time_ns()
         self._output_tokens = 0
         """Output tokens of all attempts that have ended."""
+        self._first_output_ns = self._last_output_ns = 0
         self._kept = None if budget.migration_refusal() else KeptOutput()
         self._progress: Progress | None = None
         """Progress of the latest attempt."""
@@ -144,6 +148,18 @@ class Generation:
     def output_tokens(self) -> int:
         """Output tokens so far."""
         return self._output_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the client's prompt."""
+        return self._input.client_prompt_tokens
+
+    def output_seconds(self) -> tuple[float, float]:
+        """Returns the times from the arrival to the first output, and from there to the last, in seconds; 0 without."""
+        if not self._first_output_ns:
+            return 0.0, 0.0
+        first, last = self._first_output_ns, self._last_output_ns
+        return (first - self._arrived_ns) / 1e9, (last - first) / 1e9
 
     def outline(self) -> Outline | None:
         """Returns the request as a recording stores it; None while it has no output."""
@@ -172,8 +188,14 @@ class Generation:
         """
         with span("generate") as request_span:
             if request_span.recording:
-                request_span.set(of_request(self._request.model, self._request_id, self._input.client_prompt_tokens))
-            await self._run_attempts(receiver, deadline)
+                tokens, most = self._input.client_prompt_tokens, self._request.stop_conditions.max_tokens
+                request_span.set(span_attributes(self._request.model, self._operation, most, tokens))
+                request_span.set({"kvrouter.request_id": self._request_id})
+            try:
+                await self._run_attempts(receiver, deadline)
+            finally:
+                if request_span.recording:
+                    request_span.set({"gen_ai.usage.output_tokens": self._output_tokens})
 
     async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
@@ -319,6 +341,8 @@ class Generation:
             raise self._after(failure, error) from None
         finally:
             self._output_tokens += progress.output_tokens
+            self._first_output_ns = self._first_output_ns or progress.first_output_ns
+            self._last_output_ns = progress.last_output_ns or self._last_output_ns
             progress.end()
             if self._prefill is not None:
                 self._prefill.end(fetched=progress.output_tokens > 0)

@@ -13,7 +13,7 @@ from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.session_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output
-from kvrouter.runtime.tracing import Attribute, Span
+from kvrouter.runtime.tracing import Span
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 
@@ -112,7 +112,8 @@ class Progress:
         self._handover_us = handover_us
         self._frees_when_prefilled = False
         """Whether the first output was also the last, so the free reports the computed prompt as well."""
-        self._first_output_ns = self._last_output_ns = 0
+        self.first_output_ns = self.last_output_ns = 0
+        """Times of the first and the latest output, by ``time.perf_counter_ns``; 0 before."""
         self._counted_tokens = 0
         """Output tokens the metric includes."""
         self._room = -booking.prompt_tokens % booking.block_size
@@ -124,13 +125,13 @@ class Progress:
         if tokens:
             now_ns = time.perf_counter_ns()
             if self.output_tokens:
-                self._observe_latency((now_ns - self._last_output_ns) / 1e9, tokens)
+                self._observe_latency((now_ns - self.last_output_ns) / 1e9, tokens)
             else:
                 self._prefill_complete(ends=output.finish_reason != 0)
                 waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
                 waited.observe((now_ns - self._since_ns) / 1e9)
-                self._first_output_ns = now_ns
-            self._last_output_ns = now_ns
+                self.first_output_ns = now_ns
+            self.last_output_ns = now_ns
             self.output_tokens = output_tokens = self.output_tokens + tokens
             if self._keep is not None:
                 self._keep(output.token_ids)
@@ -150,7 +151,7 @@ class Progress:
     @property
     def first_output_unix_ns(self) -> int:
         """Time of the first token, Unix nanoseconds; 0 without one."""
-        first = self._first_output_ns
+        first = self.first_output_ns
         return time.time_ns() - (time.perf_counter_ns() - first) if first else 0
 
     def end(self) -> None:
@@ -182,15 +183,6 @@ class Progress:
 
 GENERATE = "kvrouter.v1.WorkerService/Generate"
 """Name of the span of an attempt."""
-
-
-def of_request(model: str, request_id: str, prompt_tokens: int) -> dict[str, Attribute]:
-    """Returns the attributes of a request."""
-    return {
-        "gen_ai.request.model": model,
-        "gen_ai.usage.input_tokens": prompt_tokens,
-        "kvrouter.request_id": request_id,
-    }
 
 
 def describe_attempt(span: Span, booking: LiveBooking, endpoint: str) -> None:

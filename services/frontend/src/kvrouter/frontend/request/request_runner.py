@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_blocker
 from kvrouter.frontend.request.current_choice import has_fallback
+from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, GenAiMetrics
 from kvrouter.frontend.request.generation import Generation
 from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
@@ -40,6 +42,8 @@ class Forwarding(Workers, Protocol):
     """Whether the length of its prompt is an estimate."""
     sequences: int
     """Number of sequences the engine computes."""
+    operation: str
+    """Its operation, in the words of the GenAI conventions."""
     counted_prompt_tokens: int | None
     """Tokens of its prompt as the engine counted them; None until it reports them."""
 
@@ -61,6 +65,7 @@ class RequestRunner:
         access: Access | None = None,
         disaggregation: Disaggregation | None = None,
         poison_prompts: PoisonPrompts | None = None,
+        gen_ai: GenAiMetrics | None = None,
     ) -> None:
         self.poison_prompts = PoisonPrompts(0) if poison_prompts is None else poison_prompts
         """The prompts that saw deaths of workers."""
@@ -81,6 +86,7 @@ class RequestRunner:
         self._recorder = recorder
         self.access = access
         self._disaggregation = disaggregation
+        self._gen_ai = gen_ai
         self._in_flight = 0
         metrics.in_flight.set_function(lambda: self._in_flight)
 
@@ -92,6 +98,7 @@ class RequestRunner:
         *,
         deadline: Deadline,
         through: Forwarding | None = None,
+        operation: str = TEXT_COMPLETION,
     ) -> None:
         """Routes a request and runs it to its end; the receiver gets its output. Cancelling the task aborts it.
 
@@ -101,6 +108,7 @@ class RequestRunner:
             receiver: Receives the output.
             deadline: Deadline of the request.
             through: Starts the attempts of a request that has been checked; None for the Generate of workers.
+            operation: Its operation in the words of the GenAI conventions; ``through`` has its own.
 
         Raises:
             PoisonPrompt: workers died of it.
@@ -108,6 +116,8 @@ class RequestRunner:
         """
         deadline = deadline.or_after(self.settings.request_timeout_seconds)
         known_model, code = "", "CANCELLED"
+        began_ns = time.perf_counter_ns()
+        operation = operation if through is None else through.operation
         generation: Generation | None = None
         deaths: RequestDeaths | None = None
         admitted: AdmittedRequest | None = None
@@ -156,6 +166,7 @@ class RequestRunner:
                 pools,
                 0.0 if has_fallback() else self.settings.pool_restart_seconds,
                 is_estimated=is_estimated,
+                operation=operation,
             )
             with suppress(OutputComplete):
                 await generation.run(receiver, deadline=deadline)
@@ -175,6 +186,15 @@ class RequestRunner:
                     prompt_tokens=through.counted_prompt_tokens if through is not None and is_estimated else None,
                 )
             self.metrics.ended(known_model, code).inc()
+            if self._gen_ai is not None and known_model:
+                failure = "" if code == "OK" else code
+                gen_ai = self._gen_ai.of(operation, known_model)
+                gen_ai.ended(failure, (time.perf_counter_ns() - began_ns) / 1e9)
+                if generation is not None and (output_tokens := generation.output_tokens):
+                    counted = None if through is None else through.counted_prompt_tokens
+                    gen_ai.used(counted if is_estimated else generation.prompt_tokens, output_tokens)
+                    if not failure:
+                        gen_ai.succeeded(*generation.output_seconds(), output_tokens)
             if generation is not None:
                 self._note(generation)
 

@@ -19,7 +19,8 @@ from kvrouter.frontend.proxy.endpoint_picker.responses import allowed_endpoints,
 from kvrouter.frontend.proxy.engine_request import engine_request_id, may_reach_engine
 from kvrouter.frontend.proxy.engine_response import Usage
 from kvrouter.frontend.proxy.routed_body import RoutedBody
-from kvrouter.frontend.request.progress import describe_attempt, of_request
+from kvrouter.frontend.request.gen_ai import operation_of, span_attributes
+from kvrouter.frontend.request.progress import describe_attempt
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.net import trace_context
 from kvrouter.runtime.deadline import Deadline
@@ -127,7 +128,9 @@ class GatewayRequest:
             with self._acting(), self._room or nullcontext():
                 pick = await self._choose()
             if pick_span.recording:
-                pick_span.set(of_request(self._routed.model, self.id, self._routed.prompt_tokens))
+                routed, operation = self._routed, operation_of(self._path)
+                attributes = span_attributes(routed.model, operation, routed.max_output_tokens, routed.prompt_tokens)
+                pick_span.set(attributes | {"kvrouter.request_id": self.id})
                 describe_attempt(pick_span, pick.booking, pick.endpoints[0])
             return pick
 
