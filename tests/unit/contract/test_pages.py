@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, GetWorkerHealthResponse, WorkerHealth
 from kvrouter.v1.pages import MAX_PAGE, all_pages, page_of
 
@@ -40,3 +42,9 @@ async def test_a_page_has_a_bound_that_no_request_exceeds() -> None:
     everyone = [set(range(MAX_PAGE + 1))]
     for page_size in (None, MAX_PAGE + 1):
         assert [len(page) for page in await read(everyone, page_size)] == [MAX_PAGE, 1]
+
+
+async def test_a_page_without_entries_is_refused() -> None:
+    with pytest.raises(BadRequest) as refused:
+        await read([{1}], 0)
+    assert refused.value.info.field == "page_size"

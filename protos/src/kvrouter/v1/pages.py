@@ -6,8 +6,10 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
+from kvrouter.v1.errors import BadRequest
+
 MAX_PAGE = 1000
-"""Maximum number of entries of a page."""
+"""Maximum number of entries of a page, and their number without ``page_size``."""
 
 _Item = TypeVar("_Item")
 
@@ -17,6 +19,10 @@ class PagedRequest(Protocol):
 
     page_size: int
     page_token: str
+
+    def HasField(self, field_name: str, /) -> bool:  # noqa: N802 - of protobuf
+        """Returns whether an optional field is set."""
+        ...
 
 
 class PagedResponse(Protocol):
@@ -34,7 +40,16 @@ def page_of(items: Iterable[_Item], request: PagedRequest, key: Callable[[_Item]
 
     A token is the key of the last item before its page, so items that come or go between two calls neither repeat nor
     hide others.
+
+    Raises:
+        BadRequest: ``page_size`` is 0.
     """
+    if request.HasField("page_size") and not request.page_size:
+        raise BadRequest(
+            "expected page_size of 1 or more, received 0",
+            advice=f"Leave it unset for {MAX_PAGE} entries.",
+            field="page_size",
+        )
     ordered = sorted(items, key=key)
     start = bisect_right(ordered, request.page_token, key=key) if request.page_token else 0
     end = start + min(request.page_size or MAX_PAGE, MAX_PAGE)
