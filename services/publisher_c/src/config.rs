@@ -20,8 +20,8 @@ pub struct Config {
     pub model: String,
     pub block_size: u32,
     pub worker_id: u64,
-    /// Rank → KV blocks in its device memory, 0 if unknown.
-    pub ranks: BTreeMap<u32, u64>,
+    /// Rank → KV blocks in its device memory, None if unknown.
+    pub ranks: BTreeMap<u32, Option<u64>>,
     pub etcd: EtcdAccess,
     pub nats: NatsAccess,
     pub tls: TlsOptions,
@@ -32,8 +32,8 @@ pub struct Config {
     pub role: Role,
     pub labels: HashMap<String, String>,
     pub lora_names: Vec<String>,
-    pub max_batched_tokens: u32,
-    pub max_sequences: u32,
+    pub max_batched_tokens: Option<u32>,
+    pub max_sequences: Option<u32>,
     pub max_model_len: u32,
     pub heartbeat: Duration,
     pub load_report: Duration,
@@ -105,7 +105,7 @@ impl Config {
 
     /// Returns the worker's registration, with the same incarnation for all ranks.
     pub fn registration(&self, incarnation: u64, transport: Transport, endpoint: &str) -> WorkerRegistration {
-        let rank = |(dp_rank, total_blocks): (&u32, &u64)| RankRegistration {
+        let rank = |(dp_rank, total_blocks): (&u32, &Option<u64>)| RankRegistration {
             dp_rank: *dp_rank,
             incarnation,
             total_blocks: *total_blocks,
@@ -130,7 +130,7 @@ impl Config {
             max_model_len: Some(self.max_model_len).filter(|tokens| *tokens > 0),
             registered_unix_ns: unix_ns(),
             draining: false,
-            heartbeat_ms: self.heartbeat.as_millis().clamp(1, u128::from(u32::MAX)) as u32,
+            heartbeat_ms: Some(self.heartbeat.as_millis().clamp(1, u128::from(u32::MAX)) as u32),
             serves_call_stream: false,
             ..Default::default()
         }

@@ -32,7 +32,7 @@ impl Loads {
     pub fn report(&self, dp_rank: u32, report: LoadReport) {
         let mut latest = self.lock();
         latest.sequence += 1;
-        let report = LoadReport { measured_unix_ns: unix_ns(), sequence: latest.sequence, ..report };
+        let report = LoadReport { measured_unix_ns: unix_ns(), sequence: Some(latest.sequence), ..report };
         latest.reports.insert(dp_rank, report);
         if !latest.unpublished.contains(&dp_rank) {
             latest.unpublished.push(dp_rank);

@@ -139,7 +139,7 @@ impl WorkerService for Server {
         Ok(Response::new(GetLoadResponse {
             reports: self.loads.latest(),
             model: self.config.model.clone(),
-            block_size: self.config.block_size,
+            block_size: Some(self.config.block_size),
             ..Default::default()
         }))
     }

@@ -177,9 +177,7 @@ impl Worker {
         self.rank(dp_rank)?;
         report.rank = Some(RankName { worker_id: self.config.worker_id, dp_rank });
         report.incarnation = self.incarnation;
-        if report.total_blocks == 0 {
-            report.total_blocks = self.config.ranks.get(&dp_rank).copied().unwrap_or_default();
-        }
+        report.total_blocks = report.total_blocks.or(self.config.ranks.get(&dp_rank).copied().flatten());
         self.loads.report(dp_rank, report);
         Ok(())
     }

@@ -96,7 +96,7 @@ async def test_a_killed_relay_resumes(options: list[str], namespace: str, etcd_e
         component=ComponentName(namespace, "workers"),
         model="m",
         block_size=4,
-        ranks={0: 0},
+        ranks={0: None},
         worker_id=WORKER,
         state=tmp_path,
         engine_incarnation=engine.events_endpoint,

@@ -45,6 +45,11 @@ def test_a_descriptor_that_nothing_can_be_served_by_is_refused(change: dict[str,
         {"transport": 9},
         {"ranks": [RankRegistration(), RankRegistration()]},
         {"ranks": [RankRegistration(total_blocks=1 << 63)]},
+        {"ranks": [RankRegistration(total_blocks=0)]},
+        {"max_batched_tokens": 0},
+        {"max_sequences": 0},
+        {"heartbeat_ms": 0},
+        {"vocabulary_size": 0},
     ],
 )
 def test_a_worker_that_cannot_be_routed_to_is_refused(change: dict[str, Any]) -> None:

@@ -40,7 +40,12 @@ def config(**settings: Any) -> WorkerConfig:
         ("component", "kvrouter/llama"),
         ("ranks", [0, 1]),
         ("ranks", {"0": 5}),
-        ("ranks", {0: None}),
+        ("ranks", {0: 0}),
+        ("ranks", {0: 1 << 63}),
+        ("max_batched_tokens", 0),
+        ("max_sequences", 0),
+        ("vocabulary_size", 0),
+        ("max_sequences", "8"),
         ("model", None),
         ("block_size", "16"),
         ("worker_id", 1.5),
@@ -80,6 +85,16 @@ def test_a_registration_says_where_the_engine_itself_is_reached() -> None:
     assert registration.bootstrap_endpoint == "e:8998"
     assert registration.tokenizer == "org/model"
     assert registration.engine == "vllm"
+
+
+def test_a_registration_leaves_out_what_is_unknown() -> None:
+    unknown = config().registration(
+        endpoint="h:1", incarnation=1, transport=Transport.TRANSPORT_DURABLE, registered_unix_ns=1
+    )
+    for name in ("max_batched_tokens", "max_sequences", "vocabulary_size"):
+        assert not unknown.HasField(name)
+    assert not unknown.ranks[0].HasField("total_blocks")
+    assert unknown.heartbeat_ms == 5000
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "\u202egnp", "m" * 1025])

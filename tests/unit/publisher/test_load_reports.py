@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,16 @@ def test_the_load_of_an_unknown_rank_is_refused(rank: Any) -> None:
     engine: Any = Engine({rank: LoadReport()})
     with pytest.raises(UnknownRank, match=r"\[0, 1\]"):
         load_reports(engine, CONFIG, incarnation=7, sequence=1)
+
+
+def test_an_unknown_cache_stays_unknown_and_one_without_blocks_is_refused() -> None:
+    config = replace(CONFIG, ranks={0: None})
+    unknown: Any = Engine({0: LoadReport()})
+    [report] = load_reports(unknown, config, incarnation=7, sequence=1)
+    assert not report.HasField("total_blocks")
+    empty: Any = Engine({0: LoadReport(total_blocks=0)})
+    with pytest.raises(InvalidLoad, match="1 or more"):
+        load_reports(empty, config, incarnation=7, sequence=1)
 
 
 @pytest.mark.parametrize("load", [None, [LoadReport()], {0: None}, {0: {"running_requests": 1}}])

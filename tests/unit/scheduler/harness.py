@@ -59,7 +59,7 @@ POOL = ComponentName("ns", "pool")
 
 
 def worker(
-    worker_id: int, *, ranks: int = 1, incarnation: int = 1, total_blocks: int = 100, **fields: Any
+    worker_id: int, *, ranks: int = 1, incarnation: int = 1, total_blocks: int | None = 100, **fields: Any
 ) -> WorkerRegistration:
     return WorkerRegistration(
         worker_id=worker_id,

@@ -36,13 +36,13 @@ pub unsafe fn read(given: &types::Config) -> Result<Config, Error> {
         |text: String| text.split(',').map(|each| each.trim().to_owned()).filter(|each| !each.is_empty()).collect();
     let mut ranks = BTreeMap::new();
     for rank in unsafe { list(given.ranks, given.rank_count, "ranks") }? {
-        if ranks.insert(rank.dp_rank, rank.total_blocks).is_some() {
+        if ranks.insert(rank.dp_rank, above_zero(rank.total_blocks)).is_some() {
             let message = format!("ranks: expected each rank once, received {} twice", rank.dp_rank);
             return Err(Error::new(Status::InvalidArgument, message));
         }
     }
     if ranks.is_empty() {
-        ranks.insert(0, 0);
+        ranks.insert(0, None);
     }
     let labels = unsafe { list(given.labels, given.label_count, "labels") }?
         .iter()
@@ -99,8 +99,8 @@ pub unsafe fn read(given: &types::Config) -> Result<Config, Error> {
         },
         labels,
         lora_names,
-        max_batched_tokens: given.max_batched_tokens,
-        max_sequences: given.max_sequences,
+        max_batched_tokens: above_zero(given.max_batched_tokens),
+        max_sequences: above_zero(given.max_sequences),
         max_model_len: given.max_model_len,
         heartbeat: milliseconds(given.heartbeat_ms, 5_000),
         load_report: milliseconds(given.load_report_ms, 1_000),
@@ -138,6 +138,11 @@ fn known<T, E>(value: i32, parsed: Result<T, E>, name: &str) -> Result<T, Error>
     parsed.map_err(|_| {
         Error::new(Status::InvalidArgument, format!("{name}: expected a value of the header, received {value}"))
     })
+}
+
+/// Returns a number that is 0 while the engine does not know it.
+pub fn above_zero<T: Default + PartialEq>(value: T) -> Option<T> {
+    (value != T::default()).then_some(value)
 }
 
 fn milliseconds(value: u32, default: u32) -> Duration {

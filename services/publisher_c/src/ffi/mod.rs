@@ -18,6 +18,7 @@ use crate::error::{Error, Status};
 use crate::rank::StoredBlocks;
 use crate::requests::Polled;
 use crate::worker::Worker;
+use config::above_zero;
 use message::OwnedMessage;
 use pointers::{list, required, required_text, text};
 
@@ -224,7 +225,7 @@ pub unsafe extern "C" fn kvr_report_load(worker: *mut Handle, load: *const types
         let given = unsafe { required(load, "load") }?;
         let report = LoadReport {
             active_blocks: given.active_blocks,
-            total_blocks: given.total_blocks,
+            total_blocks: above_zero(given.total_blocks),
             prefill_tokens: given.prefill_tokens,
             running_requests: given.running_requests,
             waiting_requests: given.waiting_requests,

@@ -107,7 +107,7 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="None",engine="1"} 1.0
 """
     engine = Discovered("vllm")
     read_cache_config(engine, read_samples(page, {"vllm:cache_config_info"})[0])
-    assert (engine.block_size, engine.ranks) == (16, {0: 100, 1: 0})
+    assert (engine.block_size, engine.ranks) == (16, {0: 100, 1: None})
 
 
 def test_vllm_ranks_with_different_block_sizes_are_refused() -> None:
@@ -169,11 +169,11 @@ def test_an_sglang_server_that_publishes_nothing() -> None:
     [
         ({"max_running_requests": 64, "dp_size": 2}, 32),
         ({"internal_states": (InternalState(31), InternalState(30)), "max_running_requests": 64, "dp_size": 2}, 30),
-        ({"internal_states": (InternalState(),)}, 0),
-        ({}, 0),
+        ({"internal_states": (InternalState(),)}, None),
+        ({}, None),
     ],
 )
-def test_the_requests_that_each_rank_of_sglang_runs_at_once(info: dict[str, Any], each: int) -> None:
+def test_the_requests_that_each_rank_of_sglang_runs_at_once(info: dict[str, Any], each: int | None) -> None:
     engine = Discovered("sglang")
     take(engine, ServerInfo(model_path="m", page_size=16, **info), "e")
     assert describe(URL, "e", engine, Overrides(kv_events="none")).max_sequences == each

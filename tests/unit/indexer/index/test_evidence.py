@@ -26,7 +26,7 @@ class Clocked:
 
 def test_the_limit_is_several_heartbeats_and_never_tiny() -> None:
     assert silence_limit(5000) == 15.0
-    assert silence_limit(0) == 15.0, "a worker that does not say has the publisher's default"
+    assert silence_limit(None) == 15.0, "a worker that does not say has the publisher's default"
     assert silence_limit(3_600_000) == 10_800.0, "rare heartbeats are no silence"
     assert silence_limit(100) == 3.0
 

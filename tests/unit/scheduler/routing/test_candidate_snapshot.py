@@ -117,7 +117,7 @@ WORKERS = st.lists(
         worker,
         st.integers(1, 5),
         ranks=st.integers(1, 3),
-        total_blocks=st.sampled_from([0, 10, 100]),
+        total_blocks=st.sampled_from([None, 10, 100]),
         incarnation=st.integers(1, 3),
         role=ROLES,
         draining=st.booleans(),
@@ -157,7 +157,7 @@ REPORTS = st.dictionaries(
     st.builds(
         LoadReport,
         active_blocks=st.integers(0, 60),
-        total_blocks=st.sampled_from([0, 50]),
+        total_blocks=st.sampled_from([None, 50]),
         prefill_tokens=st.sampled_from([0, 31, 32, 33, 2**64 - 1]),
     ),
 )

@@ -115,7 +115,7 @@ def test_a_rank_of_unknown_size_is_not_judged_by_blocks() -> None:
 
 
 def report(
-    worker_id: int = 1, *, incarnation: int = 5, measured: int = 100, tokens: int = 0, sequence: int = 0
+    worker_id: int = 1, *, incarnation: int = 5, measured: int = 100, tokens: int = 0, sequence: int | None = None
 ) -> bytes:
     return LoadReport(
         rank=Rank(worker_id=worker_id),
@@ -136,6 +136,8 @@ def test_the_newest_report_of_an_incarnation_counts_for_a_while() -> None:
     assert reports.take(report(incarnation=4, measured=200), 1.0) == "old"
     assert reports.take(report(2), 1.0) == "unknown_rank"
     assert reports.take(b"\xff\xff", 1.0) == "unparsable"
+    assert reports.take(report(sequence=0), 1.0) == "invalid"
+    assert reports.take(LoadReport(total_blocks=0).SerializeToString(), 1.0) == "invalid"
     found = reports.of((1, 0), 10.0)
     assert found is not None
     assert found.prefill_tokens == 1

@@ -12,7 +12,7 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.v1.common_pb2 import Component, Role, Transport
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import ComponentDescriptor, ServiceRegistration, WorkerRegistration
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, ServiceRegistration, WorkerRegistration
 
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]\x00-\x1f]+):[0-9]{1,5}")
 _URL = re.compile(r"https?://[^\s/]")
@@ -70,6 +70,10 @@ def read_worker(name: ComponentName, worker_id: int, raw: bytes) -> WorkerRegist
     dp_ranks = [rank.dp_rank for rank in worker.ranks]
     if len(set(dp_ranks)) != len(dp_ranks):
         raise Undecodable("invalid", "expected each dp_rank once, received one twice")
+    for field in ("max_batched_tokens", "max_sequences", "heartbeat_ms", "vocabulary_size"):
+        _check_known(worker, field)
+    for rank in worker.ranks:
+        _check_known(rank, "total_blocks")
     if any(rank.total_blocks > _MAX_BLOCKS for rank in worker.ranks):
         raise Undecodable("invalid", f"expected at most {_MAX_BLOCKS} blocks per rank, received more")
     return worker
@@ -100,6 +104,11 @@ def _check_names(field: str, names: Iterable[str]) -> None:
     for name in names:
         if fault := name_fault(name):
             raise Undecodable("invalid", f"{field}: {fault}")
+
+
+def _check_known(entry: WorkerRegistration | RankRegistration, field: str) -> None:
+    if entry.HasField(field) and not getattr(entry, field):
+        raise Undecodable("invalid", f"expected {field} of 1 or more, or unset while unknown, received 0")
 
 
 def _check_address(address: str) -> None:

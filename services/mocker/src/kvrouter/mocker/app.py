@@ -82,7 +82,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         publishes_events=settings.events,
         max_batched_tokens=settings.max_batched_tokens,
         max_sequences=settings.max_sequences,
-        vocabulary_size=max(_VOCABULARY, settings.vocabulary_size) if settings.tokenizer else 0,
+        vocabulary_size=max(_VOCABULARY, settings.vocabulary_size) if settings.tokenizer else None,
         max_model_len=engine_config(settings, worker_id, 0).length_limit,
         heartbeat_seconds=settings.heartbeat_seconds,
         load_report_seconds=settings.load_report_seconds,

@@ -30,11 +30,9 @@ _INTEGERS = {
     "lease_ttl_seconds": (2, 86_400),
     "buffer_events": (1, 1 << 40),
     "buffer_bytes": (512 << 10, 1 << 50),
-    "max_batched_tokens": (0, (1 << 32) - 1),
-    "max_sequences": (0, (1 << 32) - 1),
     "max_model_len": (0, (1 << 32) - 1),
-    "vocabulary_size": (0, (1 << 32) - 1),
 }
+_UNLESS_UNKNOWN = dict.fromkeys(("max_batched_tokens", "max_sequences", "vocabulary_size"), (1, (1 << 32) - 1))
 _SECONDS = dict.fromkeys(("load_report_seconds", "drain_seconds", "flush_seconds"), (0, 86_400))
 """Lowest and highest value of each option."""
 
@@ -56,8 +54,8 @@ class WorkerConfig:
     block_size: int
     """Tokens per block of the engine's KV cache, at least 1; equal for all workers of the component."""
 
-    ranks: Mapping[int, int] = field(default_factory=lambda: {0: 0})
-    """Data-parallel ranks: rank → KV blocks in its device memory, 0 if unknown."""
+    ranks: Mapping[int, int | None] = field(default_factory=lambda: {0: None})
+    """Data-parallel ranks: rank → KV blocks in its device memory, at least 1; None if unknown."""
 
     worker_id: int = field(default_factory=lambda: secrets.randbits(53) | 1)
     """Identity in the component, u64. By default a random number of 53 bits, which JSON numbers can represent. A worker
@@ -120,17 +118,17 @@ class WorkerConfig:
     publishes_events: bool = True
     """Whether the worker reports its cache."""
 
-    max_batched_tokens: int = 0
-    """Maximum number of prompt tokens computed in one step; 0 if unknown."""
+    max_batched_tokens: int | None = None
+    """Maximum number of prompt tokens computed in one step, at least 1; None if unknown."""
 
-    max_sequences: int = 0
-    """Maximum number of running requests; 0 if unknown."""
+    max_sequences: int | None = None
+    """Maximum number of running requests of each rank, at least 1; None if unknown."""
 
     max_model_len: int = 0
     """Maximum number of prompt and output tokens together; 0 for no limit. Equal for all workers of the component."""
 
-    vocabulary_size: int = 0
-    """Number of token ids of the model, including those unused by the tokenizer; 0 if unknown: then as
+    vocabulary_size: int | None = None
+    """Number of token ids of the model, including those unused by the tokenizer, at least 1; None if unknown: then as
     many as the tokenizer has. Requests with others are refused."""
 
     heartbeat_seconds: float = 5.0
@@ -172,8 +170,10 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name, (low, high) in (_INTEGERS | _SECONDS).items():
+        for name, (low, high) in (_INTEGERS | _SECONDS | _UNLESS_UNKNOWN).items():
             value = getattr(self, name)
+            if value is None:
+                continue
             if not low <= value <= high:
                 raise InvalidConfig(f"{name} is {value}: expected {low} to {high}")
         for name, interval in (("heartbeat_seconds", self.heartbeat_seconds), ("state_seconds", self.state_seconds)):
@@ -195,10 +195,14 @@ class WorkerConfig:
         if not self.ranks:
             raise InvalidConfig("ranks is empty: expected at least one rank, such as {0: total_blocks}")
         for rank, total_blocks in self.ranks.items():
-            if not (isinstance(rank, int) and isinstance(total_blocks, int)):
+            if not (isinstance(rank, int) and isinstance(total_blocks, int | None)):
                 raise InvalidConfig(f"ranks: expected integers as rank and blocks, received {rank!r}: {total_blocks!r}")
-            if not (0 <= rank < 1 << 32 and 0 <= total_blocks < 1 << 64):
-                raise InvalidConfig(f"ranks: expected rank and blocks of 0 or more, received {rank}: {total_blocks}")
+            if not 0 <= rank < 1 << 32:
+                raise InvalidConfig(f"ranks: expected ranks of 0 or more, received {rank}")
+            if total_blocks is not None and not 1 <= total_blocks < 1 << 63:
+                raise InvalidConfig(
+                    f"ranks: expected 1 or more blocks, or None if unknown, received {rank}: {total_blocks}"
+                )
         try:
             EtcdAccess.of(self.etcd)
             NatsAccess.of(self.nats)
@@ -229,6 +233,7 @@ class WorkerConfig:
             ("nats", str | NatsAccess, '"nats://127.0.0.1:4222"'),
             *((name, str, '"http://10.0.0.7:8000"') for name in ("openai_endpoint", "bootstrap_endpoint", "tokenizer")),
             *((name, int, "an integer") for name in _INTEGERS),
+            *((name, int | None, "an integer, or None if unknown") for name in _UNLESS_UNKNOWN),
             *((name, int | float, "a number of seconds") for name in (*_SECONDS, "heartbeat_seconds", "state_seconds")),
         ):
             value = getattr(self, name)

@@ -65,8 +65,8 @@ _MAX_REMEMBERED = 4096
 class CopyCountingCheck:
     """Counts and logs contradictions of one rank. Not thread-safe."""
 
-    def __init__(self, dp_rank: int, copy_counting: CopyCounting, total_blocks: int) -> None:
-        """``total_blocks`` is the rank's capacity in device memory; 0 if unknown."""
+    def __init__(self, dp_rank: int, copy_counting: CopyCounting, total_blocks: int | None) -> None:
+        """``total_blocks`` is the rank's capacity in device memory; None if unknown."""
         self.doubts = 0
         """Number of contradictions."""
         self._rank = dp_rank
@@ -83,7 +83,7 @@ class CopyCountingCheck:
 
     def stored(self, counts: RecorderCounts, tier: Tier) -> None:
         """Compares the copies in device memory with the capacity."""
-        if self._is_set or tier != Tier.TIER_DEVICE or not self._total_blocks:
+        if self._is_set or tier != Tier.TIER_DEVICE or self._total_blocks is None:
             return
         if counts.device_copies > self._total_blocks:
             self._doubt(

@@ -302,7 +302,7 @@ def load_reports(
     """Returns every rank's load from the engine, with rank, incarnation, time and sequence number.
 
     Raises:
-        InvalidLoad: the engine did not return a mapping from rank to LoadReport.
+        InvalidLoad: the engine did not return a mapping from rank to LoadReport, or reported a cache of 0 blocks.
         UnknownRank: the configuration has no such rank.
     """
     now = time.time_ns()
@@ -321,7 +321,10 @@ def load_reports(
         report.incarnation = incarnation
         report.measured_unix_ns = now
         report.sequence = sequence
-        report.total_blocks = report.total_blocks or config.ranks.get(dp_rank, 0)
+        if not report.HasField("total_blocks"):
+            report.MergeFrom(LoadReport(total_blocks=config.ranks[dp_rank]))
+        elif not report.total_blocks:
+            raise InvalidLoad(f"expected total_blocks of 1 or more, or unset, for rank {dp_rank}, received 0")
         reports.append(report)
     return sorted(reports, key=lambda report: report.rank.dp_rank)
 

@@ -35,8 +35,8 @@ class RelaySettings(ServiceSettings):
     """Number of data-parallel ranks of the engine."""
     dp_start_rank: int = Field(default=0, ge=0, le=65_535)
     """First data-parallel rank, of an engine that serves only some of them."""
-    total_blocks: int = Field(default=0, ge=0)
-    """KV blocks of each rank in device memory; 0 if unknown."""
+    total_blocks: int | None = Field(default=None, ge=1, lt=1 << 63)
+    """KV blocks of each rank in device memory; none if unknown."""
     copy_counting: Literal["counted", "set"] = "counted"
     """Whether the engine reports each physical copy of a block, or a set of blocks."""
     full_reports: bool = False

@@ -45,12 +45,12 @@ class EngineSettings(ServiceSettings):
     """Tokens per KV block of the engine; by default the engine is asked."""
     dp_size: int | None = Field(default=None, ge=1, le=1024)
     """Number of data-parallel ranks; by default the engine is asked."""
-    total_blocks: int | None = Field(default=None, ge=0)
+    total_blocks: int | None = Field(default=None, ge=1, lt=1 << 63)
     """KV blocks of each rank in device memory; by default the engine is asked."""
     max_model_len: int | None = Field(default=None, ge=0, lt=1 << 32)
     """Most prompt and output tokens together, 0 for no limit; by default the engine is asked."""
-    max_sequences: int | None = Field(default=None, ge=0, lt=1 << 32)
-    """Requests that each rank runs at once, 0 if unknown; by default the engine is asked."""
+    max_sequences: int | None = Field(default=None, ge=1, lt=1 << 32)
+    """Requests that each rank runs at once; by default the engine is asked."""
     role: RoleOption | None = None
     """Role of the engine; by default the engine is asked, and both if it does not say."""
     tokenizer: str = ""

@@ -70,8 +70,8 @@ class Discovered:
     """Whether something that it said shows that it is of this kind."""
     model: str | None = None
     block_size: int | None = None
-    ranks: Mapping[int, int] | None = None
-    """KV blocks by data-parallel rank, 0 if unknown."""
+    ranks: Mapping[int, int | None] | None = None
+    """KV blocks by data-parallel rank, None if unknown."""
     events: Mapping[int, Endpoints] | None = None
     """Event sockets by rank; empty if the engine publishes none."""
     load_sockets: Mapping[int, Endpoints] = field(default_factory=dict)
@@ -115,8 +115,8 @@ class EngineDescription:
     kind: EngineKind
     model: str
     block_size: int
-    ranks: Mapping[int, int]
-    """KV blocks by data-parallel rank, 0 if unknown."""
+    ranks: Mapping[int, int | None]
+    """KV blocks by data-parallel rank, None if unknown."""
     events: Mapping[int, Endpoints]
     """Event sockets by rank; empty if the engine publishes none."""
     max_model_len: int
@@ -124,8 +124,8 @@ class EngineDescription:
     role: EngineRole
     tokenizer: str
     bootstrap_endpoint: str
-    max_sequences: int = 0
-    """Requests that each rank runs at once; 0 if unknown."""
+    max_sequences: int | None = None
+    """Requests that each rank runs at once; None if unknown."""
     load_sockets: Mapping[int, Endpoints] = field(default_factory=dict)
     """Sockets on which the engine publishes its load, by rank; empty if it has to be asked."""
     is_identified: bool = False
@@ -190,7 +190,7 @@ def describe(url: str, host: str, found: Discovered, given: Overrides) -> Engine
         ranks=ranks,
         events=events,
         max_model_len=given.max_model_len if given.max_model_len is not None else found.max_model_len or 0,
-        max_sequences=given.max_sequences if given.max_sequences is not None else found.max_sequences or 0,
+        max_sequences=given.max_sequences or found.max_sequences,
         role=given.role or found.role or "both",
         tokenizer=given.tokenizer or found.tokenizer or "",
         bootstrap_endpoint=bootstrap,
@@ -202,10 +202,10 @@ def describe(url: str, host: str, found: Discovered, given: Overrides) -> Engine
     )
 
 
-def _ranks(found: Discovered, given: Overrides) -> dict[int, int]:
-    said = found.ranks or dict.fromkeys(found.events or {0}, 0)
+def _ranks(found: Discovered, given: Overrides) -> dict[int, int | None]:
+    said = found.ranks or dict.fromkeys(found.events or {0})
     chosen = range(given.dp_size) if given.dp_size else sorted(said)
-    return {rank: given.total_blocks if given.total_blocks is not None else said.get(rank, 0) for rank in chosen}
+    return {rank: given.total_blocks or said.get(rank) for rank in chosen}
 
 
 class Model(msgspec.Struct):

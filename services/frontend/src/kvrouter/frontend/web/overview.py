@@ -193,7 +193,7 @@ def _rank(rank: RankStatus, stats: RankStats | None, notes: Sequence[Note], rate
         "rank": _name(rank.rank),
         "endpoint": rank.endpoint,
         "active_blocks": rank.active_blocks,
-        "total_blocks": rank.total_blocks,
+        "total_blocks": rank.total_blocks if rank.HasField("total_blocks") else None,
         "prefill_tokens": rank.prefill_tokens,
         "requests": rank.active_requests,
         "queued": rank.queued_requests,

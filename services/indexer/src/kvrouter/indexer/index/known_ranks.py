@@ -40,13 +40,13 @@ class Evidence:
         return max((at for at in (self.heard_at, self.compared_at) if at is not None), default=None)
 
 
-def silence_limit(heartbeat_ms: int) -> float:
+def silence_limit(heartbeat_ms: int | None) -> float:
     """Returns the time without a message after which a rank is silent, in seconds.
 
-    It is three heartbeat intervals, and at least 3 s. ``heartbeat_ms`` is 0 if the interval is unknown; 5 s are
-    assumed then.
+    It is three heartbeat intervals, and at least 3 s. ``heartbeat_ms`` is None if the interval is unknown; 5 s
+    are assumed then.
     """
-    interval = heartbeat_ms / 1000 or _UNKNOWN_HEARTBEAT_SECONDS
+    interval = _UNKNOWN_HEARTBEAT_SECONDS if heartbeat_ms is None else heartbeat_ms / 1000
     return max(_LEAST_LIMIT_SECONDS, _MISSED_HEARTBEATS * interval)
 
 

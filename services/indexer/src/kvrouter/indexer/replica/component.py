@@ -338,7 +338,7 @@ class ComponentIndex:
 
     def _silence_limit(self, rank: Rank) -> float:
         worker = self._workers.get(rank[0])
-        return silence_limit(worker.heartbeat_ms if worker else 0)
+        return silence_limit(worker.heartbeat_ms if worker and worker.HasField("heartbeat_ms") else None)
 
     def _rank_stats(self, info: RankInfo) -> RankStats:
         worker = self._workers.get(info.worker_id)

@@ -39,13 +39,13 @@ class RankPublisher:
         incarnation: int,
         block_size: int,
         copy_counting: CopyCounting = CopyCounting.COPY_COUNTING_COUNTED,
-        total_blocks: int = 0,
+        total_blocks: int | None = None,
         buffer_events: int = 200_000,
         buffer_bytes: int = 32 << 20,
         file: RankFile | None = None,
         state_seconds: float = 10.0,
     ) -> None:
-        """``total_blocks`` is the rank's capacity in device memory, 0 if unknown.
+        """``total_blocks`` is the rank's capacity in device memory; None if unknown.
 
         ``buffer_events`` and ``buffer_bytes`` limit the events stored, unsent ones and sent ones together. ``file``
         has the path of the rank's snapshots and what was recovered from it; None for no snapshots. They are written

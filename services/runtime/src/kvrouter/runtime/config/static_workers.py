@@ -28,10 +28,10 @@ class StaticWorker(_Entry):
     """Worker id; by default the one the worker reports, otherwise its position in the list, from 1."""
     ranks: int | None = Field(default=None, ge=1, le=1024)
     """Number of data-parallel ranks; by default those the worker reports, otherwise 1."""
-    total_blocks: int = Field(default=0, ge=0)
-    """KV blocks of each rank, used if ``ranks`` is given; 0 if unknown."""
-    max_batched_tokens: int = Field(default=0, ge=0, lt=1 << 32)
-    """Maximum number of prompt tokens computed in one step; 0 if unknown."""
+    total_blocks: int | None = Field(default=None, ge=1, lt=1 << 63)
+    """KV blocks of each rank, used if ``ranks`` is given; None if unknown."""
+    max_batched_tokens: int | None = Field(default=None, ge=1, lt=1 << 32)
+    """Maximum number of prompt tokens computed in one step; None if unknown."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels for routing constraints."""
     lora_names: tuple[str, ...] = ()

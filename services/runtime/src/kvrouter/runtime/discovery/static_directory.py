@@ -235,6 +235,8 @@ class StaticDiscovery:
 
 def _mismatch(component: StaticComponent, answer: GetLoadResponse) -> str:
     """Returns how a worker differs from its component in the list; empty if it fits or does not say."""
+    if any(report.HasField("total_blocks") and not report.total_blocks for report in answer.reports):
+        return "expected total_blocks of 1 or more, or unset while unknown, the worker reports 0"
     differences = [
         f"expected {name} {expected!r}, the worker has {received!r}"
         for name, expected, received in (
@@ -273,7 +275,9 @@ def _registration(
     if worker.ranks is None and reports:
         ranks = [
             RankRegistration(
-                dp_rank=report.rank.dp_rank, incarnation=report.incarnation, total_blocks=report.total_blocks
+                dp_rank=report.rank.dp_rank,
+                incarnation=report.incarnation,
+                total_blocks=report.total_blocks if report.HasField("total_blocks") else None,
             )
             for report in reports
         ]

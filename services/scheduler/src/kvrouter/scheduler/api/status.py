@@ -105,7 +105,8 @@ class Status:
                 status.registered = True
                 status.draining = candidate.draining
                 status.endpoint = candidate.endpoint
-                status.total_blocks = candidate.total_blocks
+                if candidate.total_blocks:
+                    status.total_blocks = candidate.total_blocks
                 status.relative_latency = pool.booked_load.relative_latency_of(rank)
                 status.busy = judged.why(thresholds, place)
             ranks.append(status)

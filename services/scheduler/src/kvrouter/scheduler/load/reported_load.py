@@ -22,6 +22,13 @@ from numpy.typing import NDArray
 log = structlog.get_logger(component="scheduler")
 
 _LARGEST = (1 << 63) - 1
+_AT_LEAST_ONE = ("total_blocks", "sequence")
+"""Fields that are above 0 if they are set."""
+_EXPECTED = {
+    "unparsable": "an encoded LoadReport",
+    "invalid": "total_blocks and sequence of 1 or more, or unset, received 0",
+}
+"""What each subject must carry, by the reason for which a report of it was refused."""
 _REORDER_SECONDS = 2.0
 """Longest time by which later reports can overtake one. A longer contradiction shows a wrong order: a clock
 was set back, a publisher restarted, or a number was forged."""
@@ -79,12 +86,14 @@ class LoadReports:
         """Applies an encoded report.
 
         Returns:
-            Why it was quarantined: ``unparsable``, ``unknown_rank`` or ``old``; empty if it counts.
+            Why it was quarantined: ``unparsable``, ``invalid``, ``unknown_rank`` or ``old``; empty if it counts.
         """
         try:
             report = decode_message(LoadReport, encoded)
         except Undecodable:
             return "unparsable"
+        if any(report.HasField(field) and not getattr(report, field) for field in _AT_LEAST_ONE):
+            return "invalid"
         rank = rank_of(report)
         if rank not in self._registered:
             return "unknown_rank"
@@ -139,7 +148,7 @@ class LoadReports:
         if report.incarnation != before.incarnation:
             registered = self._registered.get(rank_of(report))
             return registered == before.incarnation and now - arrived_at <= self._max_age
-        if report.sequence and before.sequence:
+        if report.HasField("sequence") and before.HasField("sequence"):
             is_earlier = report.sequence < before.sequence
         else:
             is_earlier = report.measured_unix_ns < before.measured_unix_ns
@@ -178,8 +187,8 @@ class LoadListener:
         if refused:
             self.metrics.reports_quarantined.labels(reason=refused).inc()
             log.debug("load_report.quarantined", reason=refused, component_name=str(name))
-            if refused == "unparsable":
-                self.quarantine.reject("nats", subject, Undecodable(refused, "expected an encoded LoadReport"))
+            if expected := _EXPECTED.get(refused):
+                self.quarantine.reject("nats", subject, Undecodable(refused, f"expected {expected}"))
 
     def _taker(self, name: ComponentName) -> Receiver:
         async def take(message: Message) -> None:

@@ -96,10 +96,10 @@ def take(found: Discovered, info: ServerInfo, host: str) -> None:
     found.block_size = (events.block_size if events else None) or info.page_size or None
     ranks = (events.dp_size if events else None) or info.dp_size or 1
     blocks = (info.max_total_num_tokens or 0) // found.block_size if found.block_size else 0
-    found.ranks = dict.fromkeys(range(ranks), blocks)
+    found.ranks = dict.fromkeys(range(ranks), blocks or None)
     limits = [each.effective_max_running_requests_per_dp for each in info.internal_states]
     said = [limit for limit in limits if limit]
-    found.max_sequences = min(said) if said else (info.max_running_requests or 0) // ranks
+    found.max_sequences = min(said) if said else (info.max_running_requests or 0) // ranks or None
     found.smaller_priority_first = info.schedule_low_priority_values_first
     found.role = _ROLES.get(info.disaggregation_mode or "", "both")
     if found.role == "prefill":

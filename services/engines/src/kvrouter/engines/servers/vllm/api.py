@@ -71,7 +71,7 @@ _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _USAGE = "vllm:kv_cache_usage_perc"
 
 
-def read_loads(page: bytes, ranks: Mapping[int, int]) -> tuple[dict[int, LoadReport], int]:
+def read_loads(page: bytes, ranks: Mapping[int, int | None]) -> tuple[dict[int, LoadReport], int]:
     """Returns the load of each rank that reports it completely, and how many values were unusable.
 
     ``ranks`` has each rank's KV blocks. The usage is that of running requests: cached blocks count as free.
@@ -82,7 +82,7 @@ def read_loads(page: bytes, ranks: Mapping[int, int]) -> tuple[dict[int, LoadRep
         rank: LoadReport(
             running_requests=round(each[_RUNNING]),
             waiting_requests=round(each[_WAITING]),
-            active_blocks=round(each[_USAGE] * ranks[rank]),
+            active_blocks=round(each[_USAGE] * (ranks[rank] or 0)),
             total_blocks=ranks[rank],
         )
         for rank, each in values.items()

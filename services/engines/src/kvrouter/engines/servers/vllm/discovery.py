@@ -71,9 +71,9 @@ async def discover(http: EngineHttp) -> Discovered:
         found.problems["events"] = str(error)
     with suppress(UnexpectedAnswer, EngineAway):  # EngineAway: vLLM answers 500 if it cannot write its configuration
         info = await http.get_as("/server_info?config_format=json", ServerInfo)
-        found.max_sequences = max(0, info.vllm_config.scheduler_config.max_num_seqs)
+        found.max_sequences = max(0, info.vllm_config.scheduler_config.max_num_seqs) or None
     if found.events and found.ranks is not None:
-        found.ranks = {rank: found.ranks.get(rank, 0) for rank in sorted(found.events)}
+        found.ranks = {rank: found.ranks.get(rank) for rank in sorted(found.events)}
     return found
 
 
@@ -87,11 +87,11 @@ def read_cache_config(found: Discovered, samples: Sequence[EngineSample]) -> Non
             f"GET /metrics: expected one block_size in {_CACHE_CONFIG}, received {len(sizes)}; "
             "start the engine without --disable-log-stats, or"
         )
-    blocks = {}
+    blocks: dict[int, int | None] = {}
     for each in samples:
         rank, count = each.labels.get("engine", "0"), each.labels.get("num_gpu_blocks", "")
         if rank.isdecimal():
-            blocks[int(rank)] = int(count) if count.isdecimal() else 0
+            blocks[int(rank)] = int(count) or None if count.isdecimal() else None
     found.ranks = blocks or None
 
 
