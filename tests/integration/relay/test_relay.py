@@ -11,17 +11,20 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 import zmq.asyncio
 from kvrouter.core import Scope
 from kvrouter.devtools.system.ports import free_port, free_ports
 from kvrouter.engines.events.zmq_events import Batch, Dialect, decode_batch
 from kvrouter.engines.events.zmq_messages import encode_sequence, read_published
 from kvrouter.engines.events.zmq_publisher import ZmqPublisher
+from kvrouter.engines.relay import rank_relay
 from kvrouter.net.budgets import PASS_US
 from kvrouter.net.etcd import connect
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
+from structlog.testing import capture_logs
 
 from ...captures import read_capture
 from ..indexer.indexing import connected, indexing
@@ -251,6 +254,24 @@ async def test_a_message_of_another_rank_is_left_out(engine: Engine, beside: Bes
         await engine.publish(stored([1], 40))
         await relay.holds(1)
         assert relay.count("malformed_total") == 1
+
+
+@pytest.mark.parametrize("frames_first", [True, False])
+async def test_the_first_of_each_kind_of_malformed_message_is_logged(
+    engine: Engine, beside: Beside, monkeypatch: pytest.MonkeyPatch, *, frames_first: bool
+) -> None:
+    # A logger that was used before in this process writes past ``capture_logs``.
+    monkeypatch.setattr(rank_relay, "log", structlog.get_logger(component="relay"))
+    other = msgspec.msgpack.encode([1.0, [stored([9], 0)], 3])
+    with capture_logs() as logs:
+        async with beside(engine) as relay:
+            await relay.is_connected()
+            for is_frames in (frames_first, not frames_first):
+                for _ in range(2):
+                    await (engine.send_frames([b"kv"]) if is_frames else engine.publish_raw(other))
+            await until(lambda: relay.count("malformed_total") == 4)
+    logged = [log["event"] for log in logs if log["event"] in ("relay.message_malformed", "relay.other_rank")]
+    assert sorted(logged) == ["relay.message_malformed", "relay.other_rank"]
 
 
 async def test_routers_avoid_a_worker_whose_engine_is_away(

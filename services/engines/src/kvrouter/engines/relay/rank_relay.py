@@ -103,6 +103,7 @@ class RankRelay:
         self._dialect = dialect
         self._on_connection = on_connection
         self._tracker = SequenceTracker()
+        self._malformed_kinds: set[str] = set()
         self._log = log.bind(dp_rank=dp_rank)
 
     async def run(self, start: Start) -> None:
@@ -116,8 +117,7 @@ class RankRelay:
                 case EventMessage() as message:
                     await self._receive(message)
                 case MalformedMessage() as error:
-                    self.counts.malformed += 1
-                    if self.counts.malformed == 1:
+                    if self._count_malformed("frames"):
                         self._log.warning("relay.message_malformed", error=str(error))
                 case Reconnected():
                     self._set_connected(True)
@@ -237,11 +237,17 @@ class RankRelay:
             self._translator.lost("undecodable_batch")
             return
         if batch.dp_rank not in (None, self._dp_rank):
-            self.counts.malformed += 1
-            if self.counts.malformed == 1:
+            if self._count_malformed("other_rank"):
                 self._log.warning("relay.other_rank", received=batch.dp_rank)
             return
         self._translator.apply(batch, position_of(message.sequence, check))
+
+    def _count_malformed(self, kind: str) -> bool:
+        """Counts a message that cannot be applied. Returns whether it is the first of its kind, which is logged."""
+        self.counts.malformed += 1
+        is_first = kind not in self._malformed_kinds
+        self._malformed_kinds.add(kind)
+        return is_first
 
     def _restart(self) -> None:
         self.counts.restarts += 1
