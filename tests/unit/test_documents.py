@@ -77,6 +77,34 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def sources() -> set[str]:
+    """The paths of all Python and Rust sources and of their folders, each after a slash; a folder ends with one."""
+    files = {
+        path.relative_to(ROOT)
+        for part in PARTS
+        for path in (ROOT / part).rglob("*")
+        if path.suffix in (".py", ".rs") and not {".venv", "target"} & set(path.parts)
+    }
+    folders = {folder for file in files for folder in file.parents}
+    return {f"/{file}" for file in files} | {f"/{folder}/" for folder in folders}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_there(document: Path, sources: set[str]) -> None:
+    """A name in a README without a folder is that of a file below; in the row of a folder, below that one."""
+    is_readme = document.name == "README.md" and document.parent != ROOT
+    top = f"/{document.parent.relative_to(ROOT)}" if is_readme else ""
+    below = [each.removeprefix(top) for each in sources if each.startswith(f"{top}/")]
+    for line in document.read_text(encoding="utf-8").splitlines():
+        row = re.match(r"\| `([\w/]+/)` \|", line) if is_readme else None
+        folder = f"/{row[1]}" if row else "/"
+        inside = [each for each in below if folder in each]
+        assert inside or not row, folder
+        for name in re.findall(r"`([\w./]+\.(?:py|rs))`", line):
+            assert any(each.endswith(f"/{name}") for each in (sources if "/" in name else inside)), name
+
+
+@pytest.fixture(scope="module")
 def tests() -> set[str]:
     return {
         name
