@@ -36,9 +36,10 @@ class RelayCounts:
     duplicates: int = 0
     """Messages received again."""
     gaps: int = 0
-    """Number of gaps in the messages."""
+    """Times that messages were missing before a live one."""
     losses: int = 0
-    """Number of gaps without a replay."""
+    """Times that messages were lost, so that the rank was emptied: a gap or a new connection without a replay, or a
+    replay that began too late."""
     restarts: int = 0
     """Restarts of the engine."""
     malformed: int = 0
@@ -51,7 +52,7 @@ class RelayCounts:
     """Whether the engine's publisher is connected."""
 
 
-class Start:
+class InitialReplay:
     """The engine's kept messages at the start: a replay whose first message was read."""
 
     def __init__(self, first: EventMessage | None, rest: AsyncGenerator[EventMessage] | None, position: int) -> None:
@@ -68,7 +69,7 @@ class Start:
         return from_position(self.position) == (self.first.sequence, check_of(self.first.payload))
 
 
-async def read_start(sockets: EngineSockets, position: int, *, wait_for_engine: bool) -> Start:
+async def begin_replay(sockets: EngineSockets, position: int, *, wait_for_engine: bool) -> InitialReplay:
     """Requests the engine's messages: from a state's position on, or all of them.
 
     With ``wait_for_engine`` its first answer may take any time.
@@ -77,9 +78,9 @@ async def read_start(sockets: EngineSockets, position: int, *, wait_for_engine: 
         ReplayFailed: the engine does not answer, or with something else.
     """
     if not sockets.has_replay:
-        return Start(None, None, position)
+        return InitialReplay(None, None, position)
     rest = sockets.replay(from_position(position)[0] if position >= 0 else 0, wait_for_engine=wait_for_engine)
-    return Start(await anext(rest, None), rest, position)
+    return InitialReplay(await anext(rest, None), rest, position)
 
 
 class RankRelay:
@@ -106,11 +107,11 @@ class RankRelay:
         self._malformed_kinds: set[str] = set()
         self._log = log.bind(dp_rank=dp_rank)
 
-    async def run(self, start: Start) -> None:
+    async def run(self, initial: InitialReplay) -> None:
         """Relays until cancelled, after the engine's kept messages."""
-        await self._catch_up(start)
+        await self._apply_initial_replay(initial)
         self.caught_up = True
-        self._log.info("relay.caught_up", replayed=self.counts.replayed, resumed=start.resumes)
+        self._log.info("relay.caught_up", replayed=self.counts.replayed, resumed=initial.resumes)
         connected_before = self._sockets.has_replay
         while True:
             match await self._sockets.next():
@@ -125,20 +126,20 @@ class RankRelay:
                         await self._verify()
                     connected_before = True
                 case Settled():
-                    await self._repeat()
+                    await self._catch_up_after_last()
                 case Disconnected():
                     self._set_connected(False)
 
-    async def _catch_up(self, start: Start) -> None:
+    async def _apply_initial_replay(self, initial: InitialReplay) -> None:
         """Applies the engine's kept messages, or goes on from the first live message."""
-        if start.rest is None:
+        if initial.rest is None:
             return
-        first = start.first
-        if start.resumes and first is not None:
+        first = initial.first
+        if initial.resumes and first is not None:
             # Already in the state.
             self._tracker.applied(first.sequence, check_of(first.payload), replayed=True)
         try:
-            async with aclosing(start.rest) as rest:
+            async with aclosing(initial.rest) as rest:
                 await self._apply_replay(first, rest)
         except ReplayFailed as error:
             self._log.warning("relay.replay_failed", error=str(error))
@@ -149,7 +150,7 @@ class RankRelay:
         if verdict == Verdict.GAP:
             self.counts.gaps += 1
             self._log.info("relay.gap", expected=self._tracker.next_sequence, received=message.sequence)
-            await self._repeat()
+            await self._catch_up_after_last()
             verdict = self._tracker.judge(message.sequence, check)
             if verdict == Verdict.GAP:
                 self._lose(message.sequence, "gap")
@@ -160,7 +161,7 @@ class RankRelay:
         if verdict == Verdict.RESTART:
             self._restart()
             if message.sequence:
-                await self._repeat()
+                await self._catch_up_after_last()
                 if self._tracker.judge(message.sequence, check) == Verdict.DUPLICATE:
                     return
                 if message.sequence != self._tracker.next_sequence:
@@ -169,10 +170,10 @@ class RankRelay:
 
     async def _verify(self) -> None:
         """Compares the engine behind a new connection with the one before: it may be another, with an empty cache."""
-        if not await self._repeat():
+        if not await self._catch_up_after_last():
             self._lose(self._tracker.next_sequence, "reconnected")
 
-    async def _repeat(self) -> bool:
+    async def _catch_up_after_last(self) -> bool:
         """Requests the last message again and all after it, and applies new ones.
 
         Notices by the last message if the engine restarted meanwhile. Returns whether the engine answered.

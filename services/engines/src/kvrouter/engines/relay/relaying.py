@@ -12,7 +12,7 @@ import structlog
 from kvrouter.engines.events.translation import EventTranslator, TranslationOptions
 from kvrouter.engines.events.zmq_events import Dialect
 from kvrouter.engines.relay.engine_sockets import Endpoints, EngineSockets
-from kvrouter.engines.relay.rank_relay import RankRelay, Start, read_start
+from kvrouter.engines.relay.rank_relay import InitialReplay, RankRelay, begin_replay
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -82,9 +82,9 @@ async def relaying(
         stack.enter_context(claimed(config))
         states = await asyncio.to_thread(recover_worker, config)
         known = {dp_rank: state.position for dp_rank, state in states.items()}
-        starts = await _read_starts(sockets, known, wait_for_engine=wait_for_engine)
+        initial = await _begin_replays(sockets, known, wait_for_engine=wait_for_engine)
         blocks = {dp_rank: state.recorder.counts().blocks for dp_rank, state in states.items()}
-        if not all(start.resumes for start in starts.values()):
+        if not all(replay.resumes for replay in initial.values()):
             if states:
                 log.warning(
                     "relay.state_dropped",
@@ -96,7 +96,7 @@ async def relaying(
             states = {}
         worker = await stack.enter_async_context(sdk.running(config, engine, system, recovered=states))
         if not worker.resumed:
-            starts = await _read_starts(sockets, {}, starts, wait_for_engine=wait_for_engine)
+            initial = await _begin_replays(sockets, {}, initial, wait_for_engine=wait_for_engine)
         for dp_rank in source.endpoints:
             publisher = worker.rank(dp_rank)
             translator = EventTranslator(publisher, options)
@@ -107,7 +107,7 @@ async def relaying(
                 relay.counts.dropped_blocks = blocks.get(dp_rank, 0)
             parts[dp_rank] = relay, translator, publisher
         async with asyncio.TaskGroup() as tasks:
-            following = [tasks.create_task(relay.run(starts[rank])) for rank, (relay, _, _) in parts.items()]
+            following = [tasks.create_task(relay.run(initial[rank])) for rank, (relay, _, _) in parts.items()]
             try:
                 yield worker
             finally:
@@ -115,24 +115,24 @@ async def relaying(
                     task.cancel()
 
 
-async def _read_starts(
+async def _begin_replays(
     sockets: dict[int, EngineSockets],
     known: dict[int, int],
-    former: dict[int, Start] | None = None,
+    former: dict[int, InitialReplay] | None = None,
     *,
     wait_for_engine: bool,
-) -> dict[int, Start]:
-    """Returns the start of each rank, from the position of its state if it is known.
+) -> dict[int, InitialReplay]:
+    """Returns the initial replay of each rank, from the position of its state if it is known.
 
-    Starts in ``former`` from the engine's oldest message on are kept.
+    Those in ``former`` that begin at the engine's oldest message are kept.
     """
-    starts = {}
+    initial = {}
     for dp_rank, each in sockets.items():
-        start = former.get(dp_rank) if former else None
-        if start is not None and start.position >= 0:
-            if start.rest is not None:
-                await start.rest.aclose()
-            start = None
+        replay = former.get(dp_rank) if former else None
+        if replay is not None and replay.position >= 0:
+            if replay.rest is not None:
+                await replay.rest.aclose()
+            replay = None
         position = known.get(dp_rank, _NO_POSITION)
-        starts[dp_rank] = start or await read_start(each, position, wait_for_engine=wait_for_engine)
-    return starts
+        initial[dp_rank] = replay or await begin_replay(each, position, wait_for_engine=wait_for_engine)
+    return initial
