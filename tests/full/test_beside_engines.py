@@ -35,5 +35,5 @@ def test_the_sdk_runs_beside_the_pins_of_an_engine(
         assert version is None or pinned.specifier.contains(version), pinned
     environment.run("-m", "pip", "check")
     environment.run(str(PROGRAMS / "publisher.py"), nats_url, etcd_endpoint)
-    for module in ("zmq_publisher", "translation", "tensorrt_llm", "zmq_events"):
+    for module in ("zmq_publisher", "translation", "tensorrt_llm", "vllm_sglang_events"):
         environment.run("-c", f"import kvrouter.engines.events.{module}")

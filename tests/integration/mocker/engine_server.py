@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import zmq
 import zmq.asyncio
-from kvrouter.engines.events.zmq_events import Dialect
-from kvrouter.engines.events.zmq_messages import EventMessage, encode_sequence, read_published, read_replayed
+from kvrouter.engines.events.vllm_sglang_events import Dialect
+from kvrouter.engines.events.zmq_frames import EventMessage, encode_sequence, read_published, read_replayed
 from kvrouter.mocker.serving.http import ServedEngine
 from kvrouter.v1.common_pb2 import CopyCounting
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import zmq
 from kvrouter.core import Scope
-from kvrouter.engines.events.zmq_events import Cleared, Event, Removed, Stored, UndecodableEvent, decode_batch
-from kvrouter.engines.events.zmq_messages import EventMessage, encode_sequence, read_published, read_replayed
+from kvrouter.engines.events.vllm_sglang_events import Cleared, Event, Removed, Stored, UndecodableEvent, decode_batch
+from kvrouter.engines.events.zmq_frames import EventMessage, encode_sequence, read_published, read_replayed
 from kvrouter.engines.events.zmq_publisher import ZmqPublisher
 from kvrouter.publisher.errors import InvalidConfig, InvalidEvent
 from kvrouter.v1.common_pb2 import Tier

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from kvrouter.core import Scope, local_hashes
 from kvrouter.devtools.system.ports import free_port
-from kvrouter.engines.events.zmq_messages import END_OF_REPLAY, encode_sequence, read_replay_request
+from kvrouter.engines.events.zmq_frames import END_OF_REPLAY, encode_sequence, read_replay_request
 from kvrouter.publisher.worker import Worker
 from kvrouter.relay.app import running
 from kvrouter.relay.settings import RelaySettings

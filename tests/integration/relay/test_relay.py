@@ -15,8 +15,8 @@ import structlog
 import zmq.asyncio
 from kvrouter.core import Scope
 from kvrouter.devtools.system.ports import free_port, free_ports
-from kvrouter.engines.events.zmq_events import Batch, Dialect, decode_batch
-from kvrouter.engines.events.zmq_messages import encode_sequence, read_published
+from kvrouter.engines.events.vllm_sglang_events import Batch, Dialect, decode_batch
+from kvrouter.engines.events.zmq_frames import encode_sequence, read_published
 from kvrouter.engines.events.zmq_publisher import ZmqPublisher
 from kvrouter.engines.relay import rank_relay
 from kvrouter.net.budgets import PASS_US

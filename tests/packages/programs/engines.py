@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zmq
-from kvrouter.engines.events.zmq_events import Stored, decode_batch
-from kvrouter.engines.events.zmq_messages import read_published
+from kvrouter.engines.events.vllm_sglang_events import Stored, decode_batch
+from kvrouter.engines.events.zmq_frames import read_published
 from kvrouter.engines.events.zmq_publisher import ZmqPublisher
 
 with zmq.Context() as context, context.socket(zmq.SUB) as consumer:

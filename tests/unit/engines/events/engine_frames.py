@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from kvrouter.core import PrefixIndex, Scope, local_hashes
 from kvrouter.engines.events.translation import EventTranslator, TranslationOptions
-from kvrouter.engines.events.zmq_events import Dialect, decode_batch
+from kvrouter.engines.events.vllm_sglang_events import Dialect, decode_batch
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.v1.common_pb2 import CopyCounting, Cursor, Tier
 

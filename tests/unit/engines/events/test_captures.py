@@ -7,8 +7,8 @@ from collections import Counter
 import msgspec
 import pytest
 from kvrouter.core import Scope, multimodal_hash
-from kvrouter.engines.events.zmq_events import Dialect, decode_batch
-from kvrouter.engines.events.zmq_messages import EventMessage, read_published, read_replayed
+from kvrouter.engines.events.vllm_sglang_events import Dialect, decode_batch
+from kvrouter.engines.events.zmq_frames import EventMessage, read_published, read_replayed
 
 from ....captures import read_capture
 from .engine_frames import Engine

@@ -17,7 +17,7 @@ REASON = re.compile(
 @pytest.mark.parametrize(
     "source",
     [
-        *(ENGINES / "events" / name for name in ("zmq_events.py", "translation.py", "tensorrt_llm.py")),
+        *(ENGINES / "events" / name for name in ("vllm_sglang_events.py", "translation.py", "tensorrt_llm.py")),
         ENGINES / "relay" / "rank_relay.py",
     ],
     ids=lambda source: source.stem,

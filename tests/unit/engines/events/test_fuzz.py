@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.engines.events.tensorrt_llm import TensorRtLlmEvents
-from kvrouter.engines.events.zmq_events import MAX_EVENTS, UndecodableBatch, decode_batch
-from kvrouter.engines.events.zmq_messages import (
+from kvrouter.engines.events.vllm_sglang_events import MAX_EVENTS, UndecodableBatch, decode_batch
+from kvrouter.engines.events.zmq_frames import (
     MalformedMessage,
     read_published,
     read_replay_request,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvrouter.engines.events.zmq_messages import MalformedMessage
+from kvrouter.engines.events.zmq_frames import MalformedMessage
 from kvrouter.engines.servers.description import Discovered, EngineDescription
 from kvrouter.engines.servers.sglang.api import read_load_stat
 from kvrouter.engines.servers.sglang.discovery import KvEvents, ServerInfo, take

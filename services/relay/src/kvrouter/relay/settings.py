@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from kvrouter.engines.events.zmq_events import Dialect
+from kvrouter.engines.events.vllm_sglang_events import Dialect
 from kvrouter.runtime.config.fields import RoleOption, TransportOption, check_socket_endpoint
 from kvrouter.runtime.config.settings import Name, ServiceSettings
 from pydantic import Field, field_validator

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core import Scope
-from kvrouter.engines.events.zmq_events import Batch, Cleared, Event, Removed, Stored, UndecodableEvent
+from kvrouter.engines.events.vllm_sglang_events import Batch, Cleared, Event, Removed, Stored, UndecodableEvent
 from kvrouter.engines.fields import split_salt
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -163,7 +163,7 @@ class EventTranslator:
         return kept
 
     def _repeats_hits(self, event: Stored) -> bool:
-        if not (event.is_report or self._options.full_reports) or event.parent is not None:
+        if not (event.may_repeat_hits or self._options.full_reports) or event.parent is not None:
             return False
         return all(self._rank.is_resident(each, tier=event.tier) for each in event.block_hashes)
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 import zmq
-from kvrouter.engines.events.zmq_messages import END_OF_REPLAY, MalformedMessage, encode_sequence, read_replay_request
+from kvrouter.engines.events.zmq_frames import END_OF_REPLAY, MalformedMessage, encode_sequence, read_replay_request
 from kvrouter.net.logs import get_logger
 from kvrouter.publisher.errors import InvalidConfig
 

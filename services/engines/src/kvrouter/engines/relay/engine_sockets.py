@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import structlog
 import zmq
 import zmq.asyncio
-from kvrouter.engines.events.zmq_messages import (
+from kvrouter.engines.events.zmq_frames import (
     EventMessage,
     MalformedMessage,
     encode_sequence,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import structlog
 from kvrouter.engines.events.translation import EventTranslator
-from kvrouter.engines.events.zmq_events import Dialect, UndecodableBatch, decode_batch
-from kvrouter.engines.events.zmq_messages import EventMessage, MalformedMessage
+from kvrouter.engines.events.vllm_sglang_events import Dialect, UndecodableBatch, decode_batch
+from kvrouter.engines.events.zmq_frames import EventMessage, MalformedMessage
 from kvrouter.engines.relay.engine_sockets import Disconnected, EngineSockets, Reconnected, ReplayFailed, Settled
 from kvrouter.engines.relay.sequence import SequenceTracker, Verdict, check_of, from_position, position_of
 from kvrouter.net.budgets import loop_budget

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import structlog
 from kvrouter.engines.events.translation import EventTranslator, TranslationOptions
-from kvrouter.engines.events.zmq_events import Dialect
+from kvrouter.engines.events.vllm_sglang_events import Dialect
 from kvrouter.engines.relay.engine_sockets import Endpoints, EngineSockets
 from kvrouter.engines.relay.rank_relay import InitialReplay, RankRelay, begin_replay
 from kvrouter.publisher import worker as sdk

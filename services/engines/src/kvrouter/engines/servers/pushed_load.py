@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from kvrouter.engines.events.zmq_messages import EventMessage, MalformedMessage
+from kvrouter.engines.events.zmq_frames import EventMessage, MalformedMessage
 from kvrouter.engines.relay.engine_sockets import Disconnected, Endpoints, EngineSockets
 from kvrouter.v1.events_pb2 import LoadReport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from kvrouter.engines.events.zmq_messages import MalformedMessage
+from kvrouter.engines.events.zmq_frames import MalformedMessage
 from kvrouter.engines.servers.api import EngineCall, EngineState
 from kvrouter.engines.servers.description import Discovered, EngineDescription, Models
 from kvrouter.engines.servers.http import EngineHttp, UnexpectedAnswer, as_json

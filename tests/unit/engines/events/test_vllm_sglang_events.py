@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.engines.events.zmq_events import (
+from kvrouter.engines.events.vllm_sglang_events import (
     Cleared,
     Dialect,
     Removed,
@@ -66,7 +66,7 @@ def test_a_store_in_array_form_has_as_many_fields_as_its_engine_knew(fields: int
     assert event.group == (1 if fields > 8 else None)
     assert event.group_kind == ("full_attention" if fields > 9 else "")
     assert event.is_remote == (fields > 11)
-    assert event.is_report == (fields > 13)
+    assert event.may_repeat_hits == (fields > 13)
 
 
 @pytest.mark.parametrize("fields", range(4, 11))
@@ -78,7 +78,7 @@ def test_a_store_of_the_other_engine_in_array_form(fields: int) -> None:
     assert event.tier == (Tier.TIER_HOST if fields > 5 else Tier.TIER_DEVICE)
     assert event.cache_salt == ("salt" if fields > 6 else "")
     assert event.lora_name == ("adapter" if fields > 8 else "")
-    assert not event.is_report
+    assert not event.may_repeat_hits
 
 
 @pytest.mark.parametrize("fields", range(1, 7))

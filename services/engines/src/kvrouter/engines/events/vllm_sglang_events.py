@@ -82,7 +82,7 @@ class Stored:
     """Attention kind of the group, such as "full_attention"; empty if unknown."""
     is_remote: bool
     """Whether the blocks are in another engine."""
-    is_report: bool
+    may_repeat_hits: bool
     """Whether the event may repeat the hits of a request instead of reporting new copies."""
 
 
@@ -233,7 +233,8 @@ def _stored(fields: Mapping[str, Any], dialect: Dialect) -> Stored:
         group_kind=kind,
         is_remote=_is_remote(fields),
         # vLLM names the session of a request whose hits it reports.
-        is_report=fields.get("origin") == "REUSED" or (dialect == "vllm" and fields.get("session_id") is not None),
+        may_repeat_hits=fields.get("origin") == "REUSED"
+        or (dialect == "vllm" and fields.get("session_id") is not None),
     )
 
 
