@@ -1,4 +1,4 @@
-"""A repair policy that a test chooses, and that notes what it was told."""
+"""A resync policy that a test chooses, and that notes what it was told."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvrouter.core import Rank
 
 @dataclass
 class Policy:
-    """Suspects nobody by itself; by default no event waits, and no repair backs off."""
+    """Requests nothing by itself; by default no event waits, and no resync backs off."""
 
     retains: bool = False
     deferred: frozenset[str] = frozenset()
-    suspected: list[tuple[Rank, str]] = field(default_factory=list)
+    requested: list[tuple[Rank, str]] = field(default_factory=list)
 
-    def suspect(self, rank: Rank, reason: str) -> None:
-        self.suspected.append((rank, reason))
+    def request(self, rank: Rank, reason: str) -> None:
+        self.requested.append((rank, reason))
 
     def may_retain(self, _rank: Rank) -> bool:
         return self.retains
@@ -26,4 +26,4 @@ class Policy:
 
     @property
     def reasons(self) -> list[str]:
-        return [reason for _, reason in self.suspected]
+        return [reason for _, reason in self.requested]

@@ -450,11 +450,11 @@ async def test_a_later_partial_dump_is_loaded_and_requests_a_resync() -> None:
     assert dump is not None
     await behind.repair.load_rank(dump)
     assert await held(behind) == {2}
-    assert policy.suspected == [(RANK, "partial")]
+    assert policy.requested == [(RANK, "partial")]
 
 
 async def test_a_full_buffer_keeps_only_the_newest_batches_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.indexer.index.repair.MAX_ALL_BYTES", 1)
+    monkeypatch.setattr("kvrouter.indexer.index.pending_buffers.MAX_ALL_BYTES", 1)
     policy = Policy()
     index, worker = state(policy), state()
     batches = [message(stored(n, [n + 1], [n + 11])) for n in range(4)]

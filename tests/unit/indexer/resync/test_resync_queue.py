@@ -4,7 +4,7 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvrouter.indexer.index.repair import PERSISTENT_DRIFT
+from kvrouter.indexer.index.rank_reset import PERSISTENT_DRIFT
 from kvrouter.indexer.resync.resync_queue import ResyncQueue
 
 RANK, OTHER = (1, 0), (2, 0)
@@ -127,9 +127,9 @@ def test_false_alarms_are_forgiven_after_a_quiet_time_once() -> None:
     resync_queue.add(RANK, "gap", 0.0)
     resync_queue.take(0.0)
     pause = resync_queue.unfounded(RANK, "gap", 0.0)
-    assert resync_queue.forgive(pause + 59.0) == []
-    assert resync_queue.forgive(pause + 60.0) == [(RANK, "gap", 1)]
-    assert resync_queue.forgive(pause + 61.0) == []
+    assert resync_queue.expire_false_alarms(pause + 59.0) == []
+    assert resync_queue.expire_false_alarms(pause + 60.0) == [(RANK, "gap", 1)]
+    assert resync_queue.expire_false_alarms(pause + 61.0) == []
     assert resync_queue.false_alarms(RANK) == 0
 
 

@@ -239,7 +239,7 @@ class IndexerService:
         for rank in _chosen(request.ranks) or component.requests.ranks():
             if deadline.expired:
                 raise DeadlineExceeded
-            if await component.resync.repair_now(rank, "asked"):
+            if await component.resync.resync_now(rank, "asked"):
                 response.ranks += 1
             else:
                 response.unreachable += 1

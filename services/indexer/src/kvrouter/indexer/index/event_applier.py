@@ -1,8 +1,8 @@
 """Applies event messages of a component to its index.
 
 A batch takes one of these ways: it is applied; it is quarantined, if it is invalid or its incarnation or ids are not
-confirmed; it waits in the pending buffer while its rank is under repair; or it triggers a repair, which empties the
-rank and requests a resync.
+confirmed; it waits in the pending buffer, after a gap and during a resync of its rank; or it resets the rank, which
+empties it and requests a resync.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kvrouter.indexer.index.event_counts import EvictionLog, Tally
 from kvrouter.indexer.index.incarnations import Incarnations, Verdict
 from kvrouter.indexer.index.known_ranks import KnownRanks
 from kvrouter.indexer.index.messages import QuarantinedMessage, ReceivedBatch, Refusal, StreamMessage, validate
-from kvrouter.indexer.index.repair import PERSISTENT_DRIFT, PendingBuffers, Repair, RepairPolicy, repair_after
+from kvrouter.indexer.index.pending_buffers import PendingBuffers
+from kvrouter.indexer.index.rank_reset import PERSISTENT_DRIFT, RankReset, ResyncPolicy, reset_after
 from kvrouter.indexer.index.shared_index import SharedIndex
 from kvrouter.net.decoding import Quarantine, Undecodable
 
@@ -41,8 +42,8 @@ class EventApplier:
     """The index."""
     known: KnownRanks
     """Status of the ranks."""
-    policy: RepairPolicy
-    """Requests and defers repairs."""
+    policy: ResyncPolicy
+    """Requests and defers resyncs."""
     quarantine: Quarantine
     """Counts and logs undecodable input."""
 
@@ -112,7 +113,7 @@ class EventApplier:
     def apply_batch(
         self, index: PrefixIndex, received: ReceivedBatch, *, again: bool = False, retain: bool = True
     ) -> None:
-        """Applies a batch, and repairs its rank if necessary. The caller owns the lock of the index.
+        """Applies a batch. Its rank may be reset, or a resync requested. The caller owns the index's lock.
 
         Args:
             index: The index.
@@ -136,21 +137,21 @@ class EventApplier:
                 self._refuse(received.message, Refusal("unparsable", summary.unparsable))
                 return
             self._count(rank, batch, summary, again=again)
-            repair = repair_after(summary, was_partial=self.known.is_partial(rank))
+            reset = reset_after(summary, was_partial=self.known.is_partial(rank))
             if summary.unknown_parents or summary.rejected:
                 self.known.set_partial(rank, True)
-            if repair is None:
+            if reset is None:
                 break
-            waits = retain and repair.reason == "gap" and not self.known.is_partial(rank)
+            waits = retain and reset.reason == "gap" and not self.known.is_partial(rank)
             if waits and self._retain(received):
                 break
-            self.drop(index, rank, repair)
-            if not repair.reapply:
+            self.drop(index, rank, reset)
+            if not reset.reapply:
                 break
             again = True
-        if not again and repair is None and not summary.fenced and batch.next_event_id < summary.next_event_id:
+        if not again and reset is None and not summary.fenced and batch.next_event_id < summary.next_event_id:
             # The batch is late or a duplicate, or the index applied events that the worker never published.
-            self._suspect_if_whole(rank)
+            self._request_if_whole(rank)
         self._note_lag(rank, batch)
         # Events of an earlier incarnation are no evidence about the current one.
         if summary.incarnation == batch.incarnation:
@@ -176,9 +177,9 @@ class EventApplier:
         self.tally.evictions += 1
         self._evictions.note(rank, dropped_blocks)
 
-    def _suspect_if_whole(self, rank: Rank) -> None:
+    def _request_if_whole(self, rank: Rank) -> None:
         if not self.known.is_partial(rank):
-            self.policy.suspect(rank, "behind")
+            self.policy.request(rank, "behind")
 
     def _is_admitted(self, index: PrefixIndex, received: ReceivedBatch, *, kept: bool) -> bool:
         """Returns whether a batch may be applied, by its incarnation. A batch alone never ends an incarnation.
@@ -204,7 +205,7 @@ class EventApplier:
                 )
             self.incarnations.claim(rank, batch.incarnation)
             self.known.mark_unverified(rank)
-            self.policy.suspect(rank, "incarnation")
+            self.policy.request(rank, "incarnation")
         self.quarantine_batch(received, "unconfirmed_incarnation", "neither worker nor registration confirms it")
         return False
 
@@ -223,43 +224,43 @@ class EventApplier:
         if self.policy.is_deferred(rank, "gap"):
             self.quarantine_batch(received, "unconfirmed_event", "the worker did not confirm the last ids of this kind")
             self.known.mark_unverified(rank)
-            self.policy.suspect(rank, "gap")
+            self.policy.request(rank, "gap")
             return True
         if not self.policy.may_retain(rank):
             return False
         self.pending.open(rank, retained=True)
         self.pending.keep(rank, received)
         self.known.mark_unverified(rank)
-        self.policy.suspect(rank, "gap")
+        self.policy.request(rank, "gap")
         return True
 
-    def drop(self, index: PrefixIndex, rank: Rank, repair: Repair) -> None:
+    def drop(self, index: PrefixIndex, rank: Rank, reset: RankReset) -> None:
         """Empties a rank whose blocks may be wrong, and requests a resync."""
-        dropped = index.reset_rank(rank, repair.incarnation, repair.next_event_id, partial=True)
+        dropped = index.reset_rank(rank, reset.incarnation, reset.next_event_id, partial=True)
         self.known.set_partial(rank, True)
         self.tally.repairs += 1
         tally = self.known.tally(rank)
         tally.verified = False
         tally.resynced_unix_ns = time.time_ns()
-        tally.resync_reason = repair.reason
+        tally.resync_reason = reset.reason
         self._log.warning(
             "rank.dropped",
             worker_id=rank[0],
             dp_rank=rank[1],
-            reason=repair.reason,
-            next_event_id=repair.next_event_id,
+            reason=reset.reason,
+            next_event_id=reset.next_event_id,
             dropped_blocks=dropped,
         )
-        if repair.reason == "drift":
+        if reset.reason == "drift":
             tally.drifts += 1
-            place = (repair.incarnation, repair.next_event_id)
+            place = (reset.incarnation, reset.next_event_id)
             if tally.drift_at == place:
                 # The digest still differs after the worker's own state was loaded: fetching it again cannot help.
                 self._log.error("rank.drift_persistent", worker_id=rank[0], dp_rank=rank[1], next_event_id=place[1])
-                self.policy.suspect(rank, PERSISTENT_DRIFT)
+                self.policy.request(rank, PERSISTENT_DRIFT)
                 return
             tally.drift_at = place
-        self.policy.suspect(rank, repair.reason)
+        self.policy.request(rank, reset.reason)
 
     def take_pending(self, rank: Rank) -> list[ReceivedBatch]:
         """Removes the pending buffer of a rank. Returns its batches; none if its worker has become unfit."""

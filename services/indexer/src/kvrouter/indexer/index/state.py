@@ -12,7 +12,7 @@ from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.incarnations import NewIncarnation
 from kvrouter.indexer.index.known_ranks import KnownRanks
 from kvrouter.indexer.index.messages import ReceivedBatch
-from kvrouter.indexer.index.repair import RepairPolicy, repair_after
+from kvrouter.indexer.index.rank_reset import ResyncPolicy, reset_after
 from kvrouter.indexer.index.shared_index import SharedIndex
 from kvrouter.net.decoding import Quarantine
 
@@ -52,7 +52,7 @@ class RankRepair:
     """Keeps the ranks of a shared index consistent with the workers of their component."""
 
     def __init__(
-        self, component: str, shared: SharedIndex, events: EventApplier, known: KnownRanks, policy: RepairPolicy
+        self, component: str, shared: SharedIndex, events: EventApplier, known: KnownRanks, policy: ResyncPolicy
     ) -> None:
         """Creates a repair.
 
@@ -61,7 +61,7 @@ class RankRepair:
             shared: The index.
             events: Applies the events after a repair.
             known: Status of the ranks.
-            policy: Requests and defers repairs.
+            policy: Requests and defers resyncs.
         """
         self._shared = shared
         self._events = events
@@ -104,7 +104,7 @@ class RankRepair:
             blocks = self._load(index, dump)
             if dump.partial:
                 self._known.mark_unverified(dump.rank)
-                self._policy.suspect(dump.rank, "partial")
+                self._policy.request(dump.rank, "partial")
             return blocks
 
         return await self._shared.change(load)
@@ -127,10 +127,10 @@ class RankRepair:
                 summary = index.apply(batch)
                 self._events.tally.add(summary, again=True)
                 self._events.note_evictions(rank, summary)
-                repair = repair_after(summary, was_partial=self._known.is_partial(rank))
-                if repair is not None and repair.reason != "gap":
-                    self._events.drop(index, rank, repair)
-                if summary.unparsable or repair is not None:
+                reset = reset_after(summary, was_partial=self._known.is_partial(rank))
+                if reset is not None and reset.reason != "gap":
+                    self._events.drop(index, rank, reset)
+                if summary.unparsable or reset is not None:
                     return False
             return True
 
@@ -160,7 +160,7 @@ class RankRepair:
             reached = index.cursor(dump.rank)
             if has_hole and before is not None and reached is not None and before[0] == reached[0] and before > reached:
                 # Batches dropped because of the bound are missing between the worker's state and the former cursor.
-                self._policy.suspect(dump.rank, "gap")
+                self._policy.request(dump.rank, "gap")
             return blocks
 
         return await self._shared.change(replace)
@@ -301,7 +301,7 @@ class IndexState:
         component: str,
         block_size: int,
         index: PrefixIndex,
-        policy: RepairPolicy,
+        policy: ResyncPolicy,
         quarantine: Quarantine | None = None,
     ) -> None:
         """Composes the state of an empty index.
@@ -310,7 +310,7 @@ class IndexState:
             component: Name of the component, for logs.
             block_size: Tokens per block of the component.
             index: The prefix index.
-            policy: Requests and defers repairs.
+            policy: Requests and defers resyncs.
             quarantine: Counts and logs undecodable input; None for one of its own.
         """
         self.known = KnownRanks()

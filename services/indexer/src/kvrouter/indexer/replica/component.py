@@ -173,7 +173,7 @@ class ComponentIndex:
         dropped = await self.snapshots.reset(even_if_others_live=even_if_others_live) if self.snapshots else (0, 0)
         await self.state.repair.forget([(info.worker_id, info.dp_rank) for info in await self.state.shared.ranks()])
         for rank in self.requests.ranks():
-            self.requests.request(rank, "reset")
+            self.requests.add(rank, "reset")
         return dropped
 
     def update_workers(self, workers: Mapping[int, WorkerRegistration], unfit: frozenset[int] = frozenset()) -> None:
@@ -283,7 +283,7 @@ class ComponentIndex:
             await self._ask_about(ahead_of(registered, indexed))
             await self.state.repair.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
             self._compare_silent_ranks()
-            self.resync.forgive()
+            self.resync.expire_false_alarms()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_SECONDS):
                     await self._changed.wait()
@@ -292,7 +292,7 @@ class ComponentIndex:
         """Requests a resync of ranks whose registration contradicts the index."""
         await self.state.repair.mark_unverified(ranks)
         for rank in ranks:
-            self.requests.request(rank, "incarnation")
+            self.requests.add(rank, "incarnation")
 
     def _compare_silent_ranks(self) -> None:
         """Requests a comparison of silent ranks, once the retained messages of the transport are read."""
@@ -300,7 +300,7 @@ class ComponentIndex:
             return
         limits = {rank: self._silence_limit(rank) for rank in self.requests.ranks()}
         for rank in self._silence.due(limits, lambda rank: self.state.known.view(rank).evidence, time.monotonic()):
-            self.requests.request(rank, "silent")
+            self.requests.add(rank, "silent")
         silent = self._silence.silent
         if silent and not self._silence_logged:
             self._log.warning(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvrouter.core.interface import MemoryBudget
 from kvrouter.indexer.index.known_ranks import age
-from kvrouter.indexer.index.repair import MAX_ALL_BYTES
+from kvrouter.indexer.index.pending_buffers import MAX_ALL_BYTES
 from kvrouter.indexer.ingest.live_events import MAX_PENDING_MESSAGES
 from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.runtime.bounds import Bounds

@@ -5,7 +5,7 @@ event names an unconfirmed incarnation or id. The resync requests the worker's e
 cursor on. There are three results: there are none, so the index is complete; there are some, which are applied; or the
 cursor does not fit (the worker is in another incarnation, behind the index, or no longer has these events), and the
 worker's whole state is fetched. Meanwhile the rank's events wait in its pending buffer
-(``kvrouter.indexer.index.repair``). If the worker does not answer, the rank stays partial and is retried.
+(``kvrouter.indexer.index.pending_buffers``). If the worker does not answer, the rank stays partial and is retried.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Resync:
         attempts = max(self._resync_queue.failures(rank), self._resync_queue.false_alarms(rank))
         return RankRepair(reason=reason, attempts=attempts, under_way=self._resync_queue.active(rank))
 
-    def forgive(self) -> None:
+    def expire_false_alarms(self) -> None:
         """Ends the back-off of ranks without a false alarm for 60 s, and logs them."""
-        for rank, reason, count in self._resync_queue.forgive(time.monotonic()):
+        for rank, reason, count in self._resync_queue.expire_false_alarms(time.monotonic()):
             if reason != "behind":
                 self._log.info(
                     "rank.alarms_ended", worker_id=rank[0], dp_rank=rank[1], reason=reason, false_alarms=count
@@ -108,10 +108,10 @@ class Resync:
             for rank in self.requests.ranks()
         )
 
-    async def repair_now(self, rank: Rank, reason: str) -> bool:
+    async def resync_now(self, rank: Rank, reason: str) -> bool:
         """Resyncs a rank immediately, for an operator. Returns whether the worker answered."""
         async with self.slots:
-            return await self._repair(rank, reason, forced=True) is not _Outcome.FAILED
+            return await self._resync(rank, reason, forced=True) is not _Outcome.FAILED
 
     async def worker_dump(self, rank: Rank) -> RankDump | None:
         """Returns the worker's own state of a rank, for a comparison; None if the worker does not answer."""
@@ -137,25 +137,25 @@ class Resync:
                 self.requests.added.clear()
                 while (taken := self._resync_queue.take(time.monotonic())) is not None:
                     await self.slots.acquire()
-                    group.create_task(self._repair_in_turn(*taken), name=f"repair {taken[0]}")
+                    group.create_task(self._resync_in_turn(*taken), name=f"resync {taken[0]}")
                 try:
                     async with asyncio.timeout(self._resync_queue.pause(time.monotonic())):
                         await self.requests.added.wait()
                 except TimeoutError:
                     continue
 
-    async def _repair_in_turn(self, rank: Rank, reason: str) -> None:
+    async def _resync_in_turn(self, rank: Rank, reason: str) -> None:
         outcome = _Outcome.FAILED
         failures = self._resync_queue.failures(rank)
         try:
-            outcome = await self._repair(rank, reason)
+            outcome = await self._resync(rank, reason)
         finally:
             self.slots.release()
             if outcome is _Outcome.UNFOUNDED:
                 self._note_false_alarm(rank, reason)
             elif outcome is _Outcome.POSTPONED:
                 self._resync_queue.postponed(rank, time.monotonic())
-            elif outcome is _Outcome.REPAIRED or rank not in set(self.requests.ranks()):
+            elif outcome is _Outcome.CONSISTENT or rank not in set(self.requests.ranks()):
                 self._resync_queue.done(rank)
             else:
                 self._resync_queue.failed(rank, time.monotonic())
@@ -176,7 +176,7 @@ class Resync:
                 next_after_seconds=round(pause, 3),
             )
 
-    async def _repair(self, rank: Rank, reason: str, *, forced: bool = False) -> _Outcome:
+    async def _resync(self, rank: Rank, reason: str, *, forced: bool = False) -> _Outcome:
         outcome = _Outcome.FAILED
         try:
             outcome = await self._fetch(rank, reason, forced=forced)
@@ -254,7 +254,7 @@ class Resync:
 class _Outcome(Enum):
     """Result of a resync."""
 
-    REPAIRED = auto()
+    CONSISTENT = auto()
     UNFOUNDED = auto()
     """The worker does not confirm the reason."""
     POSTPONED = auto()
@@ -264,7 +264,7 @@ class _Outcome(Enum):
 
 
 def _outcome(reason: str, *, founded: bool) -> _Outcome:
-    return _Outcome.REPAIRED if founded or reason not in _ALARMS else _Outcome.UNFOUNDED
+    return _Outcome.CONSISTENT if founded or reason not in _ALARMS else _Outcome.UNFOUNDED
 
 
 def _defect(error: Exception) -> Exception | None:

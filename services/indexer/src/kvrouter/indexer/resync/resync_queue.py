@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvrouter.core import Rank
-from kvrouter.indexer.index.repair import PERSISTENT_DRIFT
+from kvrouter.indexer.index.rank_reset import PERSISTENT_DRIFT
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _FIRST_PAUSE_SECONDS = 0.25
@@ -55,17 +55,17 @@ class ResyncQueue:
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
-        self._resyncs: dict[Rank, _Resync] = {}
+        self._waiting: dict[Rank, _Resync] = {}
         self._queue: list[tuple[float, Rank]] = []
-        # A heap of (due, rank). An entry is skipped if the rank's resync is due at another time by now, or if the rank
-        # is under repair; it is queued again when the repair ends.
+        # A heap of (due, rank). A pair is skipped if the rank's resync is due at another time by now, or during a
+        # resync of the rank; it is queued again when that ends.
         self._active: dict[Rank, _Resync] = {}
         self._state_fetched: dict[Rank, float] = {}
         self._false_alarms: dict[tuple[Rank, str], _FalseAlarms] = {}
 
     def __len__(self) -> int:
-        """Returns the number of waiting ranks and of those under repair, without those with persistent drift."""
-        pending = {rank for rank, pending_resync in self._resyncs.items() if pending_resync.reason != PERSISTENT_DRIFT}
+        """Returns the number of waiting ranks and of those in a resync, without those with persistent drift."""
+        pending = {rank for rank, entry in self._waiting.items() if entry.reason != PERSISTENT_DRIFT}
         return len(pending | self._active.keys())
 
     def add(self, rank: Rank, reason: str, now: float) -> None:
@@ -74,14 +74,14 @@ class ResyncQueue:
         A waiting rank keeps its reason, unless the new one is due sooner. The reason ``registered`` ends the back-off.
         """
         due = self._due(rank, reason, now)
-        pending_resync = self._resyncs.get(rank)
-        if pending_resync is None:
+        entry = self._waiting.get(rank)
+        if entry is None:
             self._queue_up(rank, _Resync(reason, due, fresh=reason == "registered"))
         elif reason == "registered":
             # The worker has started again: earlier failures say nothing about it.
-            self._queue_up(rank, _Resync(pending_resync.reason, now, fresh=True))
-        elif not pending_resync.failures and due < pending_resync.due:
-            self._queue_up(rank, _Resync(reason, due, fresh=pending_resync.fresh))
+            self._queue_up(rank, _Resync(entry.reason, now, fresh=True))
+        elif not entry.failures and due < entry.due:
+            self._queue_up(rank, _Resync(reason, due, fresh=entry.fresh))
 
     def take(self, now: float) -> tuple[Rank, str] | None:
         """Removes and returns the next due rank, with its reason; None if none is due.
@@ -92,7 +92,7 @@ class ResyncQueue:
         if due is None or due > now:
             return None
         _, rank = heapq.heappop(self._queue)
-        self._active[rank] = self._resyncs.pop(rank)
+        self._active[rank] = self._waiting.pop(rank)
         return rank, self._active[rank].reason
 
     def pause(self, now: float) -> float | None:
@@ -106,8 +106,8 @@ class ResyncQueue:
 
     def failures(self, rank: Rank) -> int:
         """Returns the number of consecutive failed attempts at a rank."""
-        pending_resync = self._resyncs.get(rank) or self._active.get(rank)
-        return pending_resync.failures if pending_resync is not None else 0
+        entry = self._waiting.get(rank) or self._active.get(rank)
+        return entry.failures if entry is not None else 0
 
     def false_alarms(self, rank: Rank) -> int:
         """Returns the number of consecutive false alarms of a rank, for the reason with the most."""
@@ -119,23 +119,19 @@ class ResyncQueue:
         return alarms is not None and now < alarms.until
 
     def active(self, rank: Rank) -> bool:
-        """Returns whether a rank is under repair."""
+        """Returns whether a resync of a rank is under way."""
         return rank in self._active
 
     def reason(self, rank: Rank) -> str:
-        """Returns why a rank waits or is under repair; empty if neither."""
-        pending_resync = self._active.get(rank) or self._resyncs.get(rank)
-        return pending_resync.reason if pending_resync is not None else ""
+        """Returns why a rank waits or is in a resync; empty if neither."""
+        entry = self._active.get(rank) or self._waiting.get(rank)
+        return entry.reason if entry is not None else ""
 
     def backing_off(self) -> int:
         """Returns the number of ranks in back-off after a failed attempt, a false alarm or persistent drift."""
         return sum(
-            bool(
-                pending_resync.failures
-                or pending_resync.reason == PERSISTENT_DRIFT
-                or (rank, pending_resync.reason) in self._false_alarms
-            )
-            for rank, pending_resync in self._resyncs.items()
+            bool(entry.failures or entry.reason == PERSISTENT_DRIFT or (rank, entry.reason) in self._false_alarms)
+            for rank, entry in self._waiting.items()
         )
 
     def may_fetch_state(self, rank: Rank, now: float) -> bool:
@@ -149,49 +145,49 @@ class ResyncQueue:
         return True
 
     def done(self, rank: Rank) -> None:
-        """Ends a successful repair. A request from during the repair stays queued."""
+        """Ends a successful resync. One requested meanwhile stays queued."""
         self._active.pop(rank, None)
-        if rank in self._resyncs:
-            self._queue_up(rank, self._resyncs[rank])
+        if rank in self._waiting:
+            self._queue_up(rank, self._waiting[rank])
 
     def unfounded(self, rank: Rank, reason: str, now: float) -> float:
-        """Ends a repair whose reason the worker did not confirm. Returns the back-off for this reason, in seconds.
+        """Ends a resync whose reason the worker did not confirm. Returns the back-off for this reason, in seconds.
 
-        A request for the same reason from during the repair backs off too.
+        One requested meanwhile for the same reason backs off too.
         """
         pause = self._note_false_alarm(rank, reason, now)
-        pending_resync = self._resyncs.get(rank)
-        if pending_resync is not None and pending_resync.reason == reason and not pending_resync.fresh:
-            pending_resync.due = now + pause
+        entry = self._waiting.get(rank)
+        if entry is not None and entry.reason == reason and not entry.fresh:
+            entry.due = now + pause
         self.done(rank)
         return pause
 
     def failed(self, rank: Rank, now: float) -> None:
-        """Ends a failed repair. The rank backs off, unless its worker has registered during the repair."""
-        pending_resync = self._active.pop(rank, None)
-        if pending_resync is None:
+        """Ends a failed resync. The rank backs off, unless its worker has registered meanwhile."""
+        entry = self._active.pop(rank, None)
+        if entry is None:
             return
-        meanwhile = self._resyncs.get(rank)
+        meanwhile = self._waiting.get(rank)
         if meanwhile is not None and meanwhile.fresh:
             self._queue_up(rank, meanwhile)
             return
-        pending_resync.failures += 1
-        pending_resync.due = now + self._pause(pending_resync.failures, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
-        self._queue_up(rank, pending_resync)
+        entry.failures += 1
+        entry.due = now + self._pause(entry.failures, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
+        self._queue_up(rank, entry)
 
-    def forgive(self, now: float) -> list[tuple[Rank, str, int]]:
+    def expire_false_alarms(self, now: float) -> list[tuple[Rank, str, int]]:
         """Drops false alarms of at least 60 s ago. Returns (rank, reason, number of false alarms) of each."""
         over = [key for key, each in self._false_alarms.items() if now - each.until >= _QUIET_SECONDS]
         return [(*key, self._false_alarms.pop(key).count) for key in over]
 
     def postponed(self, rank: Rank, now: float) -> None:
-        """Ends a repair too early for the whole state. The rank waits until it may."""
-        pending_resync = self._active.pop(rank, None)
-        if pending_resync is not None:
-            meanwhile = self._resyncs.get(rank)
-            pending_resync.fresh = pending_resync.fresh or (meanwhile is not None and meanwhile.fresh)
-            pending_resync.due = max(now, self._state_fetched.get(rank, now) + _STATE_SPACING_SECONDS)
-            self._queue_up(rank, pending_resync)
+        """Ends a resync too early for the whole state. The rank waits until it may."""
+        entry = self._active.pop(rank, None)
+        if entry is not None:
+            meanwhile = self._waiting.get(rank)
+            entry.fresh = entry.fresh or (meanwhile is not None and meanwhile.fresh)
+            entry.due = max(now, self._state_fetched.get(rank, now) + _STATE_SPACING_SECONDS)
+            self._queue_up(rank, entry)
 
     def _due(self, rank: Rank, reason: str, now: float) -> float:
         if reason == PERSISTENT_DRIFT:
@@ -215,27 +211,27 @@ class ResyncQueue:
     def _pause(self, count: int, first: float, longest: float) -> float:
         return min(longest, first * 2.0 ** min(count - 1, 16)) * self._rng.uniform(0.5, 1.5)
 
-    def _queue_up(self, rank: Rank, pending_resync: _Resync) -> None:
-        self._resyncs[rank] = pending_resync
-        heapq.heappush(self._queue, (pending_resync.due, rank))
+    def _queue_up(self, rank: Rank, entry: _Resync) -> None:
+        self._waiting[rank] = entry
+        heapq.heappush(self._queue, (entry.due, rank))
 
     def _next_due(self) -> float | None:
         while self._queue:
             due, rank = self._queue[0]
-            pending_resync = self._resyncs.get(rank)
-            if pending_resync is not None and pending_resync.due == due and rank not in self._active:
+            entry = self._waiting.get(rank)
+            if entry is not None and entry.due == due and rank not in self._active:
                 return due
             heapq.heappop(self._queue)
         return None
 
 
 class ResyncRequests:
-    """Implements ``kvrouter.indexer.index.repair.RepairPolicy`` with the resync queue and the registered workers."""
+    """A ``ResyncPolicy`` (``kvrouter.indexer.index.rank_reset``) by the resync queue and the registered workers."""
 
     def __init__(self) -> None:
         self.queue = ResyncQueue()
         self.added = asyncio.Event()
-        """Set by each request. The reader of the queue clears it."""
+        """Set by each added rank. The reader of the queue clears it."""
         self._workers: Mapping[int, WorkerRegistration] = {}
         self._ranks: list[Rank] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -260,8 +256,8 @@ class ResyncRequests:
         ]
         for rank in self._ranks:
             known, worker = before.get(rank[0]), workers[rank[0]]
-            if known is not worker and (known is None or _incarnation(known) != _incarnation(worker)):
-                self.request(rank, "registered")
+            if known is not worker and (known is None or _identity(known) != _identity(worker)):
+                self.add(rank, "registered")
 
     def ranks(self) -> list[Rank]:
         """Returns the registered, publishing ranks with an address."""
@@ -273,29 +269,30 @@ class ResyncRequests:
         return worker if worker is not None and worker.endpoint else None
 
     def is_still(self, rank: Rank, worker: WorkerRegistration) -> bool:
-        """Returns whether the registration of a rank's worker is still the same incarnation."""
+        """Returns whether a rank's worker has not registered anew, elsewhere or with other incarnations."""
         now = self._workers.get(rank[0])
-        return now is not None and _incarnation(now) == _incarnation(worker)
+        return now is not None and _identity(now) == _identity(worker)
 
-    def request(self, rank: Rank, reason: str) -> None:
-        """Adds a rank to the resync queue."""
+    def add(self, rank: Rank, reason: str) -> None:
+        """Adds a rank to the resync queue. Must be called on the event loop."""
         self.queue.add(rank, reason, time.monotonic())
         self.added.set()
 
-    def suspect(self, rank: Rank, reason: str) -> None:
-        """Calls ``request`` on the event loop, from any thread."""
+    def request(self, rank: Rank, reason: str) -> None:
+        """Calls ``add`` on the event loop, from any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self.request, rank, reason)
+            loop.call_soon_threadsafe(self.add, rank, reason)
 
     def may_retain(self, rank: Rank) -> bool:
         """Returns whether events after a gap may wait for the missing ones, because their worker can be asked."""
         return self._open and self.worker(rank) is not None and not self.queue.failing(rank)
 
     def is_deferred(self, rank: Rank, reason: str) -> bool:
-        """Returns whether a repair for a reason backs off after false alarms."""
+        """Returns whether a resync for a reason backs off after false alarms."""
         return self.queue.deferred(rank, reason, time.monotonic())
 
 
-def _incarnation(worker: WorkerRegistration) -> tuple[str, int, list[int]]:
+def _identity(worker: WorkerRegistration) -> tuple[str, int, list[int]]:
+    """Returns what differs between two registrations after which a worker must be asked again."""
     return worker.endpoint, worker.transport, [rank.incarnation for rank in worker.ranks]
