@@ -336,8 +336,8 @@ class HttpApi:
         if api is not None and not serves_itself(access, api.path, pools):
             translated = await self._decoded(api.read, body)
             body, path = bytearray(translated.engine_body()), CHATS
-            session = {"conversation_id": routed.conversation_id, "prompt_cache_key": routed.prompt_cache_key}
-            routed = replace(await RoutedBody.read(body, self._work, max_prompt_tokens=limit), **session)
+            chat = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
+            routed = replace(chat, conversation_id=routed.conversation_id, prompt_cache_key=routed.prompt_cache_key)
         elif api is not None:
             await self._decoded(api.check_passed, body)
         routed = routed.named(request.headers, self._sessions)
