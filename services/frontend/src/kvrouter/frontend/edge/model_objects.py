@@ -37,7 +37,8 @@ def model_objects(models: Iterable[Model], served: ServedModels, passed: Collect
 def named_objects(models: Mapping[str, dict[str, Any]], rules: Mapping[str, ModelRule]) -> dict[str, dict[str, Any]]:
     """Returns models and the names that the file of models adds, each with the models that serve it.
 
-    A name is listed if one of its models is, and described as the first that is. Models not listed are not named.
+    A name is listed if one of its models besides the canary is, and described as the first that is. Models not listed
+    are not named.
 
     Args:
         models: The listed models and adapters.
@@ -47,10 +48,9 @@ def named_objects(models: Mapping[str, dict[str, Any]], rules: Mapping[str, Mode
     for name, rule in rules.items():
         listed = [model for model in (rule.serves or name, *rule.fallbacks) if model in models]
         canary = rule.canary if rule.canary is not None and rule.canary.model in models else None
-        first = next(iter(listed), "" if canary is None else canary.model)
-        if not first:
+        if not listed:
             continue
-        objects[name] = models[first] | {
+        objects[name] = models[listed[0]] | {
             "id": name,
             "fallbacks": listed[1:] if listed[:1] == [rule.serves or name] else listed,
             "canary": None if canary is None else {"model": canary.model, "share": canary.share},
