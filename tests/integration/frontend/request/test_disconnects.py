@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.api.selection import Selector
 from kvrouter.v1.common_pb2 import RoutingConstraints

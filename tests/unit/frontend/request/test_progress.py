@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvrouter.frontend.metrics import MetricsByModel
 from kvrouter.frontend.request.progress import Progress
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
-from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.frontend_pb2 import RoutingInfo

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource, UpdateAnswer
-from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvrouter.frontend.schedulers import booking_updates, session_link
+from kvrouter.frontend.schedulers import booking_updates, scheduler_link
 from kvrouter.runtime.deadline import Deadline
 
 from .linked_scheduler import Answering, Refusing, booking, linked, selection, until, until_asserted
@@ -31,7 +31,7 @@ async def test_a_link_without_refusals_looks_for_none(monkeypatch: pytest.Monkey
         looks += 1
         return 0
 
-    monkeypatch.setattr(session_link, "_REASSERT_SECONDS", 0.0)
+    monkeypatch.setattr(scheduler_link, "_REASSERT_SECONDS", 0.0)
     monkeypatch.setattr(booking_updates.BookingUpdates, "assert_refused", assert_refused)
     scheduler = Answering()
     async with linked(scheduler, heartbeat_timeout_seconds=0.02) as link:

@@ -20,7 +20,7 @@ from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.validation import check_routing, describe_models, pools_of_model, requested_tokens
 from kvrouter.frontend.schedulers.client_sessions import kept_session, open_session, scheduler_session_id
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
-from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.schedulers.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from kvrouter.engines.fields import INTERNAL
 from kvrouter.engines.keys import EngineKeys
 from kvrouter.engines.routes import PASSED_ROUTES, PassedRoute
-from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.schedulers.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS
 from kvrouter.frontend.text.call_reader import ToolFormatName
 from kvrouter.frontend.text.model_files import DescribedFile, Files
 from kvrouter.frontend.text.output_text import ReasoningFormatName

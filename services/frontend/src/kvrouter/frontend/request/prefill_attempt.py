@@ -18,7 +18,7 @@ import structlog
 from kvrouter.engines.fields import SGLANG_TRANSFER
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
-from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.attempt import Outcome, WorkerAttempt
 from kvrouter.frontend.workers.client import Workers
 from kvrouter.frontend.workers.failures import WorkerFailure

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from kvrouter.frontend.metrics import ModelMetrics
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
-from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output
 from kvrouter.runtime.tracing import Span

@@ -23,7 +23,7 @@ from random import Random
 
 from kvrouter.core import sequence_hashes
 from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource
-from kvrouter.frontend.schedulers.session_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
 from kvrouter.frontend.schedulers.sharding import PrefixSplit, Sharding
 from kvrouter.net import trace_context
 from kvrouter.runtime.contracts import Scheduler

@@ -28,7 +28,7 @@ from kvrouter.engines.openai_server import is_alive
 from kvrouter.frontend.metrics import ModelMetrics
 from kvrouter.frontend.proxy.engine_response import count_tokens
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
-from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths

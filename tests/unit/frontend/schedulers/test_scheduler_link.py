@@ -6,10 +6,9 @@ import asyncio
 from typing import cast
 
 import pytest
-from kvrouter.frontend.schedulers import connections
-from kvrouter.frontend.schedulers import session_link as scheduler_link
+from kvrouter.frontend.schedulers import connections, scheduler_link
 from kvrouter.frontend.schedulers.rendezvous import LocalScheduler
-from kvrouter.frontend.schedulers.session_link import SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import DependencyAway, NotFound

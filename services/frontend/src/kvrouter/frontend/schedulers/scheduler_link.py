@@ -1,4 +1,4 @@
-"""The Frontend's connection to the Scheduler of one component.
+"""Keeps a session with the Scheduler of one component, whichever Scheduler that is.
 
 A link keeps one session open. Selections are calls naming it; the progress of bookings travels in numbered updates
 (``kvrouter.frontend.schedulers.booking_updates``), which wait for nothing: those of one step of the event loop
@@ -43,8 +43,10 @@ log = structlog.get_logger(component="frontend")
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
 """Silence after which a Scheduler is replaced by another: far above a round trip, far below a lease."""
 _REASSERT_SECONDS = 0.1
-"""Pause before a refused call is repeated: about as long as a Scheduler takes to discover a component."""
+"""Pause before refused bookings are asserted again: about as long as a Scheduler takes to discover a component."""
 _LONGEST_REASSERT_SECONDS = 5.0
+_RESELECT_SECONDS = 0.1
+"""Pause before a selection is repeated at a Scheduler that may not have discovered the component yet."""
 _REFUSALS_LOGGED = 5
 """Consecutive refusals before they are logged, since a Scheduler that has just started may lack some workers."""
 _YOUNG_SECONDS = 2.0
@@ -101,14 +103,14 @@ class SchedulerLink:
         """The session, while it is open."""
         self._sending: asyncio.Handle | None = None
         """Sends the updates of this step of the event loop."""
-        self._open = asyncio.Event()
+        self._is_open = asyncio.Event()
         self._refusal = asyncio.Event()
         """Set when the Scheduler has refused a re-assert."""
 
     @property
     def ready(self) -> bool:
         """Whether a session is open."""
-        return self._open.is_set()
+        return self._is_open.is_set()
 
     @property
     def live_bookings(self) -> int:
@@ -127,7 +129,7 @@ class SchedulerLink:
 
     async def wait_ready(self) -> None:
         """Returns when a session is open."""
-        await self._open.wait()
+        await self._is_open.wait()
 
     async def select(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Chooses a rank. If the session ends meanwhile, the call is repeated in the next session.
@@ -147,7 +149,7 @@ class SchedulerLink:
         self._updates.select(request.booking)
         try:
             while True:
-                session = self._session or await self._opened(deadline)
+                session = self._session or await self._wait_session(deadline)
                 if session is None:
                     if sent:
                         self._release(request.booking)
@@ -163,7 +165,7 @@ class SchedulerLink:
                 except (NotFound, UnknownModel, NoWorkers):
                     if time.monotonic() >= self._young_until or deadline.before_answer() == 0:
                         raise
-                    await asyncio.sleep(_REASSERT_SECONDS)
+                    await asyncio.sleep(_RESELECT_SECONDS)
                     continue
                 except (SessionLost, DependencyAway, Draining) as error:
                     self._end(session, error.message)
@@ -200,12 +202,12 @@ class SchedulerLink:
         self.keep(booking)
         return selection, booking
 
-    async def _opened(self, deadline: Deadline) -> Session | None:
+    async def _wait_session(self, deadline: Deadline) -> Session | None:
         """Returns the session when it is open; None if it is not before the deadline."""
         try:
             async with asyncio.timeout(deadline.remaining()):
                 while self._session is None:
-                    await self._open.wait()
+                    await self._is_open.wait()
         except TimeoutError:
             return None
         return self._session
@@ -246,14 +248,14 @@ class SchedulerLink:
         # Without a session nothing is to be sent: the next opening re-asserts the booking as it is by then.
         if self._session is not None:
             self._updates.add(update)
-            self._send()
+            self._schedule_send()
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
         """Reports the number of output tokens if the request needs a further block. Does not wait."""
         update = self._updates.report_output(booking, output_tokens)
         if update is not None and self._session is not None:
             self._updates.add(update)
-            self._send()
+            self._schedule_send()
 
     def free(self, booking: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool = False) -> None:
         """Frees a booking. Does not wait, so a handler being cancelled can call it.
@@ -264,13 +266,13 @@ class SchedulerLink:
             prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
         """
         self._updates.free(booking.key, cached_tokens, prefill_complete=prefill_complete)
-        self._send()
+        self._schedule_send()
 
     def _release(self, key: BookingKey) -> None:
         self._updates.free(key)
-        self._send()
+        self._schedule_send()
 
-    def _send(self) -> None:
+    def _schedule_send(self) -> None:
         """Sends updates unless some are under way: then they go together when those are acknowledged.
 
         They are sent when the current message from a worker is processed, since it may cause updates of many requests.
@@ -280,11 +282,11 @@ class SchedulerLink:
             return
         if not session.unanswered:
             if self._sending is None:
-                self._sending = asyncio.get_running_loop().call_soon(self._send_now, context=trace_context.background())
+                self._sending = asyncio.get_running_loop().call_soon(self._flush, context=trace_context.background())
         else:
             self._end_if_overflowed(session)
 
-    def _send_now(self) -> None:
+    def _flush(self) -> None:
         if self._sending is None:
             return
         self._sending.cancel()
@@ -322,13 +324,13 @@ class SchedulerLink:
         self._updates.answered(answer, is_last=not session.unanswered)
         if self._updates.refused:
             self._refusal.set()
-        self._send()
+        self._schedule_send()
 
     def _end(self, session: Session, cause: str) -> None:
         """Ends a session in this step: nothing more is sent in it."""
         if session is self._session:
             self._session = None
-            self._open.clear()
+            self._is_open.clear()
         session.end(cause)
 
     async def run(self) -> None:
@@ -366,18 +368,18 @@ class SchedulerLink:
                 # Without an await: earlier changes are in these updates, later ones are sent as they come.
                 self._updates.opened(response)
                 self._session = session
-                self._open.set()
+                self._is_open.set()
                 self._monitor.heard()
                 self._send_updates(session)
                 log.info("session.opened", scheduler=scheduler_id, component_name=str(self._component))
-                group.create_task(self._assert_refused())
+                group.create_task(self._reassert_refused())
                 group.create_task(self._end_when_lost(session))
                 raise _SessionEnded(await session.ended())
         except* (_SessionEnded, KvRouterError) as group_error:
             causes = "; ".join(str(error) for error in group_error.exceptions if str(error))
             log.warning("session.ended", scheduler=scheduler_id, component_name=str(self._component), cause=causes)
         finally:
-            self._send_now()
+            self._flush()
             self._end(session, "")
             connection.close_session(self._updates.closing())
             self._monitor = HeartbeatMonitor()
@@ -387,7 +389,7 @@ class SchedulerLink:
             raise asyncio.CancelledError
         return opened
 
-    async def _assert_refused(self) -> None:
+    async def _reassert_refused(self) -> None:
         backoff = Backoff(_REASSERT_SECONDS, _LONGEST_REASSERT_SECONDS)
         pause = _REASSERT_SECONDS
         while True:
@@ -403,7 +405,7 @@ class SchedulerLink:
                     log.warning("bookings.refused", component_name=str(self._component), bookings=refused)
             elif not self._updates.asserting and (failures := backoff.succeeded()) >= _REFUSALS_LOGGED:
                 log.info("bookings.accepted", component_name=str(self._component), refusals=failures)
-            self._send()
+            self._schedule_send()
 
     async def _end_when_silent(self, scheduler_id: str, session: Session) -> None:
         """Sends heartbeats. Leaves a Scheduler that answers nothing, not even the opening, if there is another."""
