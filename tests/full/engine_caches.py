@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrouter.devtools.system.ports import free_ports
-from kvrouter.engines.events.zmq_events import Dialect
+from kvrouter.engines.events.vllm_sglang_events import Dialect
 from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.v1.common_pb2 import BlockRecord, RankState

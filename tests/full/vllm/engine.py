@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.processes import with_parent
-from kvrouter.engines.events.zmq_messages import encode_sequence, read_replayed
+from kvrouter.engines.events.zmq_frames import encode_sequence, read_replayed
 
 from ...byte_tokenizer import write_byte_tokenizer
 from ...integration.sidecar.rig import events_at
