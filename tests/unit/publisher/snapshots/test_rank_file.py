@@ -183,7 +183,7 @@ async def test_a_failed_write_leaves_the_former_file(tmp_path: Path, monkeypatch
 async def test_a_rank_is_written_at_intervals_if_it_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "rank.snapshot"
     publisher = publisher_at(path)
-    writing = asyncio.create_task(publisher.keep())
+    writing = asyncio.create_task(publisher.save_periodically())
     for number in range(3):
         with publisher.reporting(number):
             publisher.stored(token_ids=[number, 2], engine_hashes=[number])

@@ -227,7 +227,7 @@ class Worker:
         if self.config.load_report_seconds:
             self._background.append(tasks.create_task(self._report_load()))
         for rank in self._ranks.values():
-            self._background.append(tasks.create_task(rank.keep()))
+            self._background.append(tasks.create_task(rank.save_periodically()))
         if self.config.publishes_events:
             transport = self._link.transport(self.transport, self.config.component)
             for rank in self._ranks.values():

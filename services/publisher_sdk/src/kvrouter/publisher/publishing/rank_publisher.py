@@ -349,7 +349,7 @@ class RankPublisher:
         """Waits until all recorded events are sent, which needs ``run`` to be running."""
         await self._sender.flush()
 
-    async def keep(self) -> None:
+    async def save_periodically(self) -> None:
         """Writes snapshots at intervals until cancelled; returns at once without a file."""
         if self._keeper is not None:
             await self._keeper.run()
