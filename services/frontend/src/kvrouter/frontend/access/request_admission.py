@@ -42,7 +42,7 @@ class OverloadLimits:
     """Bounds of one process; 0 for none."""
 
     requests: int
-    prompt_bytes: int
+    input_bytes: int
     work: float
     """Work of a model in multiples of the KV cache, and of the slots, of its workers."""
 
@@ -83,8 +83,8 @@ class OverloadBounds:
     def __init__(self, limits: OverloadLimits, registry: CollectorRegistry) -> None:
         self._limits = limits
         self._requests = FairBound(limits.requests)
-        self._prompt_bytes = FairBound(limits.prompt_bytes)
-        self._rooms = BodyRooms(self._prompt_bytes, lambda message: self._refusal("prompt_bytes", message))
+        self._input_bytes = FairBound(limits.input_bytes)
+        self._rooms = BodyRooms(self._input_bytes, lambda message: self._refusal("prompt_bytes", message))
         self._models: dict[str, _Model] = {}
         self._refused = Counter(
             "kvrouter_frontend_overload_refusals",
@@ -96,7 +96,7 @@ class OverloadBounds:
             self._refused.labels(bound=bound)
         bounds = bounds_of(registry)
         bounds.add("requests_in_flight", lambda: self._requests.used, limits.requests)
-        bounds.add("prompt_bytes_in_flight", lambda: self._prompt_bytes.used, limits.prompt_bytes)
+        bounds.add("prompt_bytes_in_flight", lambda: self._input_bytes.used, limits.input_bytes)
         bounds.add("waiting_bodies", lambda: self._rooms.waiting, MAX_WAITING)
         bounds.add("admitted_work_share", self._highest_work_share, 1.0 if limits.work else 0.0)
 
@@ -133,7 +133,7 @@ class OverloadBounds:
         work = prompt_tokens + min(max_output_tokens or model.mean_output, model.mean_output)
         if not self._requests.try_add(tenant, weight, 1):
             raise self._refusal("requests", "this Frontend runs as many requests as it may")
-        if size and not self._prompt_bytes.try_add(tenant, weight, size):
+        if size and not self._input_bytes.try_add(tenant, weight, size):
             self._requests.remove(tenant, 1)
             raise self._refusal("prompt_bytes", "this Frontend has no room for further prompts")
         has_slot = model.slots.try_add(tenant, weight, 1)
