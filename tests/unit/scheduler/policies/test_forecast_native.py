@@ -63,7 +63,7 @@ def test_native_terms_are_those_of_the_policy(given_context: SchedulingContext) 
 @settings(max_examples=200, deadline=None)
 @given(contexts(), st.integers())
 def test_the_choice_is_the_same(given_context: SchedulingContext, seed: int) -> None:
-    rule = policy.Rule()
+    rule = policy.ForecastPolicy()
     natively = rule.decide(given_context, Random(seed))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(policy, "NATIVE", None)

@@ -287,14 +287,14 @@ async def test_one_that_the_policy_fails_on_does_not_stop_the_others(monkeypatch
     parts = parts_of()
     async with waiting(parts, request("a"), request("bb")) as [first, second]:
         free(parts, "x")
-        decide, failing = forecast.Rule.decide, iter([True])
+        decide, failing = forecast.ForecastPolicy.decide, iter([True])
 
-        def fail_once(self: forecast.Rule, *given: Any) -> Any:
+        def fail_once(self: forecast.ForecastPolicy, *given: Any) -> Any:
             if next(failing, False):
                 raise ZeroDivisionError
             return decide(self, *given)
 
-        monkeypatch.setattr(forecast.Rule, "decide", fail_once)
+        monkeypatch.setattr(forecast.ForecastPolicy, "decide", fail_once)
         look(parts)
         with pytest.raises(Internal):
             await first

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvrouter.scheduler.policies import cache_aware, load_only
-from kvrouter.scheduler.policies.forecast.policy import Rule as ForecastPolicy
+from kvrouter.scheduler.policies.forecast.policy import ForecastPolicy
 from kvrouter.scheduler.policies.interface import Policy
 
 _ALL: tuple[Policy, ...] = (

@@ -138,7 +138,7 @@ class Weighed(NamedTuple):
     """Whether the first token may be used for latency calibration."""
 
 
-class Rule(Policy):
+class ForecastPolicy(Policy):
     """Minimizes the forecast time to first token plus the cost for other requests."""
 
     name: ClassVar[str] = "forecast"
