@@ -1,15 +1,15 @@
 """Mode ``forecast``: the rank of least cost in time, without a weight to set.
 
-    cost(w)   = F(w) + batch(w) + (b + CROWD * n(w)) * work(w) + OUTPUT_TOKENS * slower(w)
-                + SHORTAGE_MS * short(w) + evict(w) - copies(w)                                   [ms]
+    cost(w)   = F(w) + batch(w) + work(w) + output(w) + shortage(w) + eviction(w) - copies(w)     [ms]
 
     F(w)      = rest(w) + T(ahead(w) + new(w))  forecast of the time to first token               [ms]
     batch(w)  = added time of the step in which the prompts ahead end * number of those prompts   [ms]
-    b         = BASE * z                        price of work for requests to come                [1]
-    work(w)   = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
-    slower(w) = c * (r^(1 - z) - 1) * decode(u) time of decoding in a step beyond the component's  [ms]
-    short(w)  = max(0, u'(w) - ROOM)            lacking KV cache                                  [share]
-    evict(w)  = blocks(new(w)) * block size * c * PREFILL_N1_MS * chance(w)                       [ms]
+    b         = BASE * z                        price of own for requests to come                 [1]
+    own(w)    = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
+    work(w)   = (b + CROWD * n(w)) * own(w)     price of that time                                [ms]
+    output(w) = OUTPUT_TOKENS * c * (r^(1 - z) - 1) * decode(u)  decoding beyond the component's time [ms]
+    shortage(w) = SHORTAGE_MS * max(0, u'(w) - ROOM)  price of lacking KV cache                   [ms]
+    eviction(w) = blocks(new(w)) * block size * c * PREFILL_N1_MS * chance(w)                     [ms]
     copies(w) = (1 - z) * sum of (k - 1) / k over blocks lacking here * block size * c * PREFILL_N1_MS [ms]
 
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
@@ -25,8 +25,8 @@
     T(x)      = c * r^(1 - z) * sum of (prefill(step) + decode(u)) over the steps for x tokens    [ms]
 
 All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
-same step, CROWD of the requests decoding there, b of requests to come, ``slower`` of this request's output,
-SHORTAGE_MS of requests stopped for lack of KV blocks, ``evict`` of requests that will compute evicted blocks again.
+same step, CROWD of the requests decoding there, b of requests to come, ``output`` of this request's output,
+``shortage`` of requests stopped for lack of KV blocks, ``eviction`` of requests that will compute evicted blocks again.
 ``copies`` is what others need not wait for: of the k times that a block on k ranks was computed, all but the first took
 place although another rank held it. By this share, it will be computed on one more rank anyway. With KV cache running
 out it counts for nothing, since a copy takes blocks that requests wait for.
@@ -48,7 +48,7 @@ Missing signals:
 - token budget unknown (0): DEFAULT_BUDGET;
 - active blocks not tracked: u is 0 everywhere, prefill decides;
 - relative latency unknown: 1, the speed of the component;
-- contents of caches unknown: ``evict`` is 0.
+- contents of caches unknown: ``eviction`` is 0.
 """
 
 from __future__ import annotations
