@@ -135,7 +135,9 @@ async def test_every_metric_is_documented_and_exposed(
     commands.append(module("frontends", "frontend", *several))
     async with processes(tmp_path, *commands), aiohttp.ClientSession() as session:
         exposed = {name for address in ops for name in await metric_names(session, address)}
-    assert listed == {name for name in exposed if name.startswith("kvrouter_") and not name.endswith("_created")}
+    assert listed == {
+        name for name in exposed if name.startswith(("kvrouter_", "gen_ai_")) and not name.endswith("_created")
+    }
     assert named <= listed, sorted(named - listed)
 
 

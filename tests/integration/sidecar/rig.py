@@ -137,13 +137,17 @@ class Sidecar:
             **fields,
         )
         async with grpc.aio.insecure_channel(self.worker.endpoint) as channel:
-            call = channel.unary_stream(
+            generate = channel.unary_stream(
                 f"/{SERVICE}/Generate",
                 request_serializer=lambda message: message.SerializeToString(),
                 response_deserializer=WorkerServiceGenerateResponse.FromString,
             )
-            async for response in call(request):
-                yield response.output
+            call = generate(request)
+            try:
+                async for response in call:
+                    yield response.output
+            finally:
+                call.cancel()  # gRPC leaves calls of a closed channel running.
 
 
 ENDLESS = {"num_blocks": 1 << 16, "clock_factor": 1}

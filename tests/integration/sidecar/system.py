@@ -30,6 +30,8 @@ from .rig import events_at
 
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 BLOCK = 16
+_BYTES_OF_HASHES = 16
+"""Bytes of a block in a snapshot: its hash and its local hash."""
 """Tokens per block of the engines."""
 
 
@@ -92,7 +94,8 @@ class System:
             ),
             "sidecar": (
                 *("cli.main", "sidecar", *where, *(each for url in urls for each in url), "--worker-id", "1"),
-                *("--state", str(logs / "state"), "--engine-grace-seconds", "0.2", "--load-seconds", "0.1"),
+                *("--state", str(logs / "state"), "--state-seconds", "0.1"),
+                *("--engine-grace-seconds", "0.2", "--load-seconds", "0.1"),
                 *("--answer-seconds", "60", "--http-bind", f"127.0.0.1:{self._sidecar_port}", *sidecar),
             ),
             **{
@@ -131,6 +134,15 @@ class System:
             with suppress(json.JSONDecodeError):
                 entries.append(json.loads(line))
         return [entry for entry in entries if entry.get("event") == event]
+
+    async def until_saved(self, worker_id: int, blocks: int) -> None:
+        """Waits until the worker's snapshot has so many blocks."""
+        async with asyncio.timeout(30):
+            while not any(
+                path.stat().st_size > _BYTES_OF_HASHES * blocks
+                for path in (self._logs / "state").glob(f"*-{worker_id:016x}-0.snapshot")
+            ):
+                await asyncio.sleep(0.01)
 
     async def until_logged(self, name: str, event: str, count: int) -> None:
         async with asyncio.timeout(60):

@@ -40,6 +40,7 @@ async def test_requests_go_to_the_engine_that_has_their_prefix_and_survive_death
     await repeated_until_cached(system, list(range(1000, 1000 + 25 * BLOCK)))
 
     # The sidecar dies and resumes. (A worker whose engine has published nothing yet has nothing to resume from.)
+    await system.until_saved(holder, len(PROMPT) // BLOCK)
     await system.kill("sidecar")
     await system.start("sidecar")
     await system.until_logged("sidecar", "worker.serving", 4)

@@ -14,6 +14,7 @@ from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadL
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.progress import OutputReceiver
+from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
@@ -42,6 +43,7 @@ class Engine:
     access = None
     choices = SimpleNamespace(rules={})
     metrics = FrontendMetrics(CollectorRegistry())
+    sessions = SessionKeys((), metrics.ignored_sessions)
     admission = RequestAdmission(None, OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry()))
 
     def __init__(self) -> None:
