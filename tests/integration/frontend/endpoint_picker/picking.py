@@ -19,7 +19,8 @@ class Gateway:
     def __init__(self, system: System, address: str) -> None:
         self.system = system
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address)
+        # A channel of its own: by default one to an earlier server at the same port lends its connection.
+        self.channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
     def stream(self) -> GatewayStream:
         return GatewayStream(self.channel)
