@@ -73,17 +73,16 @@ async def send(processes: Processes, number: int, *, migration_limit: int | None
 
 def dead_or_hung(processes: Processes) -> list[str]:
     """Returns the workers whose process has ended or is stopped."""
-    found = []
-    for name, process in processes.running.items():
-        if not name.startswith("mocker"):
-            continue
-        if process.returncode is not None:
-            found.append(name)
-            continue
-        with open(f"/proc/{process.pid}/stat") as stat:
-            if stat.read().rpartition(") ")[2][0] in "TZ":
-                found.append(name)
-    return found
+    workers = {name: process for name, process in processes.running.items() if name.startswith("mocker")}
+    return [name for name, process in workers.items() if process.returncode is not None or _state(process.pid) in "TZX"]
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"  # It has ended, and its exit status was just read.
 
 
 @pytest.mark.parametrize("effect", EFFECTS)
