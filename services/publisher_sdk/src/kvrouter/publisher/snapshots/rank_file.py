@@ -99,7 +99,7 @@ def write(place: RankFile, state: State) -> int:
     new = place.path.with_suffix(".new")
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # The salts of tenants are nobody else's business.
+        # Readable by this user only: blocks have the salts of tenants.
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             size = sum(file.write(part) for part in writer.parts())
             file.flush()

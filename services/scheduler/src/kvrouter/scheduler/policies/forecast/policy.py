@@ -4,7 +4,7 @@
 
     F(w)      = rest(w) + T(ahead(w) + new(w))  forecast of the time to first token               [ms]
     batch(w)  = added time of the step in which the prompts ahead end * number of those prompts   [ms]
-    b         = BASE * z                        price of own for requests to come                 [1]
+    b         = BASE * z                        price of a ms of ``own``, for requests to come    [1]
     own(w)    = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
     work(w)   = (b + CROWD * n(w)) * own(w)     price of that time                                [ms]
     output(w) = OUTPUT_TOKENS * c * (r^(1 - z) - 1) * decode(u)  decoding beyond the component's time [ms]
@@ -27,9 +27,9 @@
 All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
 same step, CROWD of the requests decoding there, b of requests to come, ``output`` of this request's output,
 ``shortage`` of requests stopped for lack of KV blocks, ``eviction`` of requests that will compute evicted blocks again.
-``copies`` is what others need not wait for: of the k times that a block on k ranks was computed, all but the first took
-place although another rank held it. By this share, it will be computed on one more rank anyway. With KV cache running
-out it counts for nothing, since a copy takes blocks that requests wait for.
+``copies`` is the time for popular blocks that this rank will probably compute later in any case. A block on k ranks was
+computed k times, and k - 1 times although another rank held it, so the chance of a further copy is (k - 1) / k. The
+term shrinks to 0 as KV cache runs out, since a copy takes blocks that requests wait for.
 
 Speed counts where a request waits, not in the price of work: a fast rank computes a prompt in less time, but its time
 is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
@@ -128,7 +128,7 @@ class Weighed(NamedTuple):
     shortage: Amounts
     eviction: Amounts
     copies: Amounts
-    """Not above 0: computing now what will be computed there anyway."""
+    """0 or less: credit for computing popular blocks on one more rank."""
     own: Amounts
     """Time to compute the prompt, at the component's speed."""
     relative: Amounts
