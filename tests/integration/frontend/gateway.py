@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from kvrouter.frontend import app as frontend_app
-from kvrouter.frontend.schedulers.rendezvous import RemoteSchedulers
+from kvrouter.frontend.schedulers.scheduler_choice import RemoteSchedulers
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.mocker import app as mocker_app

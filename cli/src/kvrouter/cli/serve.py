@@ -12,8 +12,7 @@ from typing import Any, NoReturn, cast
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.running import RunningSystem, announced
 from kvrouter.frontend import app as frontend
-from kvrouter.frontend.schedulers.connections import SchedulerSource
-from kvrouter.frontend.schedulers.rendezvous import LocalScheduler, RemoteSchedulers
+from kvrouter.frontend.schedulers.scheduler_choice import LocalScheduler, RemoteSchedulers, SchedulerSource
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
 from kvrouter.indexer.api.service import IndexerService

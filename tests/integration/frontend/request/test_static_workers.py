@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.frontend import app as frontend_app
-from kvrouter.frontend.schedulers.rendezvous import LocalScheduler, RemoteSchedulers
+from kvrouter.frontend.schedulers.scheduler_choice import LocalScheduler, RemoteSchedulers
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.mocker.settings import MockerSettings

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar, cast
 
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
-from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource, UpdateAnswer
+from kvrouter.frontend.schedulers.scheduler_choice import SchedulerSource
+from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection, UpdateAnswer
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.core import local_hashes
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
-from kvrouter.frontend.schedulers.rendezvous import rendezvous
+from kvrouter.frontend.schedulers.scheduler_choice import rendezvous
 from kvrouter.v1.common_pb2 import BookingKey, Rank
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse

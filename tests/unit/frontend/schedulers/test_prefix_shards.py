@@ -7,7 +7,7 @@ from itertools import pairwise
 from random import Random
 
 from kvrouter.core import local_hashes, sequence_hashes
-from kvrouter.frontend.schedulers.rendezvous import rendezvous
+from kvrouter.frontend.schedulers.scheduler_choice import rendezvous
 from kvrouter.frontend.schedulers.sharding import COMMON, SHARDS, WINDOW, PrefixSplit
 from kvrouter.v1.names import ComponentName
 

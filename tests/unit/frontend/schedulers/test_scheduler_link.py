@@ -6,8 +6,8 @@ import asyncio
 from typing import cast
 
 import pytest
-from kvrouter.frontend.schedulers import connections, scheduler_link
-from kvrouter.frontend.schedulers.rendezvous import LocalScheduler
+from kvrouter.frontend.schedulers import scheduler_choice, scheduler_link
+from kvrouter.frontend.schedulers.scheduler_choice import LocalScheduler
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
@@ -121,7 +121,7 @@ async def test_one_that_opens_no_session_is_left_for_another() -> None:
 
 
 async def test_a_link_returns_to_its_scheduler_only_once_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_AVOIDED_SECONDS", 0.02)
+    monkeypatch.setattr(scheduler_choice, "_AVOIDED_SECONDS", 0.02)
     first, second = Answering(), Answering()
     async with linked(Several(first=first, second=second), heartbeat_timeout_seconds=0.1) as link:
         await until(lambda: first.heartbeats)

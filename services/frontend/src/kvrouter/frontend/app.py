@@ -29,10 +29,9 @@ from kvrouter.frontend.request.prefill_stage import Disaggregation
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES
-from kvrouter.frontend.schedulers.connections import SchedulerSource
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
-from kvrouter.frontend.schedulers.rendezvous import RemoteSchedulers
+from kvrouter.frontend.schedulers.scheduler_choice import RemoteSchedulers, SchedulerSource
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.client_work import ClientWork, Owner

@@ -10,8 +10,7 @@ from kvrouter.client.calls import Calls
 from kvrouter.client.client import DEFAULT_TIMEOUT_SECONDS
 from kvrouter.client.routing_calls import RoutingCalls
 from kvrouter.frontend import app as frontend
-from kvrouter.frontend.schedulers.connections import SchedulerSource
-from kvrouter.frontend.schedulers.rendezvous import LocalScheduler, RemoteSchedulers
+from kvrouter.frontend.schedulers.scheduler_choice import LocalScheduler, RemoteSchedulers, SchedulerSource
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer

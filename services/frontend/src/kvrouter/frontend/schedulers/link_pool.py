@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from kvrouter.core import sequence_hashes
-from kvrouter.frontend.schedulers.connections import SchedulerConnection, SchedulerSource
+from kvrouter.frontend.schedulers.scheduler_choice import SchedulerSource
+from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
 from kvrouter.frontend.schedulers.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
 from kvrouter.frontend.schedulers.sharding import PrefixSplit, Sharding
 from kvrouter.net import trace_context

@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection
 
 import structlog
 from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, LiveBooking
-from kvrouter.frontend.schedulers.connections import SchedulerChoice, SchedulerConnection, SchedulerSource
+from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice, SchedulerSource
+from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
 from kvrouter.net import trace_context
 from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor

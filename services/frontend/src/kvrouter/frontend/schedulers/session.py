@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Generator
 from types import coroutine
 from typing import Any, Generic, TypeVar
 
-from kvrouter.frontend.schedulers.connections import SchedulerConnection
+from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 

@@ -1,20 +1,31 @@
-"""Chooses the deciding Scheduler of a component by rendezvous hashing."""
+"""Chooses the deciding Scheduler of a component by rendezvous hashing, unless it recently failed to answer."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
-from kvrouter.frontend.schedulers.connections import LocalConnection, SchedulerConnection, StreamConnection
+import structlog
+from kvrouter.frontend.schedulers.scheduler_connection import LocalConnection, SchedulerConnection, StreamConnection
 from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.contracts import Scheduler
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.v1 import scheduler_pb2 as pb
+from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
+
+log = structlog.get_logger(component="frontend")
 
 _REGISTRATION_SECONDS = 1.0
 """Interval at which registrations of connected Schedulers are checked."""
+
+_AVOIDED_SECONDS = 15.0
+"""Time for which a Scheduler that did not answer is avoided, seconds: longer than the lease of a dead Scheduler."""
 
 
 def rendezvous(component: ComponentName, scheduler_ids: Iterable[str], shard: int = 0) -> str | None:
@@ -29,6 +40,35 @@ def rendezvous(component: ComponentName, scheduler_ids: Iterable[str], shard: in
         return hashlib.sha256(f"{place}\0{scheduler_id}".encode()).digest()
 
     return max(scheduler_ids, key=score, default=None)
+
+
+class SchedulerSource(Protocol):
+    """Picks the Scheduler of a component or of one of its shards."""
+
+    def pick(
+        self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
+    ) -> tuple[str, SchedulerConnection] | None:
+        """Returns id and connection of the component's Scheduler; None if none is live.
+
+        A Scheduler in ``avoid`` is picked only if there is no other. ``shard`` 0 is the whole component.
+        """
+        ...
+
+    def everyone(self) -> list[Scheduler]:
+        """Returns every Scheduler that may be picked."""
+        ...
+
+    def count(self) -> int:
+        """Returns how many Schedulers may be picked."""
+        ...
+
+    def is_live(self, scheduler_id: str) -> bool:
+        """Returns whether the Scheduler may be picked."""
+        ...
+
+    async def changed(self) -> None:
+        """Returns when ``pick`` may return another Scheduler."""
+        ...
 
 
 class LocalScheduler:
@@ -156,3 +196,63 @@ class RemoteSchedulers:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
+
+
+class SchedulerChoice:
+    """The Schedulers of one component or shard, and which of them to avoid."""
+
+    def __init__(self, component: ComponentName, source: SchedulerSource, shard: int) -> None:
+        self._component = component
+        self._source = source
+        self._shard = shard
+        self._until: dict[str, float] = {}
+
+    @property
+    def avoided(self) -> Collection[str]:
+        """Ids of the Schedulers to avoid."""
+        now, live = time.monotonic(), self._source.is_live
+        # A Scheduler that left and registers again is another process, or has recovered.
+        self._until = {each: until for each, until in self._until.items() if now < until and live(each)}
+        return self._until.keys()
+
+    def avoid(self, scheduler_id: str) -> None:
+        """Avoids a Scheduler for 15 s if there is another."""
+        self._until[scheduler_id] = time.monotonic() + _AVOIDED_SECONDS
+
+    def pick(self) -> tuple[str, SchedulerConnection] | None:
+        """Returns the Scheduler to open a session at: an avoided one if there is no other, None if none is live."""
+        return self._source.pick(self._component, self.avoided, self._shard)
+
+    def better_than(self, scheduler_id: str) -> tuple[str, SchedulerConnection] | None:
+        """Returns the Scheduler to move to; None if the given one is the choice."""
+        return self._other(scheduler_id, self.avoided)
+
+    def instead_of(self, scheduler_id: str) -> tuple[str, SchedulerConnection] | None:
+        """Returns the Scheduler to move to if the given one does not answer; None if there is none."""
+        return self._other(scheduler_id, {*self.avoided, scheduler_id})
+
+    async def answers(self, scheduler_id: str, connection: SchedulerConnection, seconds: float) -> bool:
+        """Returns whether a Scheduler answers a call in time. One that does not is avoided."""
+        try:
+            # The cheapest call that needs the Scheduler's event loop.
+            deadline = Deadline.after(seconds)
+            await connection.scheduler.list_busy_thresholds(pb.ListBusyThresholdsRequest(), deadline=deadline)
+        except KvRouterError as error:
+            self.avoid(scheduler_id)
+            log.info(
+                "scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=error.message
+            )
+            return False
+        return True
+
+    async def changed(self) -> None:
+        """Returns when the choice may have changed."""
+        try:
+            async with asyncio.timeout(_AVOIDED_SECONDS if self._until else None):
+                await self._source.changed()
+        except TimeoutError:
+            return
+
+    def _other(self, scheduler_id: str, avoided: Collection[str]) -> tuple[str, SchedulerConnection] | None:
+        other = self._source.pick(self._component, avoided, self._shard)
+        return None if other is None or other[0] == scheduler_id or other[0] in avoided else other

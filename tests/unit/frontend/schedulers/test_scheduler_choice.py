@@ -7,8 +7,8 @@ from contextlib import aclosing
 from typing import cast
 
 import pytest
-from kvrouter.frontend.schedulers import rendezvous as module
-from kvrouter.frontend.schedulers.rendezvous import RemoteSchedulers, rendezvous
+from kvrouter.frontend.schedulers import scheduler_choice as module
+from kvrouter.frontend.schedulers.scheduler_choice import RemoteSchedulers, rendezvous
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.v1.names import ComponentName

@@ -1,13 +1,11 @@
-"""Connections to Schedulers, and the one of a link: its component's, unless it recently failed to answer."""
+"""Connections to Schedulers: objects of this process, or call streams."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Protocol, cast
 
-import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.net.tls import Tls
@@ -16,7 +14,6 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.errors import Internal, KvRouterError
-from kvrouter.v1.names import ComponentName
 
 _DESCRIPTOR = pb.DESCRIPTOR.services_by_name["SchedulerService"]
 _UPDATE = f"{_DESCRIPTOR.full_name}/UpdateBookings"
@@ -183,98 +180,3 @@ class _Response:
 
     def on_error(self, error: KvRouterError) -> None:
         self._answer(error)
-
-
-class SchedulerSource(Protocol):
-    """Picks Schedulers. ``kvrouter.frontend.schedulers.rendezvous`` has the implementations."""
-
-    def pick(
-        self, component: ComponentName, avoid: Collection[str] = (), shard: int = 0
-    ) -> tuple[str, SchedulerConnection] | None:
-        """Returns id and connection of the component's Scheduler; None if none is live.
-
-        A Scheduler in ``avoid`` is picked only if there is no other. ``shard`` 0 is the whole component.
-        """
-        ...
-
-    def everyone(self) -> list[Scheduler]:
-        """Returns every Scheduler that may be picked."""
-        ...
-
-    def count(self) -> int:
-        """Returns how many Schedulers may be picked."""
-        ...
-
-    def is_live(self, scheduler_id: str) -> bool:
-        """Returns whether the Scheduler may be picked."""
-        ...
-
-    async def changed(self) -> None:
-        """Returns when ``pick`` may return another Scheduler."""
-        ...
-
-
-log = structlog.get_logger(component="frontend")
-
-_AVOIDED_SECONDS = 15.0
-"""Time for which a Scheduler that did not answer is avoided, seconds: longer than the lease of a dead Scheduler."""
-
-
-class SchedulerChoice:
-    """The Schedulers of one component or shard, and which of them to avoid."""
-
-    def __init__(self, component: ComponentName, source: SchedulerSource, shard: int) -> None:
-        self._component = component
-        self._source = source
-        self._shard = shard
-        self._until: dict[str, float] = {}
-
-    @property
-    def avoided(self) -> Collection[str]:
-        """Ids of the Schedulers to avoid."""
-        now, live = time.monotonic(), self._source.is_live
-        # A Scheduler that left and registers again is another process, or has recovered.
-        self._until = {each: until for each, until in self._until.items() if now < until and live(each)}
-        return self._until.keys()
-
-    def avoid(self, scheduler_id: str) -> None:
-        """Avoids a Scheduler for 15 s if there is another."""
-        self._until[scheduler_id] = time.monotonic() + _AVOIDED_SECONDS
-
-    def pick(self) -> tuple[str, SchedulerConnection] | None:
-        """Returns the Scheduler to open a session at: an avoided one if there is no other, None if none is live."""
-        return self._source.pick(self._component, self.avoided, self._shard)
-
-    def better_than(self, scheduler_id: str) -> tuple[str, SchedulerConnection] | None:
-        """Returns the Scheduler to move to; None if the given one is the choice."""
-        return self._other(scheduler_id, self.avoided)
-
-    def instead_of(self, scheduler_id: str) -> tuple[str, SchedulerConnection] | None:
-        """Returns the Scheduler to move to if the given one does not answer; None if there is none."""
-        return self._other(scheduler_id, {*self.avoided, scheduler_id})
-
-    async def answers(self, scheduler_id: str, connection: SchedulerConnection, seconds: float) -> bool:
-        """Returns whether a Scheduler answers a call in time. One that does not is avoided."""
-        try:
-            # The cheapest call that needs the Scheduler's event loop.
-            deadline = Deadline.after(seconds)
-            await connection.scheduler.list_busy_thresholds(pb.ListBusyThresholdsRequest(), deadline=deadline)
-        except KvRouterError as error:
-            self.avoid(scheduler_id)
-            log.info(
-                "scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=error.message
-            )
-            return False
-        return True
-
-    async def changed(self) -> None:
-        """Returns when the choice may have changed."""
-        try:
-            async with asyncio.timeout(_AVOIDED_SECONDS if self._until else None):
-                await self._source.changed()
-        except TimeoutError:
-            return
-
-    def _other(self, scheduler_id: str, avoided: Collection[str]) -> tuple[str, SchedulerConnection] | None:
-        other = self._source.pick(self._component, avoided, self._shard)
-        return None if other is None or other[0] == scheduler_id or other[0] in avoided else other
