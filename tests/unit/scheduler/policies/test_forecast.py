@@ -90,7 +90,7 @@ def test_a_request_without_room_waits_for_its_cheapest_rank() -> None:
     queued = decide("forecast", active_blocks=[1001, 1300], overlap_blocks=[0, 0])
     assert isinstance(queued, Wait)
     assert queued.index == 0
-    assert queued.work_ms == pytest.approx(prefill_ms(1600, 8192, 0.0))
+    assert queued.prefill_ms == pytest.approx(prefill_ms(1600, 8192, 0.0))
     assert queued.room_tokens == 1600
 
 
@@ -148,7 +148,7 @@ def test_the_calibration_gets_the_forecast_at_the_speed_of_the_component() -> No
 def test_a_queued_request_expects_the_speed_of_its_rank() -> None:
     queued = decide("forecast", active_blocks=[1001, 1300], relative_latency=[1.5, 1.5])
     assert isinstance(queued, Wait)
-    assert queued.work_ms == pytest.approx(1.5 * prefill_ms(1600, 8192, 0.0))
+    assert queued.prefill_ms == pytest.approx(1.5 * prefill_ms(1600, 8192, 0.0))
 
 
 def test_a_forecast_behind_a_queue_is_no_calibration_sample() -> None:

@@ -24,8 +24,10 @@ from kvrouter.scheduler.queue.request_queue import (
 WHY = Explanation("")
 
 
-def hold(work_ms: float, room_tokens: int | None = None) -> Wait:
-    return Wait(0, WHY, work_ms=work_ms, room_tokens=round(20 * work_ms) if room_tokens is None else room_tokens)
+def hold(prefill_ms: float, room_tokens: int | None = None) -> Wait:
+    return Wait(
+        0, WHY, prefill_ms=prefill_ms, room_tokens=round(20 * prefill_ms) if room_tokens is None else room_tokens
+    )
 
 
 def go(_: str) -> Choice:
@@ -166,7 +168,7 @@ def test_the_interval_of_releases_predicts_which_requests_are_late() -> None:
 
 class Arrival(NamedTuple):
     pause: float
-    work_ms: float
+    prefill_ms: float
     priority: int
     starts_after: float
     waited: float
@@ -202,8 +204,8 @@ def test_the_bound_on_the_wait_holds_though_nothing_ever_fits(arrivals: list[Arr
                 if other in queue and since[other] > since[number]:
                     latest[other] += STALL_S + INTERVAL_S
             each = arrivals[number]
-            queue.add(number, hold(each.work_ms), now, since=since[number], priority=each.priority)
-        for number, _ in queue.release(now, lambda number: hold(arrivals[number].work_ms)):
+            queue.add(number, hold(each.prefill_ms), now, since=since[number], priority=each.priority)
+        for number, _ in queue.release(now, lambda number: hold(arrivals[number].prefill_ms)):
             assert now <= latest[number]
             starts.append((now + arrivals[number].starts_after, number))
 

@@ -18,7 +18,7 @@ Queue = RequestQueue[tuple[str, int]]
 def add(queue: Queue, tenant: Tenant, numbers: range, now: float = 0.0, tokens: int = 1000, priority: int = 0) -> int:
     """Adds requests until one is refused, and returns how many were added."""
     for count, number in enumerate(numbers):
-        wait = Wait(0, WHY, work_ms=1.0, room_tokens=tokens)
+        wait = Wait(0, WHY, prefill_ms=1.0, room_tokens=tokens)
         if not queue.add((tenant.name, number), wait, now, tenant=tenant, priority=priority):
             return count
     return len(numbers)
@@ -125,7 +125,7 @@ def test_the_expected_wait_counts_turns_and_not_the_queue_of_another_tenant(ahea
     add(queue, QUIET, range(ahead), 60.0)
     for number, seconds, late in ((ahead, 30.0, False), (ahead + 1, 1.0, True)):
         request = ("quiet", number)
-        wait = Wait(0, WHY, work_ms=1.0, room_tokens=1000)
+        wait = Wait(0, WHY, prefill_ms=1.0, room_tokens=1000)
         queue.add(request, wait, 60.0, tenant=QUIET, deadline=60.0 + seconds)
         assert queue.is_late(request, 60.0) == late
         assert (request in queue.late(60.0)) == late

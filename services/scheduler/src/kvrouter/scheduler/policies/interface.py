@@ -132,7 +132,7 @@ class Wait:
 
     index: int
     explanation: Explanation
-    work_ms: float = 0.0
+    prefill_ms: float = 0.0
     """Time in ms to compute the prompt there."""
     room_tokens: int = 0
     """KV cache in tokens added by the request there. Requests with less need go first."""

@@ -96,7 +96,7 @@ class _Queued(Generic[T]):
     @property
     def must_go(self) -> float:
         """Latest time in seconds at which the computation of its prompt may begin."""
-        return self.deadline - self.wait.work_ms / 1e3
+        return self.deadline - self.wait.prefill_ms / 1e3
 
     @property
     def place(self) -> Place:

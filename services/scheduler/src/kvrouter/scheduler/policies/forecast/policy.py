@@ -193,7 +193,7 @@ class ForecastPolicy(Policy):
             return Wait(
                 index,
                 Explanation(reason, costs, terms, formula),
-                work_ms=float(weighed.own[index] * context.relative_latency[index]),
+                prefill_ms=float(weighed.own[index] * context.relative_latency[index]),
                 room_tokens=added if has_slot else new_tokens,
                 use_tokens=use_tokens,
                 rank=context.ranks[index],
