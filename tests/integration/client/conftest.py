@@ -16,6 +16,11 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     Processes that end are started again, while the session's event loop runs: tests use that one.
     """
     directory = tmp_path_factory.mktemp("system")
-    options = StackOptions(directory, directory, workers=2, mode="kv", clock=20.0, has_text=True, restarts=True)
+    config = directory / "scheduler.toml"
+    # On a busy machine an Indexer may take longer to answer than a Scheduler waits for it by default.
+    config.write_text('router-mode = "kv"\nindexer-timeout-ms = 20000\n')
+    options = StackOptions(
+        directory, directory, workers=2, scheduler_config=config, clock=20.0, has_text=True, restarts=True
+    )
     async with running_stack(options) as running:
         yield running

@@ -33,15 +33,18 @@ async def output_of(example: str, *arguments: str) -> str:
     return output.decode()
 
 
-async def until_cached(stack: Stack) -> int:
-    """Runs the prompt of the examples. Returns the worker that has it, once the index knows."""
+async def until_cached(stack: Stack) -> set[int]:
+    """Runs the prompt of the examples. Returns the workers that have it, once the index knows.
+
+    Another test may have run it on the other worker too.
+    """
     async with Client(stack.frontend, model=MODEL) as client:
         generation = await client.generate(range(1, 257))
         await generation.tokens()
         async with asyncio.timeout(30):
             while not (found := await client.find_matches_for_request(range(1, 257))):
                 await asyncio.sleep(0.02)
-        return max(found, key=found.__getitem__)
+        return set(found)
 
 
 async def test_the_programs_of_the_guide_run(stack: Stack, tmp_path: Path) -> None:
@@ -71,20 +74,20 @@ async def test_manual_state_management(stack: Stack) -> None:
 
 
 async def test_hierarchical_probing(stack: Stack, nats_url: str, etcd_endpoint: str, namespace: str) -> None:
-    holder = await until_cached(stack)
+    holders = await until_cached(stack)
     async with running_system(nats_url, etcd_endpoint, namespace) as other:
         await other.start_worker(1)
         output = await output_of("hierarchical.py", MODEL, other.target, stack.frontend)
-    assert output == f"overlaps: [0, 15]\ngroup 1: worker {holder}, 16 tokens\n"
+    assert output in {f"overlaps: [0, 15]\ngroup 1: worker {each}, 16 tokens\n" for each in holders}
 
 
 async def test_a_rule_of_ones_own_on_potential_loads(stack: Stack) -> None:
-    holder = await until_cached(stack)
+    holders = await until_cached(stack)
     output = await output_of("minimize_ttft.py", stack.frontend, MODEL)
     prefill = {int(worker): int(tokens) for worker, tokens in re.findall(r"worker (\d): (\d+) prefill", output)}
     assert prefill.keys() == {1, 2}
+    assert {prefill[each] for each in holders} == {16}
     chosen = min(prefill, key=prefill.__getitem__)
-    assert holder in prefill
     assert output.endswith(f"chosen {chosen}: 16 tokens\n")
 
 
