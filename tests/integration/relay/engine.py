@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -175,3 +175,7 @@ async def relaying(chosen: RelaySettings) -> AsyncIterator[Relay]:
     registry = CollectorRegistry()
     async with running(chosen, registry) as worker:
         yield Relay(worker, registry)
+
+
+Beside = Callable[..., AbstractAsyncContextManager[Relay]]
+"""Runs a relay beside an engine."""

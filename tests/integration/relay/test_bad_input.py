@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any
+from contextlib import suppress
 
 import pytest
 from kvrouter.engines.relay import engine_sockets
 
 from ...faults.wires import Wire
-from .engine import Engine, Relay, relaying, removed, settings, stored, until
-
-Beside = Callable[..., AbstractAsyncContextManager[Relay]]
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    engine = Engine()
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture
-def beside(namespace: str, etcd_endpoint: str, nats_url: str) -> Beside:
-    """Runs a relay beside an engine."""
-
-    def run(engine: Engine, /, **options: Any) -> AbstractAsyncContextManager[Relay]:
-        return relaying(settings(namespace, etcd_endpoint, nats_url, engine, **options))
-
-    return run
+from .engine import Beside, Engine, removed, stored, until
 
 
 class SilentWire(Wire):

@@ -11,7 +11,7 @@ from kvrouter.v1.errors import DeadlineExceeded, KvRouterError, SessionLost
 from ....garbage import no_request_is_garbage
 from ..harness import Parts, constraints, routing, selecting, view, worker
 from ..queue.test_queued_requests import look, parts_of, request
-from .test_sessions import Client, opened, reassert
+from .session_client import Client, opened, reassert
 
 TIMES = 3
 

@@ -34,7 +34,7 @@ from kvrouter.v1.scheduler_pb2 import (
     SelectWorkerResponse,
 )
 
-from ..api.test_sessions import opened
+from ..api.session_client import opened
 from ..harness import POOL, Parts, ResidentBlocks, routing, selecting, view, worker
 
 FORECAST = RoutingOptions("forecast")
