@@ -1,17 +1,23 @@
-"""Chunks of a streamed chat or completion whose request continues on another worker."""
+"""Chunks of a streamed chat or completion: which are written, and what they say of another worker."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.text_request import SharedFields, TextRequest
 from kvrouter.frontend.edge.text_responses import StreamedResponse
+from kvrouter.frontend.text.model_text import ModelText
+from kvrouter.net.model_files import read_model_files
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.frontend_pb2 import RoutingInfo
+
+from ....byte_tokenizer import write_byte_tokenizer
 
 
 class Client:
@@ -34,6 +40,22 @@ class Client:
     def end(self, *, close: bool = False) -> None: ...
 
     async def drain(self) -> None: ...
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_token_without_text_of_its_own_has_its_logprob(is_chat: bool, tmp_path: Path) -> None:
+    client = Client()
+    model = ModelText(read_model_files(write_byte_tokenizer(tmp_path)), cache_bytes=1 << 20)
+    request = TextRequest(SharedFields(model="m"), [], None, is_chat=is_chat, logprobs=True)
+    stream = StreamedResponse(ResponseFrame(request, model, [b"\0" * 4]), cast(EventStream, client))
+    stream.routed(0, RoutingInfo(rank=Rank(worker_id=1)))
+    for text, logprob in (("a", -1.0), ("", -2.0), ("é", -3.0)):
+        stream.add(0, Piece(text, [1], [logprob], [], None, None))
+    shown = [chunk["choices"][0]["logprobs"] for chunk in client.chunks]
+    if is_chat:
+        assert [[each["logprob"] for each in one["content"]] for one in shown] == [[-1.0], [-2.0], [-3.0]]
+    else:
+        assert [one["token_logprobs"] for one in shown] == [[-1.0], [-2.0], [-3.0]]
 
 
 def test_the_first_chunk_of_a_continuation_says_where_it_runs() -> None:

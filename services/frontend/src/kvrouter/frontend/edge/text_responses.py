@@ -68,8 +68,8 @@ class StreamedResponse(ResponseStream):
         begins = index not in self._begun
         calls = piece.tool_calls
         reasoning = piece.reasoning if frame.request.includes_reasoning else ""
-        has_output = piece.text or reasoning or calls or (frame.returns_token_ids and piece.token_ids)
-        if not (begins or has_output or piece.finish_reason):
+        has_tokens = (frame.returns_token_ids and piece.token_ids) or (frame.request.logprobs and piece.logprobs)
+        if not (begins or piece.text or reasoning or calls or has_tokens or piece.finish_reason):
             return  # A part of a character.
         self._begun.add(index)
         text = piece.text
