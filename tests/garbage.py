@@ -16,8 +16,12 @@ SMALL = 64
 
 @contextmanager
 def no_request_is_garbage() -> Iterator[None]:
-    """Asserts at its end that no request, and no body of one, waits for the cyclic garbage collector."""
+    """Asserts at its end that no request, and no body of one, waits for the cyclic garbage collector.
+
+    What was there before does not count: it may be of an earlier test, and become garbage only now.
+    """
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield
@@ -27,6 +31,7 @@ def no_request_is_garbage() -> Iterator[None]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
         gc.enable()
     assert not found, sorted(set(found))
 

@@ -6,15 +6,14 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from kvrouter.net.etcd import connect
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.errors import DeadlineExceeded, WorkerLost
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
-from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
 
-from ..gateway import System, request, until
+from ....hostile_worker import registered_beside
+from ..gateway import System, request, running_system, until
 
 LONG = StopConditions(max_tokens=3000)
 
@@ -89,20 +88,19 @@ async def test_a_worker_that_dies_before_the_first_token_costs_an_attempt(system
     await system.until_idle()
 
 
-async def test_a_worker_that_vanished_before_the_dispatch_costs_an_attempt(system: System) -> None:
-    await system.start_worker(1)
-    view = next(iter(system.runtime.directory.components.values()))
-    gone = WorkerRegistration()
-    gone.CopyFrom(view.workers[1])
-    gone.worker_id, gone.endpoint = 2, "127.0.0.1:1"
-    async with connect(system.where["etcd"]) as etcd:
-        await etcd.put(view.name.worker_key(2).encode(), gone.SerializeToString())
-        await system.until_candidate(2)
-        answers = [await _collect(system) for _ in range(4)]
-        await etcd.delete(view.name.worker_key(2).encode())
-    assert {pieces[0].routing.rank.worker_id for pieces in answers} == {1}
-    assert 1 in {pieces[0].routing.attempt for pieces in answers}
-    await system.until_idle()
+async def test_a_worker_that_vanished_before_the_dispatch_costs_an_attempt(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    # A probe would find it away before a request does.
+    async with running_system(nats_url, etcd_endpoint, namespace, worker_probe_seconds=3600.0) as system:
+        await system.start_worker(1)
+        view = next(iter(system.runtime.directory.components.values()))
+        async with registered_beside(view, etcd_endpoint, 2, "127.0.0.1:1"):
+            await system.until_candidate(2)
+            answers = [await _collect(system) for _ in range(4)]
+        assert {pieces[0].routing.rank.worker_id for pieces in answers} == {1}
+        assert 1 in {pieces[0].routing.attempt for pieces in answers}
+        await system.until_idle()
 
 
 async def test_a_worker_that_dies_later_ends_the_request(system: System) -> None:
