@@ -232,6 +232,7 @@ async def test_a_worker_that_only_accepts_connections_costs_no_request(
     await nothing_is_left(processes)
 
 
+@pytest.mark.full
 async def test_a_worker_whose_loop_stops_after_it_accepted_requests_costs_no_request(
     processes: Processes, record_property: Report
 ) -> None:

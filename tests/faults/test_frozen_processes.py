@@ -123,6 +123,7 @@ async def test_a_scheduler_that_is_frozen_beyond_its_lease_comes_back_to_the_loa
         await cancelled(load.running)
 
 
+@pytest.mark.full
 @WITHOUT_AND_WITH_SYNC
 async def test_a_scheduler_that_is_frozen_short_of_its_lease_delays_requests_by_heartbeats_only(
     processes: Processes, sync: tuple[str, ...], record_property: Callable[[str, object], None]
@@ -149,6 +150,7 @@ async def test_a_scheduler_that_is_frozen_short_of_its_lease_delays_requests_by_
         await cancelled(load.running)
 
 
+@pytest.mark.full
 async def test_requests_wait_for_the_only_scheduler(processes: Processes) -> None:
     await start_system(processes, schedulers=1, frontends=1, clock_factor=0.1, scheduler=SCHEDULER, frontend=FRONTEND)
     load = Load(processes)
@@ -168,6 +170,7 @@ async def test_requests_wait_for_the_only_scheduler(processes: Processes) -> Non
         await cancelled(load.running)
 
 
+@pytest.mark.full
 async def test_a_frozen_scheduler_of_sharded_requests_returns_to_the_remaining_load(processes: Processes) -> None:
     await start_system(
         processes, schedulers=2, frontends=1, clock_factor=0.1, scheduler=SCHEDULER, frontend=(*FRONTEND, "--sharding")
@@ -221,6 +224,7 @@ async def test_requests_that_are_queued_at_a_frozen_scheduler_are_queued_at_the_
         await cancelled(load.running)
 
 
+@pytest.mark.full
 @WITH_AND_WITHOUT_SYNC
 async def test_an_etcd_that_is_frozen_until_leases_end_costs_no_request_and_no_booking(
     system_with_own_etcd: Processes, own_etcd: EtcdServer, sync: tuple[str, ...]
@@ -277,6 +281,7 @@ async def test_a_frozen_frontend_goes_on_with_the_bookings_that_it_has(
         await cancelled(load.running + other.running)
 
 
+@pytest.mark.full
 @WITH_AND_WITHOUT_SYNC
 async def test_the_load_of_a_frontend_that_stays_frozen_goes_and_comes_back_with_it(
     processes: Processes, sync: tuple[str, ...]

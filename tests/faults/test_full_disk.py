@@ -132,6 +132,7 @@ def same(answer: VerifyResponse) -> bool:
     return answer.compared and bool(answer.common_blocks) and not differing
 
 
+@pytest.mark.full
 async def test_clients_see_nothing_of_a_full_disk(small_disk: Processes, nats_server: NatsOnSmallDisk) -> None:
     await small_disk.start("indexer", "indexer-0", "--snapshot-check-seconds", "0.2")
     await start_system(

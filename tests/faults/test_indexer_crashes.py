@@ -45,6 +45,7 @@ async def test_killed_at_random_moments(rig: Rig) -> None:
     await rig.agree(one)
 
 
+@pytest.mark.full
 async def test_a_snapshot_that_cannot_be_used_gives_way_to_the_one_before(rig: Rig) -> None:
     await rig.start_nodes(1, 2)
     one = await rig.indexer("one")

@@ -129,6 +129,7 @@ async def test_every_key_that_is_deleted_comes_back_and_no_request_notices(
     await assert_settled(processes, pool)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "leases",
     [pytest.param(0.5, id="short of the lease", marks=pytest.mark.full), pytest.param(3.0, id="beyond the lease")],

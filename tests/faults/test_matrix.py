@@ -85,6 +85,7 @@ SHORT = Scenario(Part.DECIDING_SCHEDULER, Fault.FROZEN_FOR_LONG)
 """The one outside of the long form. Other modules have short scenarios with the other parts and faults."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scenario", MATRIX if FULL else [SHORT], ids=str)
 async def test_a_process_is_struck_while_streams_begin_and_end(
     scenario: Scenario, tmp_path: Path, seed: int, record_property: Callable[[str, object], None]

@@ -7,6 +7,7 @@ import re
 import struct
 import sys
 
+import pytest
 from google.protobuf.json_format import MessageToJson, Parse
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import connect
@@ -64,6 +65,7 @@ async def test_every_command_does_what_it_says(rig: Rig) -> None:
     await rig.agree(one)
 
 
+@pytest.mark.full
 async def test_a_dump_fills_an_indexer_elsewhere(rig: Rig) -> None:
     nodes = await rig.start_nodes(1, 2)
     one = await rig.indexer("one")
@@ -104,6 +106,7 @@ async def has_component(process: IndexerProcess) -> bool:
     return (await process.stats()).ready
 
 
+@pytest.mark.full
 async def test_verify_prints_differences_and_resync_repairs_them(rig: Rig) -> None:
     (node, _) = await rig.start_nodes(1, 2, heartbeat_seconds=3600)  # whose digest would put it right by itself
     one = await rig.indexer("one")

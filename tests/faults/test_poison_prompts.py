@@ -109,6 +109,7 @@ async def test_engines_beside_a_sidecar_that_die_are_deaths(processes: Processes
     assert len(dead_or_hung(processes)) == 2
 
 
+@pytest.mark.full
 async def test_a_worker_that_is_slow_to_read_the_prompt_is_one_of_the_two(processes: Processes) -> None:
     """The request leaves it with the prompt unread, and kills another one; then it reads the prompt and dies too."""
     await started(processes, "die", frontend=("--worker-probe-seconds", "0.2"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
@@ -78,6 +79,7 @@ async def test_a_replica_that_was_away_for_longer_than_the_stream_keeps_takes_th
     assert "rank.resynced" not in away.log()[before:], "no worker was asked for its state"
 
 
+@pytest.mark.full
 async def test_a_third_replica_restores_everything_while_the_others_are_down(rig: Rig) -> None:
     await rig.start_nodes(1, 2)
     first = await rig.indexer("first", snapshot_threshold=10)

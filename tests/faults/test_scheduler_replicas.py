@@ -20,6 +20,7 @@ async def until_all_booked(processes: Processes, count: int) -> None:
         await processes.until_booked(name, count)
 
 
+@pytest.mark.full
 async def test_the_scheduler_that_takes_over_has_the_load_before_sessions_move(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1, scheduler=SYNC)
     frontend = processes.frontend("frontend-0")
@@ -70,6 +71,7 @@ async def test_bookings_of_a_killed_frontend_are_freed_everywhere(processes: Pro
         await cancelled(lost + kept)
 
 
+@pytest.mark.full
 async def test_one_that_is_paused_past_its_lease_and_comes_back_agrees(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1, scheduler=SYNC)
     frontend = processes.frontend("frontend-0")
@@ -117,6 +119,7 @@ async def test_the_survivor_does_not_herd(processes: Processes, sync: tuple[str,
         await cancelled(running)
 
 
+@pytest.mark.full
 async def test_schedulers_that_are_killed_and_join_under_load_agree(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=2, clock_factor=1.0, scheduler=SYNC)
     live, ended, stopping = list(SCHEDULERS), 0, False

@@ -27,6 +27,7 @@ async def test_nats_is_killed_and_comes_back(rig: Rig, transport: str) -> None:
     await rig.agree(one)
 
 
+@pytest.mark.full
 async def test_nats_is_away_for_longer_than_the_buffers_hold(rig: Rig) -> None:
     (node,) = await rig.start_nodes(1, buffer_events=8)
     one = await rig.indexer("one")
@@ -39,6 +40,7 @@ async def test_nats_is_away_for_longer_than_the_buffers_hold(rig: Rig) -> None:
     await rig.agree(one)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("store", [pytest.param("empty", marks=pytest.mark.full), "rolled back"])
 async def test_nats_comes_back_with_another_store(rig: Rig, store: str) -> None:
     await rig.start_nodes(1, 2)
@@ -61,6 +63,7 @@ async def test_nats_comes_back_with_another_store(rig: Rig, store: str) -> None:
     await rig.agree(one, late)
 
 
+@pytest.mark.full
 async def test_etcd_is_away_for_longer_than_leases_live(rig: Rig) -> None:
     await rig.start_nodes(1, 2)
     one = await rig.indexer("one")

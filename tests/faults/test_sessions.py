@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 from kvrouter.v1.errors import KvRouterError
 
 from .processes import PATIENCE_SECONDS, TOKENS, Processes, cancelled, start_system, streamed
@@ -93,6 +94,7 @@ async def test_requests_queued_at_a_killed_scheduler_keep_their_arrival_at_the_n
         await cancelled(running)
 
 
+@pytest.mark.full
 async def test_the_sharded_load_of_a_killed_scheduler_moves_to_the_other(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1, frontend=("--sharding",))
     frontend = processes.frontend("frontend-0")

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 
+import pytest
 from google.protobuf.message import Message
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.deadline import Deadline
@@ -201,6 +202,7 @@ async def stats(processes: Processes, pool: ComponentName, generation: int) -> C
     return answer.components[0]
 
 
+@pytest.mark.full
 async def test_random_bytes_in_etcd_and_on_nats_stop_no_service(
     processes: Processes, nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:

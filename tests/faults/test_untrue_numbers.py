@@ -30,7 +30,10 @@ def forged(incarnation: int, next_event_id: int, *events: KvEvent) -> bytes:
     ).SerializeToString()
 
 
-@pytest.mark.parametrize("transport", [Transport.TRANSPORT_DURABLE, Transport.TRANSPORT_CORE_NATS])
+@pytest.mark.parametrize(
+    "transport",
+    [Transport.TRANSPORT_DURABLE, pytest.param(Transport.TRANSPORT_CORE_NATS, marks=pytest.mark.full)],
+)
 async def test_forged_events_cost_no_block(rig: Rig, transport: Transport) -> None:
     await rig.start_nodes(1, 2, transport=transport)
     one = await rig.indexer("one", worker_grace_seconds=60)
@@ -66,6 +69,7 @@ async def _unconfirmed(process: object, count: int) -> bool:
     return (await process.stats()).events.unconfirmed >= count  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 async def test_a_worker_whose_clock_was_ten_years_ahead_comes_back_right(rig: Rig) -> None:
     """Its record in etcd is lost meanwhile, so that its next incarnation is below the last one."""
     clock = rig.directory / "clock"

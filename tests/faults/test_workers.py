@@ -50,7 +50,7 @@ async def _is_gone(rig: Rig, node: Node) -> bool:
     return not await rig.has_key(COMPONENT.worker_key(node.worker.config.worker_id))
 
 
-@pytest.mark.parametrize("how", ["signs off", "killed"])
+@pytest.mark.parametrize("how", ["signs off", pytest.param("killed", marks=pytest.mark.full)])
 async def test_no_request_goes_to_a_worker_that_left_while_its_blocks_are_still_there(rig: Rig, how: str) -> None:
     (other,) = await rig.start_nodes(2)
     one = await rig.indexer("one", worker_grace_seconds=5)
@@ -142,6 +142,7 @@ async def test_a_worker_leaves_and_comes_back_with_another_cache(rig: Rig) -> No
         assert (await one.stats()).events.fenced == 1
 
 
+@pytest.mark.full
 async def test_of_two_workers_with_one_id_the_later_counts(rig: Rig) -> None:
     one = await rig.indexer("one")
     started = asyncio.Event()
@@ -163,6 +164,7 @@ async def test_of_two_workers_with_one_id_the_later_counts(rig: Rig) -> None:
         await rig.agree(one)
 
 
+@pytest.mark.full
 async def test_core_nats_messages_are_dropped_doubled_and_reordered(rig: Rig) -> None:
     """Workers publish to one NATS; what reaches the Indexer's goes through the test, which loses some."""
     far = await NatsServer(rig.directory / "far").start()
@@ -201,6 +203,7 @@ async def test_core_nats_messages_are_dropped_doubled_and_reordered(rig: Rig) ->
     await rig.agree(one)
 
 
+@pytest.mark.full
 async def test_publish_acknowledgements_are_dropped_doubled_and_reordered(rig: Rig) -> None:
     wire = AckLosingWire(rig.nats.port, rig.rng)
     await rig.exits.enter_async_context(wire.laid())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk, the load generator, is not installed")
 @pytest.mark.parametrize("name", [pytest.param("one process", marks=pytest.mark.full), "split"])
 async def test_a_system_serves_the_load_of_the_benchmark(

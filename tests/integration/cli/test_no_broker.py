@@ -22,7 +22,7 @@ def engine(kind: str) -> EngineServer:
     return start(enable_prompt_tokens_details=True)
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 async def test_a_prompt_sent_again_hits_the_cache_that_the_engine_reports(tmp_path: Path, kind: str) -> None:
     engines = [engine(kind), engine(kind)]
     async with AsyncExitStack() as stack:
@@ -85,6 +85,7 @@ async def test_an_engine_that_restarts_is_taken_to_hold_nothing(tmp_path: Path) 
             assert (answer.overlap_blocks, answer.cached_tokens) == (0, 0)
 
 
+@pytest.mark.full
 async def test_an_engine_that_comes_back_with_another_block_size_is_served(tmp_path: Path) -> None:
     changing = engine("vllm")
     async with AsyncExitStack() as stack:
@@ -128,6 +129,7 @@ async def test_an_engine_without_events_is_predicted_and_named(tmp_path: Path) -
         assert len(workers) == 2
 
 
+@pytest.mark.full
 async def test_an_engine_that_starts_later_joins(tmp_path: Path) -> None:
     late = engine("vllm")
     async with serving(tmp_path, late.url) as system:
@@ -169,6 +171,7 @@ async def test_engines_of_a_file_come_and_go(tmp_path: Path) -> None:
         await until(both)
 
 
+@pytest.mark.full
 async def test_an_operator_adds_drains_and_removes_engines(tmp_path: Path) -> None:
     one, two = engine("vllm"), engine("vllm")
     named = tmp_path / "engines"

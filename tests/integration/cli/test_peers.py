@@ -119,6 +119,7 @@ async def test_one_that_is_killed_under_load_costs_no_request_and_leaves_no_book
         assert not failed
 
 
+@pytest.mark.full
 async def test_one_that_starts_later_learns_the_bookings_of_the_other(logs: Path) -> None:
     running = engine()
     first, second = (f"127.0.0.1:{port}" for port in free_ports(2))

@@ -187,6 +187,7 @@ def names_of(message: object) -> object:
     return {name: names_of(value) for name, value in message.items()} if isinstance(message, dict) else None
 
 
+@pytest.mark.full
 async def test_a_killed_owner_leaves_nothing_running(tmp_path: Path) -> None:
     async with up(tmp_path) as system:
         children = system.children()
@@ -195,6 +196,7 @@ async def test_a_killed_owner_leaves_nothing_running(tmp_path: Path) -> None:
         await until(lambda: all(gone(child) for child in children))
 
 
+@pytest.mark.full
 async def test_parts_that_die_are_named_and_started_again(tmp_path: Path) -> None:
     async with up(tmp_path) as system:
         paste = pasted(system.said)

@@ -120,6 +120,11 @@ class System:
         except KvRouterError:
             return [False]
 
+    def wait_for_no_restart(self) -> None:
+        """Has requests fail at once while no worker is there, and not after the time that a pool may restart in."""
+        runner = self.frontend.runner
+        runner.settings = runner.settings.model_copy(update={"pool_restart_seconds": 0.0})
+
     async def stop_worker(self, worker_id: int) -> None:
         await self._worker_stacks.pop(worker_id).aclose()
 

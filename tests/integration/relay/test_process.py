@@ -89,6 +89,7 @@ async def incarnation(namespace: str, etcd_endpoint: str) -> int:
     return WorkerRegistration.FromString(found.value).ranks[0].incarnation
 
 
+@pytest.mark.full
 async def test_a_killed_relay_resumes(options: list[str], namespace: str, etcd_endpoint: str, tmp_path: Path) -> None:
     engine = Engine()
     await engine.start()

@@ -73,6 +73,7 @@ def report(record: Record, alone: Served, attacked: Served) -> None:
         record(f"{name} cores", f"{alone.cpu_share[name]:.2f} -> {attacked.cpu_share[name]:.2f}")
 
 
+@pytest.mark.full
 async def test_peers_without_a_credential_harm_nobody(
     system: tuple[AttackedSystem, Served], record_property: Record
 ) -> None:

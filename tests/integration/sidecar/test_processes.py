@@ -33,6 +33,7 @@ async def repeated_until_cached(system: System, prompt: list[int]) -> Completion
     return completion
 
 
+@pytest.mark.full
 async def test_requests_go_to_the_engine_that_has_their_prefix_and_survive_deaths(system: System) -> None:
     """One system for the whole story, because starting it takes most of the time."""
     holder = (await repeated_until_cached(system, PROMPT)).worker_id

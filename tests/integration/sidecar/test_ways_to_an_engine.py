@@ -23,7 +23,7 @@ TOKENS = 600
 CHAT = {"messages": [{"role": "user", "content": "Tell a long story."}]}
 
 
-@pytest.mark.parametrize("forward", ["yes", "no"])
+@pytest.mark.parametrize("forward", ["yes", pytest.param("no", marks=pytest.mark.full)])
 @pytest.mark.parametrize("server", [vllm, sglang])
 async def test_engines_get_their_own_key_instead_of_the_clients(
     server: Callable[..., EngineServer],

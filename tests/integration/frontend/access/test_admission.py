@@ -99,6 +99,7 @@ async def test_a_prompt_whose_client_leaves_before_the_first_token_is_charged(gu
 
 
 async def test_a_prompt_that_no_worker_got_is_not_charged(guarded: System, keys: Keys) -> None:
+    guarded.wait_for_no_restart()
     await guarded.stop_worker(1)
     async with grpc.aio.insecure_channel(guarded.target) as channel:
         stub: Any = frontend_pb2_grpc.FrontendServiceStub(channel)  # type: ignore[no-untyped-call]

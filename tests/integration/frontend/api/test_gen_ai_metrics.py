@@ -61,6 +61,7 @@ async def test_requests_are_counted_with_their_tokens(system: System) -> None:
 
 
 async def test_a_failed_request_has_the_code_of_its_error_and_no_times(system: System) -> None:
+    system.wait_for_no_restart()
     await system.start_worker(1)
     await system.stop_worker(1)
     await until(lambda: not any(view.workers for view in system.runtime.directory.components.values()))

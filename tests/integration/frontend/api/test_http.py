@@ -120,6 +120,7 @@ async def test_a_body_that_is_no_json_is_refused(system: System, http: aiohttp.C
 
 
 async def test_without_workers_the_answer_says_when_to_retry(system: System, http: aiohttp.ClientSession) -> None:
+    system.wait_for_no_restart()
     await system.start_worker(1)
     await system.stop_worker(1)
     async with http.post("/v1/completions", json=body()) as response:

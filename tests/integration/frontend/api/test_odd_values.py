@@ -46,7 +46,7 @@ def address(system: System, service: str) -> str:
 async def test_no_value_makes_a_call_fail(system: System, service: str) -> None:
     await system.start_worker(1, clock_factor=1000.0)
     async with grpc.aio.insecure_channel(address(system, service)) as channel:
-        await nothing_fails(channel, SERVICES[service], odd(system), times=60)
+        await nothing_fails(channel, SERVICES[service], odd(system), times=20)
     async for _ in system.client.generate(request(), deadline=Deadline.after(30)):
         pass
 

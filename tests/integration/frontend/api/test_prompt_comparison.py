@@ -34,7 +34,7 @@ def differences(system: System) -> float | None:
     return system.runtime.registry.get_sample_value("kvrouter_frontend_prompt_differences")
 
 
-@pytest.mark.parametrize("server", [vllm, sglang])
+@pytest.mark.parametrize("server", [vllm, pytest.param(sglang, marks=pytest.mark.full)])
 async def test_a_template_that_is_not_the_engines_is_reported(
     server: Callable[..., EngineServer], tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:

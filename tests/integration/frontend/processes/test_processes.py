@@ -204,9 +204,8 @@ async def test_a_second_frontend_on_a_port_is_refused(gateway: Gateway) -> None:
         assert b"cannot listen on" in logged
         await gateway.complete()
 
-    for processes in ("1", "2"):
-        await refused(gateway.http.rpartition(":")[2], "127.0.0.1:0", processes)
-        await refused("0", gateway.grpc, processes)
+    await refused(gateway.http.rpartition(":")[2], "127.0.0.1:0", "1")
+    await refused("0", gateway.grpc, "2")
 
 
 async def test_children_end_with_a_parent_that_is_killed(gateway: Gateway) -> None:
@@ -220,6 +219,7 @@ async def test_children_end_with_a_parent_that_is_killed(gateway: Gateway) -> No
     await until(ended)
 
 
+@pytest.mark.full
 async def test_a_stop_lets_running_requests_finish(gateway: Gateway) -> None:
     async with aiohttp.ClientSession() as session:
         body = {"model": MODEL, "prompt": [1] * 64, "max_tokens": 20_000, "stream": True}
@@ -231,6 +231,7 @@ async def test_a_stop_lets_running_requests_finish(gateway: Gateway) -> None:
     assert await asyncio.to_thread(gateway.process.wait, 60) == 0
 
 
+@pytest.mark.full
 async def test_an_invalid_configuration_of_a_child_ends_the_parent(system: list[str]) -> None:
     options = [*system, "--processes", "2", "--port", "0", "--http-bind", "", "--record", "/proc/nowhere/x"]
     refused = await asyncio.create_subprocess_exec(

@@ -49,6 +49,7 @@ async def kvrouter(*arguments: str) -> str:
     return said.decode()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 async def test_a_recording_is_simulated_and_replayed(
     tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str

@@ -70,6 +70,7 @@ async def test_a_drained_worker_gets_no_new_requests_until_it_is_undrained(syste
     await system.until_idle()
 
 
+@pytest.mark.full
 async def test_running_requests_continue_elsewhere_after_the_time_given(system: System) -> None:
     fields: dict[str, Any] = {
         "stop_conditions": StopConditions(max_tokens=400),

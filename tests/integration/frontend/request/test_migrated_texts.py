@@ -121,6 +121,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """What the engines say, fields of the request, and parts of the response."""
 
 
+@pytest.mark.full
 async def test_a_chat_reads_the_same_wherever_its_workers_are_lost(running: tuple[System, Engines]) -> None:
     system, engines = running
     url = f"http://{system.http}/v1/chat/completions"
