@@ -182,14 +182,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "supervisor": ("engine_options", "served_engine"),
         "metrics": ("supervisor",),
         "local_system": (),
-        "local_engines": (
-            "engine_options",
-            "engines_file",
-            "local_system",
-            "metrics",
-            "settings",
-            "supervisor",
-        ),
+        "followed_engines": ("engine_options", "metrics", "settings", "supervisor"),
     },
     "mocker": {
         "engine": (),

@@ -177,8 +177,8 @@ async def beside(namespace: str, etcd: str, nats: str, *urls: str, **options: An
         "replay_seconds": 5.0,
     }
     registry, health = CollectorRegistry(), HealthBoard()
-    async with running(SidecarSettings(**(known | options)), registry, health) as supervisors:
-        yield Sidecar(supervisors[0], registry, health)
+    async with running(SidecarSettings(**(known | options)), registry, health) as engines:
+        yield Sidecar(engines.supervisors[0], registry, health)
 
 
 def cached(server: ServedEngine, dp_rank: int = 0) -> set[int]:

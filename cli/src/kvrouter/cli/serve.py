@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, cast
 
 from kvrouter.cli.errors import WrongUsage
@@ -29,7 +30,10 @@ from kvrouter.scheduler import app as scheduler
 from kvrouter.scheduler.overlap.indexer_query import OverlapIndex
 from kvrouter.scheduler.replication.peer_network import REPLICA_SERVICE, PeerNetwork
 from kvrouter.scheduler.settings import SchedulerSettings
-from kvrouter.sidecar.local_engines import LocalEngines, serving_engines
+from kvrouter.sidecar.engine_options import options_of_local_engine
+from kvrouter.sidecar.engines_file import engines_in
+from kvrouter.sidecar.followed_engines import FollowedEngines, following_engines
+from kvrouter.sidecar.local_system import LocalWorkers
 from kvrouter.sidecar.settings import LocalEnginesSettings
 from kvrouter.v1.message_limits import MessageLimits
 
@@ -71,9 +75,13 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
 
     async def main(stopping: asyncio.Event) -> None:
         async with open_runtime(common, local=local) as runtime, AsyncExitStack() as running:
-            served: LocalEngines | None = None
+            served: FollowedEngines | None = None
             if local is not None:
-                served = await running.enter_async_context(serving_engines(engines, local, runtime.registry))
+                options_of = partial(options_of_local_engine, engines)
+                following = following_engines(engines, options_of, runtime.registry, system=LocalWorkers(local))
+                served = await running.enter_async_context(following)
+                if engines.engines_file is not None:
+                    served.follow(engines_in(engines.engines_file))
             peers = _peers(engines, settings, runtime)
             services = await _compose(settings, runtime, running, served, peers)
             internal = [] if peers is None else [(REPLICA_SERVICE, peers)]
@@ -157,7 +165,7 @@ async def _compose(
     settings: Mapping[str, Any],
     runtime: Runtime,
     running: AsyncExitStack,
-    engines: LocalEngines | None,
+    engines: FollowedEngines | None,
     peers: PeerNetwork | None,
 ) -> list[Hosted]:
     hosted: list[Hosted] = []
@@ -204,7 +212,7 @@ def _limits(settings: IndexerSettings | SchedulerSettings) -> MessageLimits:
 class _Start:
     """Readiness of an index that is read from the engines of this process."""
 
-    def __init__(self, indexing: IndexerService, directory: Directory, engines: LocalEngines) -> None:
+    def __init__(self, indexing: IndexerService, directory: Directory, engines: FollowedEngines) -> None:
         self._indexing = indexing
         self._directory = directory
         self._engines = engines
