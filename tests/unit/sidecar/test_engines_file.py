@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from kvrouter.sidecar.engines_file import engines_in, read_engines
+from kvrouter.sidecar.kubernetes.pods import FoundEngine
 
 
 def test_each_line_is_a_url_and_the_rest_of_it_a_comment(tmp_path: Path) -> None:
@@ -39,9 +40,9 @@ async def test_changes_are_seen_and_unusable_content_changes_nothing(tmp_path: P
     path = tmp_path / "engines"
     path.write_text("http://a:1")
     async with aclosing(engines_in(path)) as changes:
-        assert await anext(changes) == ("http://a:1",)
+        assert await anext(changes) == (FoundEngine("http://a:1"),)
         path.write_text("nonsense")
         replacement = tmp_path / "new"
         replacement.write_text("http://a:1\nhttp://b:2\n")
         replacement.replace(path)
-        assert await anext(changes) == ("http://a:1", "http://b:2")
+        assert [each.url for each in await anext(changes)] == ["http://a:1", "http://b:2"]

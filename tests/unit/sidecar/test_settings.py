@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kvrouter.runtime.config.settings import SettingsError
 from kvrouter.runtime.config.sources import read_all
-from kvrouter.sidecar.engine_options import EngineOptions, options_of_engines
+from kvrouter.sidecar.engine_options import EngineOptions, options_of_engines, options_of_pod, worker_id_of
 from kvrouter.sidecar.settings import LocalEnginesSettings, SidecarSettings
 
 
@@ -29,6 +29,11 @@ def engines(*flags: str) -> list[EngineOptions]:
         (["--engine", "http://e:1", "--state", "j"], "--worker-id"),
         (["--engine", "http://e:1", "--bootstrap-endpoint", "e"], "expected host:port"),
         (["--engine", "http://e:1", "--lora-ids", "a=b"], "expected number=name"),
+        (["--engine-pods", "a:b:c:d"], "[NAMESPACE:]LABELS[:PORT]"),
+        (["--inference-pool", "A"], "name of Kubernetes"),
+        (["--engine-pods", "app=vllm", "--inference-pool", "qwen"], "name one of them"),
+        (["--engine-pods", "app=vllm", "--bind", "0.0.0.0:7000"], "port 0"),
+        (["--engine-pods", "app=vllm", "--advertise", "10.0.0.7:7000"], "port 0"),
     ],
 )
 def test_wrong_options_are_named(wrong: list[str], named: str) -> None:
@@ -47,6 +52,14 @@ def test_further_engines_have_the_next_ids_and_ports() -> None:
     assert (second.worker_id, second.bind, second.advertise) == (8, "0.0.0.0:9001", "h:9101")
     assert (first.overrides.kv_events, second.overrides.kv_events) == ("tcp://e:5", "none")
     assert second.url == "http://e:2"
+
+
+def test_the_worker_of_a_pod_is_named_by_its_url_and_may_have_no_events() -> None:
+    settings: Any = read_all([SidecarSettings], ["--engine-pods", "app=vllm", "--advertise", "10.0.0.7"], {})[0]
+    options = options_of_pod(settings, "http://10.0.0.1:8000")
+    assert (options.worker_id, options.bind) == (worker_id_of("http://10.0.0.1:8000/"), "127.0.0.1:0")
+    assert (options.advertise, options.advertised_url) == ("10.0.0.7", "http://10.0.0.1:8000")
+    assert not options.overrides.needs_events
 
 
 @pytest.mark.parametrize(
@@ -72,7 +85,7 @@ def test_another_address_is_advertised_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (["--peer", "10.0.0.2:50051"], "--engine"),
+        (["--peer", "10.0.0.2:50051"], "--engine-pods"),
         (["--engine", "http://e:1", "--peer", "10.0.0.2"], "host:port"),
         (["--engine", "http://e:1", "--engine-replay", "tcp://e:1"], "--engine-events"),
     ],

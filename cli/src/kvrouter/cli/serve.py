@@ -81,7 +81,7 @@ def serve(roles: Sequence[str], options: Sequence[str]) -> NoReturn:
                 following = following_engines(engines, options_of, runtime.registry, system=LocalWorkers(local))
                 served = await running.enter_async_context(following)
                 if engines.engines_file is not None:
-                    served.follow(engines_in(engines.engines_file))
+                    served.follow("engines file", engines_in(engines.engines_file))
             peers = _peers(engines, settings, runtime)
             services = await _compose(settings, runtime, running, served, peers)
             internal = [] if peers is None else [(REPLICA_SERVICE, peers)]
@@ -120,7 +120,7 @@ def _running(
 
 def _local_system(engines: LocalEnginesSettings, settings: Mapping[str, Any]) -> LocalSystem | None:
     """Returns what takes the place of etcd and NATS; None if there are no engines to serve."""
-    if not engines.engine and engines.engines_file is None:
+    if not engines.names_engines:
         return None
     if missing := [role for role in ROLES if role not in settings]:
         raise WrongUsage(f"--engine: a system without etcd and NATS is one process; add --roles {','.join(missing)}")

@@ -57,13 +57,13 @@ def drain_command(
     """Stop new requests to an engine, and wait until its running ones have ended. It stays followed."""
     from kvrouter.cli.drain import drain
     from kvrouter.cli.top.sources import Where
-    from kvrouter.sidecar.engine_options import local_worker_id
+    from kvrouter.sidecar.engine_options import worker_id_of
 
     system = chosen_system(run, addresses={})
     if system is None or not system.scheduler:
         raise WrongUsage("no process of kvrouter serve --engine runs here")
     where = Where([system.scheduler], [], "", system.namespace)
-    run_interruptibly(drain(where, component, local_worker_id(url), migrate_after_seconds=timeout, wait_seconds=wait))
+    run_interruptibly(drain(where, component, worker_id_of(url), migrate_after_seconds=timeout, wait_seconds=wait))
 
 
 def _file(run: str | None, given: Path | None) -> Path:

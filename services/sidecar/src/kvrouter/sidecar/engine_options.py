@@ -37,6 +37,8 @@ class EngineOptions:
     settings: EngineSettings
     transport: Transport = Transport.TRANSPORT_UNSPECIFIED
     """Transport of its events; unspecified for the component's."""
+    incarnation: str = ""
+    """Another one after each restart of the engine; empty if nobody says."""
 
     @property
     def advertised_host(self) -> str:
@@ -82,8 +84,10 @@ class EngineOptions:
             tracer=tracer(),
             state=settings.state if engine.events else None,
             state_seconds=settings.state_seconds,
-            # The engine says nothing of its lifetime. State and engine are compared by their last message instead.
-            engine_incarnation=f"{self.url} {engine.model}" if settings.state and engine.events else "",
+            # Where nobody says when the engine began, state and engine are compared by their last message.
+            engine_incarnation=(
+                f"{self.url} {engine.model} {self.incarnation}".rstrip() if settings.state and engine.events else ""
+            ),
         )
 
     def event_source(self, engine: EngineDescription) -> EventSource:
@@ -116,8 +120,8 @@ def options_of_engines(settings: SidecarSettings) -> Iterator[EngineOptions]:
         )
 
 
-def local_worker_id(url: str) -> int:
-    """Returns the id of the worker of an engine that only one process reaches: the same for the same URL."""
+def worker_id_of(url: str) -> int:
+    """Returns the id of a worker that is named by its engine's URL: the same for the same URL."""
     return xxh3_64_intdigest(url.rstrip("/").encode()) >> 11 | 1
 
 
@@ -129,11 +133,25 @@ def options_of_local_engine(settings: LocalEnginesSettings, url: str) -> EngineO
     return EngineOptions(
         url=url,
         advertised_url=url,
-        worker_id=local_worker_id(url),
+        worker_id=worker_id_of(url),
         bind="127.0.0.1:0",
         advertise="",
         overrides=_overrides(settings, index, settings.engine_events, settings.engine_replay, needs_events=False),
         settings=settings,
+    )
+
+
+def options_of_pod(settings: SidecarSettings, url: str) -> EngineOptions:
+    """Returns the options of an engine in a pod. Its URL gives the worker's id, and the worker has a free port."""
+    return EngineOptions(
+        url=url,
+        advertised_url=url,
+        worker_id=worker_id_of(url),
+        bind=settings.bind,
+        advertise=settings.advertise,
+        overrides=_overrides(settings, None, (), (), needs_events=False),
+        settings=settings,
+        transport=TRANSPORTS[settings.transport],
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
+from kvrouter.sidecar.kubernetes.pods import FoundEngine
 
 log = structlog.get_logger(component="engines")
 
@@ -61,8 +62,8 @@ def read_engines(path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(urls))
 
 
-async def engines_in(path: Path) -> AsyncGenerator[tuple[str, ...]]:
-    """Yields the URLs in a file, at once and within a second of each change, for ever.
+async def engines_in(path: Path) -> AsyncGenerator[tuple[FoundEngine, ...]]:
+    """Yields the engines in a file, at once and within a second of each change, for ever.
 
     A file that cannot be used is logged once, and the last usable content counts.
     """
@@ -80,5 +81,5 @@ async def engines_in(path: Path) -> AsyncGenerator[tuple[str, ...]]:
             refused = ""
             if urls != last:
                 last = urls
-                yield urls
+                yield tuple(map(FoundEngine, urls))
         await asyncio.sleep(_LOOK_SECONDS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import aiohttp
 import structlog
@@ -14,13 +16,22 @@ from kvrouter.engines.relay.metrics import RelayMetrics
 from kvrouter.engines.relay.relaying import RelayedRanks
 from kvrouter.engines.servers.http import EngineHttp
 from kvrouter.publisher.registration import System
+from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.sidecar.engine_options import EngineOptions
+from kvrouter.sidecar.kubernetes.pods import FoundEngine
+from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName
 from kvrouter.sidecar.metrics import SidecarMetrics
 from kvrouter.sidecar.settings import EngineSettings
 from kvrouter.sidecar.supervisor import EngineSupervisor
 from prometheus_client import CollectorRegistry
 
+if TYPE_CHECKING:
+    from kvrouter.sidecar.kubernetes.discovery import PodDiscovery
+
 log = structlog.get_logger(component="engines")
+
+POD_SOURCE = "engine-pods"
+"""Name of the pods as a source of engines."""
 
 
 class FollowedEngines:
@@ -44,7 +55,7 @@ class FollowedEngines:
         self._session = session
         self._tasks = tasks
         self._keys = EngineKeys(settings.engine_keys_file)
-        self._wanted: set[str] = set()
+        self._wanted: dict[str, FoundEngine] = {}
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._sources: list[asyncio.Task[None]] = []
         self._unheard = 0
@@ -69,12 +80,12 @@ class FollowedEngines:
         """Keys of the workers' registrations."""
         return {each.worker_key for each in self._supervisors} - {""}
 
-    def add(self, url: str) -> bool:
+    def add(self, engine: FoundEngine) -> bool:
         """Follows an engine from now on. Returns False if it is followed already."""
-        url = url.rstrip("/")
+        url = engine.url
         if url in self._wanted:
             return False
-        self._wanted.add(url)
+        self._wanted[url] = engine
         if url not in self._followed:
             following = self._follow(url, self._supervisor(url))
             self._followed[url] = self._tasks.create_task(following, name=f"engine {url}")
@@ -85,23 +96,22 @@ class FollowedEngines:
 
         Returns False if it is not followed.
         """
-        url = url.rstrip("/")
-        if url not in self._wanted:
+        if self._wanted.pop(url, None) is None:
             return False
-        self._wanted.discard(url)
         for supervisor in self._supervisors:
             if supervisor.options.url == url:
                 supervisor.stop()
         return True
 
-    def follow(self, changes: AsyncGenerator[Collection[str]]) -> None:
+    def follow(self, source: str, changes: AsyncGenerator[Collection[FoundEngine]]) -> None:
         """Adds and removes engines as a source names them, until ``close``. Those of the options stay.
 
         Args:
-            changes: Yields the URLs of all engines of the source, at the beginning and after each change.
+            source: Name of the source.
+            changes: Yields all its engines, at the beginning and after each change.
         """
         self._unheard += 1
-        self._sources.append(self._tasks.create_task(self._follow_source(changes), name="source of engines"))
+        self._sources.append(self._tasks.create_task(self._follow_source(source, changes), name=source))
 
     async def close(self) -> None:
         """Takes all engines out, and waits until they have left."""
@@ -112,21 +122,37 @@ class FollowedEngines:
         if self._followed:
             await asyncio.wait(list(self._followed.values()))
 
-    async def _follow_source(self, changes: AsyncGenerator[Collection[str]]) -> None:
+    async def _follow_source(self, source: str, changes: AsyncGenerator[Collection[FoundEngine]]) -> None:
         fixed = {url.rstrip("/") for url in self._settings.engine}
         named: set[str] | None = None
         async with aclosing(changes):
-            async for urls in changes:
+            async for found in changes:
+                engines = {each.url: each for each in found if each.url not in fixed}
+                for url in (named or set()) - set(engines):
+                    self.remove(url)
+                for engine in engines.values():
+                    self._take(engine)
                 if named is None:
                     self._unheard -= 1
-                for url in (named or set()) - fixed - set(urls):
-                    self.remove(url)
-                for url in urls:
-                    self.add(url)
-                named = set(urls)
+                    self._on_ready(source, True)
+                named = set(engines)
+
+    def _take(self, engine: FoundEngine) -> None:
+        """Follows an engine that is ready, anew if it has restarted. One that ceases to be ready stays followed."""
+        known = self._wanted.get(engine.url)
+        if known is not None and known.incarnation != engine.incarnation:
+            self.remove(engine.url)
+        if engine.url in self._wanted:
+            self._wanted[engine.url] = engine
+            for supervisor in self._supervisors:
+                if supervisor.options.url == engine.url:
+                    supervisor.set_wanted(engine.is_ready)
+        elif engine.is_ready:
+            self.add(engine)
 
     def _supervisor(self, url: str) -> EngineSupervisor:
-        options = self._options_of(url)
+        engine = self._wanted[url]
+        options = replace(self._options_of(url), incarnation=engine.incarnation)
         http = EngineHttp(
             self._session,
             options.url,
@@ -134,6 +160,7 @@ class FollowedEngines:
             answer_seconds=self._settings.answer_seconds,
         )
         supervisor = EngineSupervisor(options, http, partial(self._on_ready, url), self._system)
+        supervisor.set_wanted(engine.is_ready)
         self._relayed[options.worker_id] = supervisor.relayed
         self._supervisors.append(supervisor)
         log.info("engine.added", url=options.url, worker_id=options.worker_id)
@@ -171,11 +198,13 @@ async def following_engines(
         settings: The engines, and what is said of them.
         options_of: Returns the options of the engine at a URL.
         registry: Registry for the metrics of engines.
-        on_ready: Called with an engine's URL when it begins or ceases to take requests.
+        on_ready: Called with an engine's URL when it begins or ceases to take requests, and with the name of a source
+            when it has named its engines for the first time.
         system: Where workers register and publish; by default the etcd and the NATS of the settings.
 
     Raises:
         KeyTaken: another process registered the same worker.
+        StartRefused: the settings name pods, and the client of Kubernetes is not installed.
     """
     # Each running request has a connection of its own.
     connector = aiohttp.TCPConnector(limit=0)
@@ -185,8 +214,26 @@ async def following_engines(
     ):
         engines = FollowedEngines(settings, options_of, on_ready, system, session, tasks, registry)
         for url in settings.engine:
-            engines.add(url)
+            engines.add(FoundEngine(url.rstrip("/")))
+        discovering: asyncio.Task[None] | None = None
+        if settings.pods is not None:
+            discovery = _discovery(settings.pods, registry)
+            discovering = tasks.create_task(discovery.run(), name="engine pods")
+            engines.follow(POD_SOURCE, discovery.engines())
         try:
             yield engines
         finally:
+            if discovering is not None:
+                discovering.cancel()
             await engines.close()
+
+
+def _discovery(pods: PodSelection | PoolName, registry: CollectorRegistry) -> PodDiscovery:
+    # Imported only here, since its client is an extra.
+    try:
+        from kvrouter.sidecar.kubernetes.discovery import PodDiscovery
+    except ModuleNotFoundError as error:
+        raise StartRefused(
+            f"--engine-pods and --inference-pool need {error.name}: install kvrouter[kubernetes]"
+        ) from None
+    return PodDiscovery(pods, registry)

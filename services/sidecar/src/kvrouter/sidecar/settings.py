@@ -10,6 +10,7 @@ from kvrouter.engines.servers.detection import EngineKindOption
 from kvrouter.runtime.config.fields import Address, EngineKeysFile, RoleOption, TransportOption, check_socket_endpoint
 from kvrouter.runtime.config.settings import Name, ServiceSettings
 from kvrouter.sidecar.engines_file import checked_url, read_engines
+from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName, read_pool_name, read_selection
 from pydantic import Field, field_validator, model_validator
 
 
@@ -29,6 +30,11 @@ class EngineSettings(ServiceSettings):
     """Options with one value for each engine, in the order of the engines."""
 
     engine: tuple[str, ...]
+    engine_pods: str = ""
+    """Pods of Kubernetes with engines, [NAMESPACE:]LABELS[:PORT]: engines come and go with them. LABELS is a label
+    selector, PORT that of the HTTP API (8000); without NAMESPACE, the process's own."""
+    inference_pool: str = ""
+    """Name of an InferencePool, [NAMESPACE/]NAME, whose pods have the engines, in the place of --engine-pods."""
     engine_kind: EngineKindOption = "auto"
     """Which engine it is; auto asks it."""
     engine_keys_file: EngineKeysFile = ""
@@ -89,6 +95,20 @@ class EngineSettings(ServiceSettings):
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(checked_url, urls))
 
+    @field_validator("engine_pods")
+    @classmethod
+    def _selects_pods(cls, text: str) -> str:
+        if text:
+            read_selection(text)
+        return text
+
+    @field_validator("inference_pool")
+    @classmethod
+    def _names_a_pool(cls, text: str) -> str:
+        if text:
+            read_pool_name(text)
+        return text
+
     @field_validator("lora_ids")
     @classmethod
     def _are_numbers(cls, names: dict[str, str]) -> dict[str, str]:
@@ -106,7 +126,16 @@ class EngineSettings(ServiceSettings):
                 raise ValueError(f"--{option}: expected one for each of {len(self.engine)} engines, received {count}")
         if len(set(self.engine)) < len(self.engine):
             raise ValueError("--engine: the same engine is named twice")
+        if self.engine_pods and self.inference_pool:
+            raise ValueError("--inference-pool: its pods take the place of those of --engine-pods; name one of them")
         return self
+
+    @property
+    def pods(self) -> PodSelection | PoolName | None:
+        """What names the pods that have engines; None for nothing."""
+        if self.inference_pool:
+            return read_pool_name(self.inference_pool)
+        return read_selection(self.engine_pods) if self.engine_pods else None
 
 
 class SidecarSettings(EngineSettings):
@@ -114,7 +143,7 @@ class SidecarSettings(EngineSettings):
 
     per_engine = ("kv_events", "kv_replay", "engine_advertise", "bootstrap_endpoint")
 
-    engine: tuple[str, ...] = Field(min_length=1)
+    engine: tuple[str, ...] = ()
     """URL of the engine's HTTP API, http://host:port. May be repeated for several engines."""
     kv_events: tuple[str, ...] = ()
     """Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if it publishes no
@@ -134,9 +163,15 @@ class SidecarSettings(EngineSettings):
 
     @model_validator(mode="after")
     def _is_complete(self) -> SidecarSettings:
+        if not self.engine and self.pods is None:
+            raise ValueError("--engine: name an engine, or the pods of engines with --engine-pods or --inference-pool")
+        if self.pods is not None and (not self.bind.endswith(":0") or self.advertise.rpartition(":")[2].isdecimal()):
+            raise ValueError(
+                "--engine-pods: each worker needs a port of its own; set port 0 in --bind, none in --advertise"
+            )
         if self.kv_replay and not self.kv_events:
             raise ValueError("--kv-replay: name the events' sockets with --kv-events, too")
-        if self.state is not None and self.worker_id is None:
+        if self.state is not None and self.engine and self.worker_id is None:
             raise ValueError("--state: name the worker with --worker-id, so that its state is found again")
         return self
 
@@ -169,8 +204,13 @@ class LocalEnginesSettings(EngineSettings):
                 read_engines(self.engines_file)
             except ValueError as error:
                 raise ValueError(f"--engines-file: {error}") from None
-        if self.peer and not self.engine and self.engines_file is None:
-            raise ValueError("--peer: name the engines with --engine or --engines-file, too")
+        if self.peer and not self.names_engines:
+            raise ValueError("--peer: name the engines with --engine, --engines-file or --engine-pods, too")
         if self.engine_replay and not self.engine_events:
             raise ValueError("--engine-replay: name the events' sockets with --engine-events, too")
         return self
+
+    @property
+    def names_engines(self) -> bool:
+        """Whether the process serves engines itself."""
+        return bool(self.engine) or self.engines_file is not None or self.pods is not None

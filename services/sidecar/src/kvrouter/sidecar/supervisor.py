@@ -65,6 +65,7 @@ class EngineSupervisor:
         self._system = system
         self._on_ready = on_ready
         self._is_away = self._is_asleep = False
+        self._is_wanted = True
         self._doubted = asyncio.Event()
         self._stopping = asyncio.Event()
         self._worker: sdk.Worker | None = None
@@ -106,6 +107,13 @@ class EngineSupervisor:
         return self.was_asked and all(
             relay.caught_up and not publisher.stats().unsent_events for relay, _, publisher in self.relayed.values()
         )
+
+    def set_wanted(self, wanted: bool) -> None:
+        """Keeps requests away from the engine, or lets them reach it again. Its events are published anyway."""
+        if wanted != self._is_wanted:
+            self._is_wanted = wanted
+            if self._worker is not None:
+                self._announce_readiness(self._worker)
 
     def stop(self) -> None:
         """Lets running requests finish, deregisters the worker, and ends ``run``."""
@@ -184,6 +192,8 @@ class EngineSupervisor:
                 task.cancel()
 
     async def _announce(self, worker: sdk.Worker) -> None:
+        if not self._is_wanted:
+            worker.set_accepting(False)
         await worker.registered()
         self._on_ready(worker.is_accepting)
 
@@ -227,7 +237,7 @@ class EngineSupervisor:
             await asyncio.sleep(self.options.settings.load_seconds)
 
     def _announce_readiness(self, worker: sdk.Worker) -> None:
-        is_ready = not self._is_away and not self._is_asleep
+        is_ready = self._is_wanted and not self._is_away and not self._is_asleep
         worker.set_accepting(is_ready)
         self._on_ready(is_ready)
 
