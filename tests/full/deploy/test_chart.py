@@ -16,9 +16,10 @@ import pytest
 import yaml
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer.settings import IndexerSettings
-from kvrouter.runtime.config.sources import load
+from kvrouter.runtime.config.sources import load, read_all
 from kvrouter.scheduler.settings import SchedulerSettings
-from kvrouter.sidecar.settings import SidecarSettings
+from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName
+from kvrouter.sidecar.settings import LocalEnginesSettings, SidecarSettings
 
 jsonschema = pytest.importorskip("jsonschema", reason="kubernetes-validate is not installed")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -149,7 +150,7 @@ def test_every_selector_finds_its_pods(render: Callable[..., Documents]) -> None
 def test_pods_run_without_privileges(render: Callable[..., Documents]) -> None:
     for name, template in pods(render("-f", str(CHART / "ci/all.yaml"))).items():
         pod = template["spec"]
-        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["automountServiceAccountToken"] is (name == "router-sidecar"), name
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
             if container["name"] == "vllm":
                 continue  # The engine's own image needs its GPU.
@@ -225,6 +226,64 @@ def test_an_engine_serves_until_its_sidecar_has_drained(render: Callable[..., Do
             listening.accept()[0].close()
         assert waiting.poll() is None
     assert waiting.wait(30) == 0
+
+
+def test_the_sidecar_of_all_pods_reads_them_and_nothing_else(render: Callable[..., Documents]) -> None:
+    documents = render(*STORES, "--set", "enginePods.labels=app=vllm", "--set", "enginePods.namespace=inference")
+    role, binding = (of_kind(documents, kind)["router-sidecar"] for kind in ("Role", "RoleBinding"))
+    assert {each["metadata"]["namespace"] for each in (role, binding)} == {"inference"}
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    (subject,) = binding["subjects"]
+    deployment = of_kind(documents, "Deployment")["router-sidecar"]
+    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == subject["name"] == role["metadata"]["name"]
+    (container,) = pod["containers"]
+    known = {each["name"]: each.get("value", "10.0.0.7") for each in container["env"]}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in known.items():
+            patched.setenv(name, value)
+        settings = load(SidecarSettings, [])
+    assert settings.pods == PodSelection("app=vllm", (8000,), "inference")
+    with_pool = of_kind(render("-f", str(CHART / "ci/all.yaml")), "Role")["router-sidecar"]
+    assert [each["resources"] for each in with_pool["rules"]] == [["pods"], ["inferencepools"]]
+    assert {verb for each in with_pool["rules"] for verb in each["verbs"]} == {"list", "watch"}
+
+
+def manifests() -> Documents:
+    return list(yaml.safe_load_all((ROOT / "deploy/kubernetes/inference-pool.yaml").read_text()))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_sample_of_an_inference_pool_is_valid(version: str) -> None:
+    for document in manifests():
+        validate(document, version)
+
+
+def test_the_sample_of_an_inference_pool_fits_together(render: Callable[..., Documents]) -> None:
+    documents = manifests()
+    (pool,), services = of_kind(documents, "InferencePool").values(), of_kind(documents, "Service")
+    picker, routed = (pods(documents)[name] for name in ("kvrouter", "qwen"))
+    assert pool["spec"]["selector"]["matchLabels"].items() <= routed["metadata"]["labels"].items()
+    served = {each["containerPort"] for each in routed["spec"]["containers"][0]["ports"]}
+    assert {each["number"] for each in pool["spec"]["targetPorts"]} <= served
+    reference = pool["spec"]["endpointPickerRef"]
+    service = services[reference["name"]]["spec"]
+    assert service["selector"].items() <= picker["metadata"]["labels"].items()
+    (container,) = picker["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    (named,) = (each["targetPort"] for each in service["ports"] if each["port"] == reference["port"]["number"])
+    (backend,) = of_kind(documents, "HTTPRoute")["qwen"]["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    kinds = [FrontendSettings, SchedulerSettings, IndexerSettings, LocalEnginesSettings]
+    front, _, _, engines = read_all(kinds, container["args"], {})
+    assert isinstance(front, FrontendSettings)
+    assert isinstance(engines, LocalEnginesSettings)
+    assert engines.pods == PoolName(pool["metadata"]["name"])
+    assert front.endpoint_picker_bind == f"0.0.0.0:{ports[named]}"
+    assert (front.http_bind, front.port) == (f"0.0.0.0:{ports['metrics']}", ports["http"])
+    role = of_kind(render("-f", str(CHART / "ci/all.yaml")), "Role")["router-sidecar"]
+    assert of_kind(documents, "Role")["kvrouter"]["rules"] == role["rules"]
 
 
 def test_engines_of_pools_can_fetch_blocks_from_each_other(render: Callable[..., Documents]) -> None:

@@ -128,7 +128,10 @@ affinity: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* A Deployment of one service. Arguments: root, service, values, ports (list of {name, port}). */}}
+{{/*
+A Deployment of one service. Arguments: root, service, values, ports (list of {name, port}). Of a service that may run once
+only and reads the API of Kubernetes also: reader, which is the name of its account, command, and env.
+*/}}
 {{- define "kvrouter.deployment" -}}
 apiVersion: apps/v1
 kind: Deployment
@@ -137,12 +140,16 @@ metadata:
   labels: {{- include "kvrouter.labels" . | nindent 4 }}
 spec:
   {{- if not (and .values.autoscaling .values.autoscaling.enabled) }}
-  replicas: {{ .values.replicas }}
+  replicas: {{ .values.replicas | default 1 }}
   {{- end }}
+  {{- if .reader }}
+  strategy: {type: Recreate}
+  {{- else }}
   # A new pod is ready, with its state restored, before an old one stops.
   strategy:
     type: RollingUpdate
     rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
+  {{- end }}
   minReadySeconds: 5
   selector:
     matchLabels: {{- include "kvrouter.selector" . | nindent 6 }}
@@ -159,8 +166,8 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
     spec:
-      serviceAccountName: {{ include "kvrouter.name" .root }}
-      automountServiceAccountToken: false
+      serviceAccountName: {{ .reader | default (include "kvrouter.name" .root) }}
+      automountServiceAccountToken: {{ not (empty .reader) }}
       enableServiceLinks: false
       terminationGracePeriodSeconds: {{ add .root.Values.drainSeconds 15 }}
       {{- with .root.Values.imagePullSecrets }}
@@ -173,8 +180,12 @@ spec:
         - name: {{ .service }}
           image: {{ include "kvrouter.image" .root | quote }}
           imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-          command: [kvrouter-{{ .service }}, --config, /etc/kvrouter/kvrouter.toml]
-          env: {{- include "kvrouter.env" .root | nindent 12 }}
+          command: [{{ .command | default (print "kvrouter-" .service) }}, --config, /etc/kvrouter/kvrouter.toml]
+          env:
+            {{- include "kvrouter.env" .root | nindent 12 }}
+            {{- with .env }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
           ports:
             {{- range .ports }}
             - {name: {{ .name }}, containerPort: {{ .port }}}
