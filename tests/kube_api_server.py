@@ -16,7 +16,10 @@ from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
+import pytest
 from aiohttp import web
+from kubernetes_asyncio.config import incluster_config
+from kvrouter.sidecar.kubernetes import api_server
 
 POOLS = "inference.networking.k8s.io"
 TOKEN = "of-the-service-account"  # noqa: S105 - of this server only
@@ -268,3 +271,16 @@ def write_kubeconfig(path: Path, server: KubeApiServer, token: str = TOKEN, name
     }
     path.write_text(json.dumps(config))
     return path
+
+
+def as_in_a_pod(
+    monkeypatch: pytest.MonkeyPatch, port: int, token: Path, authority: Path, namespace: str = "default"
+) -> None:
+    """Lets this process find the API server on a port of 127.0.0.1 as the processes of a pod do."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(authority))
+    path = token.with_name("namespace")
+    path.write_text(namespace)
+    monkeypatch.setattr(api_server, "_NAMESPACE_FILE", path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from kvrouter.devtools.system.certificates import DevelopmentAuthority
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.sidecar.kubernetes import api_server
 from kvrouter.sidecar.kubernetes.discovery import PodDiscovery
@@ -16,7 +18,7 @@ from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from ....kube_api_server import TOKEN, KubeApiServer, pod, pool, serving_kube_api, write_kubeconfig
+from ....kube_api_server import TOKEN, KubeApiServer, as_in_a_pod, pod, pool, serving_kube_api, write_kubeconfig
 
 PODS = PodSelection("app=vllm")
 ONE, TWO, THREE = (f"http://10.0.0.{number}:8000" for number in (1, 2, 3))
@@ -224,6 +226,27 @@ async def test_an_expired_token_is_read_again(kube: KubeApiServer, tmp_path: Pat
             await kube.put(pod("two", "10.0.0.2"))
             await found.until(ONE, TWO)
     assert another not in json.dumps(logs)
+
+
+async def test_a_pod_uses_its_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = DevelopmentAuthority(tmp_path / "certs").issue("apiserver")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate.cert, certificate.key)
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    async with serving_kube_api(tls) as server:
+        port = int(server.url.rpartition(":")[2])
+        as_in_a_pod(monkeypatch, port, token, certificate.authority, namespace="inference")
+        await server.put(pod("one", "10.0.0.1"))
+        await server.put(pod("two", "10.0.0.2"), namespace="inference")
+        async with finding() as found:
+            await found.until(TWO)
+            server.tokens = {f"{TOKEN}-2"}
+            await server.end_watches()
+            await until(lambda: not found.is_up)
+            token.write_text(f"{TOKEN}-2")  # as the kubelet replaces it
+            await server.put(pod("three", "10.0.0.3"), namespace="inference")
+            await found.until(TWO, THREE)
 
 
 async def test_a_server_that_is_away_at_the_start_is_waited_for(
