@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc.aio
 import pytest
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.sidecar.engine_options import worker_id_of
 
 from ...kube_api_server import KubeApiServer, pod, pool, serving_kube_api, write_kubeconfig
+from ..frontend.endpoint_picker.gateway_stream import GatewayStream
 from ..sidecar.rig import BLOCK, EngineServer, vllm
 from .no_broker import Answer, NoBroker, serving, until
 
@@ -142,3 +144,59 @@ async def test_nothing_is_ready_before_the_pods_are_known(tmp_path: Path, kube: 
         assert (await system.ask(PROMPT)).status == 200
         assert await system.metric("kvrouter_kubernetes_up") == 1
         assert await system.metric("kvrouter_engine_pods") == 1
+
+
+async def test_the_picker_of_a_pool_names_its_pods(tmp_path: Path, kube: KubeApiServer) -> None:
+    port = free_port()
+    one, two = engine(ONE, port), engine(TWO, port)
+    await kube.put(pool("qwen", port, app="vllm"), pod("one", ONE))
+    picker = f"127.0.0.1:{free_port()}"
+    options = ("--inference-pool", "qwen", "--endpoint-picker-bind", picker)
+    body = {"model": "m", "prompt": PROMPT}
+    async with (
+        one.started(),
+        two.started(),
+        serving(tmp_path, options=options) as system,
+        grpc.aio.insecure_channel(picker) as channel,
+    ):
+        await system.serving(1)
+        await system.ready()
+        assert (await GatewayStream(channel).routed(body))[0] == [one.bind]
+        await kube.put(pod("two", TWO))
+        await system.serving(2)
+        chosen, _ = await GatewayStream(channel).routed(body, allowed=[two.bind])
+        assert chosen == [two.bind]
+        await kube.terminate("one")
+
+        async def left() -> bool:
+            return await registered(system) == {worker_id_of(two.url)}
+
+        await until(left)
+        assert (await GatewayStream(channel).routed(body))[0] == [two.bind]
+        status, _, _ = await GatewayStream(channel).refused(body, allowed=[one.bind])
+        assert status == 503
+
+
+async def test_a_state_is_of_one_incarnation_of_a_pod(tmp_path: Path, kube: KubeApiServer) -> None:
+    one = engine(ONE, free_port())
+    await kube.put(pod("one", ONE))
+    options = ("--engine-pods", f"app=vllm:{one.url.rpartition(':')[2]}", "--state", str(tmp_path / "state"))
+    async with one.started():
+        async with serving(tmp_path, options=options) as system:
+            await system.serving(1)
+            await system.ask(PROMPT)
+
+            async def indexed() -> bool:
+                return all(each.blocks == 8 for each in (await system.ranks()).values())
+
+            await until(indexed)
+            assert await system.process.stop(20) == 0
+        async with serving(tmp_path, options=options, name="again") as again:
+            await again.ready()
+            assert await again.metric("kvrouter_relay_restored_blocks") == 8
+            assert await again.process.stop(20) == 0
+        await kube.put(pod("one", ONE, restarts=1))
+        async with serving(tmp_path, options=options, name="restarted") as restarted:
+            await restarted.ready()
+            assert await restarted.metric("kvrouter_relay_restored_blocks") == 0
+            assert restarted.logged("state.not_recovered")
