@@ -25,3 +25,14 @@ def test_multimodal_content_counts() -> None:
     )
     prompt = take_prompt(request)
     assert hash_prompt(prompt, request, 16) == local_hashes(tokens, 16, Scope("", "", ""), [(2, 7)])
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+def test_the_token_of_multimodal_content_names_its_block_of_any_size(block_size: int) -> None:
+    tokens = list(range(100))
+    request = FrontendServiceGenerateRequest(token_ids=TokenIds(ids=tokens))
+    request.multimodal_hashes.add(token_index=47, hash=7)
+    prompt = take_prompt(request)
+    hashes = hash_prompt(prompt, request, block_size)
+    assert hashes == local_hashes(tokens, block_size, Scope(), [(47 // block_size, 7)])
+    assert hash_prompt(prompt, request, block_size, known=hashes[:16]) == hashes

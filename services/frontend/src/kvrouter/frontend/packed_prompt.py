@@ -8,6 +8,7 @@ is a packed buffer, and its request has no token ids.
 from __future__ import annotations
 
 from kvrouter.core import Scope, local_hashes
+from kvrouter.runtime.requests import content_in_blocks
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.packed_pb2 import PackedPrompt, PackedWorkerPrompt
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
@@ -39,7 +40,6 @@ def hash_prompt(
     """
     blocks = len(known) // _HASH_BYTES
     scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
-    multimodal = [
-        (item.block_index - blocks, item.hash) for item in request.multimodal_hashes if item.block_index >= blocks
-    ]
+    content = content_in_blocks(request.multimodal_hashes, block_size)
+    multimodal = [(block - blocks, content_hash) for block, content_hash in content if block >= blocks]
     return known + local_hashes(prompt[blocks * block_size * TOKEN_BYTES :], block_size, scope, multimodal)

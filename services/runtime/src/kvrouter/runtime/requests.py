@@ -10,8 +10,9 @@ not pack are understood as well.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from kvrouter.v1.common_pb2 import Component, LocalHashes
+from kvrouter.v1.common_pb2 import Component, LocalHashes, MultimodalHash
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.names import ComponentName, InvalidName
 from kvrouter.v1.packed_pb2 import PackedLocalHashes, PackedReassertBooking
@@ -30,6 +31,14 @@ def component_name(component: Component) -> ComponentName:
         raise BadRequest(
             str(error)[:512], field="component", advice="Send a valid namespace and a valid name."
         ) from None
+
+
+def content_in_blocks(hashes: Iterable[MultimodalHash], block_size: int) -> list[tuple[int, int]]:
+    """Returns (block index, content hash) for each hash of multimodal content, as ``local_hashes`` takes them."""
+    return [
+        (item.token_index // block_size if item.HasField("token_index") else item.block_index, item.hash)
+        for item in hashes
+    ]
 
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

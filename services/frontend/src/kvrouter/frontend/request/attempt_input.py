@@ -11,7 +11,7 @@ from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.requests import local_hashes_message
+from kvrouter.runtime.requests import content_in_blocks, local_hashes_message
 from kvrouter.v1.common_pb2 import AvoidedWorker, Rank, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
@@ -214,6 +214,6 @@ class AttemptInput:
         if transfer_params is not None:
             for_worker.stage = _DECODE
             for_worker.transfer_params.CopyFrom(transfer_params)
-        if request.multimodal_hashes:
-            for_worker.multimodal_hashes.extend(request.multimodal_hashes)
+        for block, content_hash in content_in_blocks(request.multimodal_hashes, self.block_size):
+            for_worker.multimodal_hashes.add(block_index=block, hash=content_hash)
         return for_worker

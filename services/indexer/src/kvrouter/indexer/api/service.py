@@ -19,7 +19,7 @@ from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.net.snapshot_format import InvalidSnapshot
 from kvrouter.net.varint import encode_varint
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.requests import component_name, pack_local_hashes
+from kvrouter.runtime.requests import component_name, content_in_blocks, pack_local_hashes
 from kvrouter.v1 import indexer_pb2 as pb
 from kvrouter.v1.common_pb2 import BlockScope, Component, RankState
 from kvrouter.v1.common_pb2 import Rank as RankMessage
@@ -311,7 +311,7 @@ class IndexerService:
         if request.WhichOneof("prompt") == "local_hashes":
             return pack_local_hashes(request.local_hashes)
         scope = scope_of(request.scope)
-        multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
+        multimodal = content_in_blocks(request.multimodal_hashes, block_size)
         ids = request.token_ids.ids
         if len(ids) > _LONG_PROMPT_TOKENS:
             return await asyncio.to_thread(local_hashes, ids, block_size, scope, multimodal)

@@ -6,7 +6,7 @@ from array import array
 from typing import NamedTuple
 
 from kvrouter.core import Scope, local_hashes, sequence_hashes
-from kvrouter.runtime.requests import pack_local_hashes
+from kvrouter.runtime.requests import content_in_blocks, pack_local_hashes
 from kvrouter.v1.common_pb2 import RoutingRequest
 from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
 
@@ -84,7 +84,7 @@ def read_prompt(
             raise PromptTooLong.for_model(tokens, max_model_len)
     if request.WhichOneof("prompt") == "token_ids":
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
-        multimodal = [(item.block_index, item.hash) for item in request.multimodal_hashes]
+        multimodal = content_in_blocks(request.multimodal_hashes, block_size)
         try:
             local = local_hashes(array("I", request.token_ids.ids), block_size, scope, multimodal)
         except ValueError as error:
