@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "frontend": (
         *SERVICE,
         *("kvrouter.engines.chats", "kvrouter.engines.fields", "kvrouter.engines.keys"),
-        *("kvrouter.engines.openai_server", "kvrouter.engines.routes"),
+        *("kvrouter.engines.media", "kvrouter.engines.openai_server", "kvrouter.engines.routes"),
     ),
     # A process beside an engine.
     "relay": (*SERVICE, "kvrouter.publisher", "kvrouter.engines"),

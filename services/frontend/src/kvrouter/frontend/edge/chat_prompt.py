@@ -12,6 +12,7 @@ from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.text.chat_template import marked, until_mark
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
+from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.v1.errors import BadRequest
 
 MAX_MESSAGES = 65_536
@@ -21,11 +22,13 @@ _invalid_message = partial(invalid, advice="Correct the message.")
 _TEXT_PARTS = ("text", "input_text", "refusal")
 
 
-def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[dict[str, Any]], media: PromptMedia | None = None) -> list[dict[str, Any]]:
     """Returns messages as ``transformers`` passes them to a template, with empty contents as texts, as vLLM does.
 
+    ``media`` takes their images, sounds and videos; without it they may have text only.
+
     Raises:
-        BadRequest: there are none or too many, or one has no role, or contents of another kind than text.
+        BadRequest: there are none or too many, or one has no role, or contents of an unknown kind.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise invalid(
@@ -33,7 +36,7 @@ def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
             f"expected 1 to {MAX_MESSAGES} messages, received {len(messages)}",
             'Send at least one message, such as {"role": "user", "content": "Hello"}.',
         )
-    return [_message(message, index) for index, message in enumerate(messages)]
+    return [_message(message, index, media) for index, message in enumerate(messages)]
 
 
 def as_engine_renders(messages: list[dict[str, Any]], rule: ChatRule, *, continues: bool) -> list[dict[str, Any]]:
@@ -70,7 +73,7 @@ def with_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], index: int, media: PromptMedia | None) -> dict[str, Any]:
     # Clients send the fields that an earlier response had, without a value too. Templates ask whether they exist.
     given = {name: value for name, value in message.items() if value is not None}
     role, content = given.get("role"), given.setdefault("content", "")
@@ -78,12 +81,7 @@ def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise _invalid_message(f"{path}.role", "expected a role, such as user")
     if isinstance(content, list):
-        for place, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in _TEXT_PARTS or not isinstance(part.get("text", part.get(kind)), str):
-                raise _invalid_message(
-                    f"{path}.content.{place}", f"expected a part of type text, received {str(kind)[:32]!r}"
-                )
+        given["content"] = [_part(part, f"{path}.content.{place}", media) for place, part in enumerate(content)]
     elif not isinstance(content, str):
         raise _invalid_message(f"{path}.content", "expected a text or a list of parts")
     reasoning = next((given[name] for name in _REASONING if name in given), None)
@@ -97,6 +95,15 @@ def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(calls, list):
         raise _invalid_message(f"{path}.tool_calls", "expected a list")
     return {**given, "tool_calls": [_tool_call(call, f"{path}.tool_calls.{place}") for place, call in enumerate(calls)]}
+
+
+def _part(part: Any, path: str, media: PromptMedia | None) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _TEXT_PARTS and isinstance(part.get("text", part.get(kind)), str):
+        return part  # type: ignore[no-any-return]
+    if media is not None and isinstance(part, dict) and (taken := media.take(part)) is not None:
+        return taken
+    raise _invalid_message(path, f"expected a part of type text, received {str(kind)[:32]!r}")
 
 
 def _tool_call(call: Any, path: str) -> dict[str, Any]:
@@ -133,6 +140,7 @@ class ChatPrompt(PromptSource):
         options: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
         characters: int,
+        media: PromptMedia | None = None,
     ) -> None:
         """Takes fields of a body.
 
@@ -147,9 +155,10 @@ class ChatPrompt(PromptSource):
             options: Further variables for the template.
             reasoning_effort: One more variable.
             characters: Size of the chat.
+            media: Takes its images, sounds and videos; None to refuse them.
 
         Raises:
-            BadRequest: a message is no message of text, or fields contradict each other, or an option is reserved.
+            BadRequest: a message is malformed, or fields contradict each other, or an option is reserved.
         """
         if continue_final_message and add_generation_prompt:
             raise invalid(
@@ -163,7 +172,8 @@ class ChatPrompt(PromptSource):
         for name in variables.keys() & _RESERVED:
             raise invalid(f"chat_template_kwargs.{name}", "set by the request itself", "Leave it out.")
         self.characters = characters
-        self._messages = template_messages(messages)
+        self._media = media
+        self._messages = template_messages(messages, media)
         self._tools = tools or ()
         self._tool_choice = tool_choice
         self._documents = documents
@@ -186,8 +196,12 @@ class ChatPrompt(PromptSource):
                 field="messages",
                 advice="Send a prompt to /v1/completions.",
             )
-        rule, mark = text.chat_rule, ""
+        rule, mark, media = text.chat_rule, "", self._media or None
         messages = as_engine_renders(self._messages, rule, continues=self._continues)
+        if media is not None:
+            if not template.takes_parts:
+                raise BadRequest("the chat template takes text only", field="messages")
+            yield from media.identify(text.media)
         if not template.takes_parts:
             messages = [with_text_content(message, rule.part_separator) for message in messages]
         elif not template.takes_text:
@@ -205,4 +219,5 @@ class ChatPrompt(PromptSource):
             rendered = until_mark(rendered, mark)
         # The template has written the special tokens that the tokenizer would add.
         yield
-        return (yield from text.tokenizer.encode(rendered, special_tokens=False, limit=limit, field="messages"))
+        tokens = yield from text.tokenizer.encode(rendered, special_tokens=False, limit=limit, field="messages")
+        return tokens if media is None else media.place(tokens, text.media, limit)

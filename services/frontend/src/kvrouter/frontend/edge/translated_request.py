@@ -23,6 +23,7 @@ from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
+from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.v1.errors import BadRequest, KvRouterError
 
 ROUTING_FIELDS = ("request_id", "conversation_id", "worker_id", "dp_rank", "migration_limit", "router_config_override")
@@ -148,10 +149,14 @@ class TranslatedPrompt(PromptSource):
 
     field = "messages"
 
-    def __init__(self, body: bytes | bytearray, kind: type[TranslatedRequest]) -> None:
+    def __init__(
+        self, body: bytes | bytearray, kind: type[TranslatedRequest], media: PromptMedia | None = None
+    ) -> None:
+        """Takes a body of an API; ``media`` takes its images."""
         self._body = body
         self._kind = kind
         self.characters = len(body)
+        self._media = media
 
     def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
         """Renders and tokenizes the prompt in slices, and returns its tokens.
@@ -163,15 +168,16 @@ class TranslatedPrompt(PromptSource):
         with shallow():
             template = None if text is None else text.template
             late_systems = template is not None and template.takes_late_systems
-            prompt = chat_prompt(self._kind.engine_chat(self._body, late_systems=late_systems), self.characters)
+            chat = self._kind.engine_chat(self._body, late_systems=late_systems)
+            prompt = chat_prompt(chat, self.characters, self._media)
         return (yield from prompt.slices(text, limit))
 
 
-def chat_prompt(chat: Mapping[str, Any], characters: int) -> ChatPrompt:
-    """Returns the prompt of a translated chat.
+def chat_prompt(chat: Mapping[str, Any], characters: int, media: PromptMedia | None = None) -> ChatPrompt:
+    """Returns the prompt of a translated chat; ``media`` takes its images, which it may not have otherwise.
 
     Raises:
-        BadRequest: a message has another content than text.
+        BadRequest: a message has another content.
     """
     return ChatPrompt(
         chat["messages"],
@@ -181,6 +187,7 @@ def chat_prompt(chat: Mapping[str, Any], characters: int) -> ChatPrompt:
         options=chat.get("chat_template_kwargs"),
         reasoning_effort=chat.get("reasoning_effort"),
         characters=characters,
+        media=media,
     )
 
 

@@ -87,6 +87,8 @@ def generate_request(
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
     request.conversation_id = body.conversation_id
+    for token_index, content_hash in () if body.media is None else body.media.hashes:
+        request.multimodal_hashes.add(token_index=token_index, hash=content_hash)
     if body.dp_rank is not None:
         request.constraints.dp_rank = body.dp_rank
     if body.salted_path:
@@ -140,6 +142,7 @@ class EngineCalls:
         self._workers = runner.workers
         self._worker_at = runner.models.worker_at
         self._is_stream = routed.is_stream
+        self._routed = routed
         self._may_run_at = routed.may_run_at
         self._engine_error: web.Response | None = None
         """The error of the engine called last; None if it gave none the client may see."""
@@ -293,6 +296,7 @@ class EngineCalls:
         if (usage := response.usage()) is not None:
             last.cached_tokens = usage.cached_tokens
             self.counted_prompt_tokens = usage.prompt_tokens
+            self._routed.counted(usage.prompt_tokens)
         receiver.take(last)
         receiver.on_end()
 

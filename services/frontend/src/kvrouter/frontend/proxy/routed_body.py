@@ -1,6 +1,6 @@
 """The fields of an OpenAI request body for routing. Everything else is the business of the engine that parses it.
 
-The prompt is tokenized only to find the worker with its prefix. Whatever cannot be tokenized here, such as images,
+The prompt is tokenized only to find the worker with its prefix. Whatever cannot be tokenized here, such as embeddings,
 is routed on load: the engine knows more fields and contents, and refuses bad ones itself.
 """
 
@@ -28,6 +28,7 @@ from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.frontend.request.validation import check_vocabulary
 from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
+from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError, Overloaded, RateLimited
@@ -73,6 +74,8 @@ class _Fields(msgspec.Struct, frozen=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     documents: _Raw = _Raw()
+    media_io_kwargs: _Raw = _Raw()
+    mm_processor_kwargs: _Raw = _Raw()
     # They change the prompt in a way that only the engine knows.
     chat_template: Any = None
     prompt_embeds: Any = None
@@ -107,6 +110,8 @@ class RoutedBody:
     is_tokenized: bool = True
     """Whether the token ids are those the engine computes with."""
     has_prompt: bool = True
+    media: PromptMedia | None = field(default=None, repr=False)
+    """Its images, sounds and videos, which are found when the prompt is tokenized; None if it can have none."""
     source: PromptSource | None = field(default=None, repr=False)
     """The prompt to tokenize; None for a list of token ids, and where only the engine knows the tokens."""
     listed_ids: Mapping[str, bytes] = field(default_factory=dict, repr=False)
@@ -190,13 +195,20 @@ class RoutedBody:
             return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
         parsed = replace(parsed, listed_ids=_listed(fields, "prompt", "input", "stop_token_ids"))
         source: PromptSource | None = None
+        media: PromptMedia | None = None
         content = prompt or _given(fields.messages)
         if api is not None:
-            source, content = TranslatedPrompt(body, api), content or _given(fields.input)
+            media = PromptMedia()
+            source, content = TranslatedPrompt(body, api, media), content or _given(fields.input)
+        elif not fields.is_rendered_by_engine and prompt:
+            source = _Text(fields)
         elif not fields.is_rendered_by_engine:
-            source = _Text(fields) if prompt else _Chat(fields)
+            media = PromptMedia(bytes(fields.media_io_kwargs) + bytes(fields.mm_processor_kwargs))
+            source = _Chat(fields, media)
         token_ids = _stand_in(content, max_prompt_tokens)
-        return replace(parsed, token_ids=token_ids, is_tokenized=False, has_prompt=bool(content), source=source)
+        return replace(
+            parsed, token_ids=token_ids, is_tokenized=False, has_prompt=bool(content), source=source, media=media
+        )
 
     @classmethod
     def unread(cls, body: bytes | bytearray) -> RoutedBody:
@@ -254,8 +266,16 @@ class RoutedBody:
         except (RateLimited, Overloaded):
             raise
         except KvRouterError:
+            return replace(self, media=None)
+        if not token_ids:
             return self
-        return replace(self, token_ids=token_ids, is_tokenized=True, source=None) if token_ids else self
+        is_counted = self.media is None or self.media.is_counted
+        return replace(self, token_ids=token_ids, is_tokenized=is_counted, source=None)
+
+    def counted(self, prompt_tokens: int | None) -> None:
+        """Takes the engine's count of the prompt's tokens, if it reports one: it says how long the media are."""
+        if self.media and prompt_tokens is not None:
+            self.media.learn(self.prompt_tokens, prompt_tokens)
 
 
 class _Text(PromptSource):
@@ -280,8 +300,9 @@ class _Chat(PromptSource):
 
     field = "messages"
 
-    def __init__(self, fields: _Fields) -> None:
+    def __init__(self, fields: _Fields, media: PromptMedia) -> None:
         self._fields = fields
+        self._media = media
         self.characters = len(bytes(fields.messages)) + len(bytes(fields.tools))
 
     def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
@@ -298,6 +319,7 @@ class _Chat(PromptSource):
             options=fields.chat_template_kwargs,
             reasoning_effort=fields.reasoning_effort,
             characters=self.characters,
+            media=self._media,
         )
         return (yield from prompt.slices(text, limit))
 

@@ -6,9 +6,11 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, Protocol
 
 from kvrouter.engines.chats import chat_rule
+from kvrouter.engines.media import PLACEHOLDERS
 from kvrouter.frontend.text.call_reader import ToolFormatName, tool_format
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.client_work import Slices
@@ -19,6 +21,7 @@ from kvrouter.frontend.text.output_text import (
     ReasoningParser,
     reasoning_format,
 )
+from kvrouter.frontend.text.prompt_media import MediaLengths, MediaRules
 from kvrouter.frontend.text.tokenizer import InvalidTokenizer, ModelTokenizer
 from kvrouter.net.model_files import OUTPUT_FORMAT, TOKENIZER
 
@@ -38,6 +41,7 @@ class ModelText:
         tool_call_format: ToolFormatName | None = None,
         reasoning_format_name: ReasoningFormatName | None = None,
         engine: str = "",
+        engine_model: str = "",
     ) -> None:
         """Loads the files, which takes up to seconds.
 
@@ -47,6 +51,7 @@ class ModelText:
             tool_call_format: Name of the format of tool calls; None for that of the files, or of the chat template.
             reasoning_format_name: Name of the format of reasoning; None for that of the files.
             engine: Engine whose prompts are rendered, such as "vllm"; empty if unknown.
+            engine_model: The model as that engine names it; empty if unknown.
 
         Raises:
             InvalidTokenizer: the tokenizer cannot be loaded. An invalid chat template is only reported in
@@ -75,28 +80,40 @@ class ModelText:
         """How the model marks reasoning; None if it is not separated."""
         self.chat_rule = chat_rule(engine)
         """A chat as the engine's template gets it."""
+        placeholders = {
+            kind: tuple(
+                number
+                for token in (self.special_tokens.get(f"{kind}_token", ""), *names)
+                if (number := self.tokenizer.id_of(token)) is not None
+            )
+            for kind, names in PLACEHOLDERS.items()
+        }
+        self.media = MediaRules(placeholders, MediaLengths(), engine, engine_model)
+        """What is known of the model's images, sounds and videos."""
 
     def of_domain(self, domain: str) -> ModelText:
         """Returns the same with the caches of an isolation domain, which no other domain can probe by time.
 
         The first call for any domain takes up to seconds.
         """
-        return self._with(self.tokenizer.of_domain(domain))
+        return self._with(self.tokenizer.of_domain(domain), domain)
 
     def of_known_domain(self, domain: str) -> ModelText | None:
         """Returns the same as ``of_domain`` if it has caches; otherwise None."""
         tokenizer = self.tokenizer.of_known_domain(domain)
-        return None if tokenizer is None else self._with(tokenizer)
+        return None if tokenizer is None else self._with(tokenizer, domain)
 
-    def rendered_as(self, engine: str) -> ModelText:
+    def rendered_as(self, engine: str, engine_model: str) -> ModelText:
         """Returns the same with the prompts of another engine."""
         changed = copy(self)
         changed.chat_rule = chat_rule(engine)
+        changed.media = replace(self.media, engine=engine, engine_model=engine_model)
         return changed
 
-    def _with(self, tokenizer: ModelTokenizer) -> ModelText:
+    def _with(self, tokenizer: ModelTokenizer, domain: str) -> ModelText:
         changed = copy(self)
         changed.tokenizer = tokenizer
+        changed.media = replace(self.media, domain=domain)
         return changed
 
     def detokenizer(self, prompt: bytes, *, skip_special_tokens: bool = True, marks: Sequence[str] = ()) -> Detokenizer:

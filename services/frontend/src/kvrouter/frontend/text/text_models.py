@@ -43,8 +43,8 @@ class _Source:
     files: Files
     workers: tuple[WorkerRegistration, ...] = field(default=(), compare=False)
     """Those that may serve the files."""
-    engine: str = ""
-    """Engine of most workers; empty if they do not say."""
+    engine: tuple[str, str] = ("", "")
+    """Engine of most workers and the model as it names it; empty if they do not say."""
 
 
 class TextModels:
@@ -203,7 +203,7 @@ class TextModels:
         sources: dict[str, _Source] = {}
         for model, views in sorted(views_by_model.items()):
             known = self._sources.get(model)
-            engine = _common_engine(views, "" if known is None else known.engine)
+            engine = _common_engine(views, ("", "") if known is None else known.engine)
             if model in self._directories:
                 sources[model] = _Source(self._directories[model], (), engine=engine)
                 continue
@@ -227,13 +227,14 @@ class TextModels:
                 continue
             self._sources[model] = source
             if loaded is not None and known is not None and replace(known, engine=source.engine) == source:
-                self._loaded[model] = loaded.rendered_as(source.engine)
+                self._loaded[model] = loaded.rendered_as(*source.engine)
                 if model not in self._failures:
                     continue
             complete = await self._load(model, source) and complete
         return complete
 
     async def _load(self, model: str, source: _Source) -> bool:
+        engine, engine_model = source.engine
         try:
             if source.directory is not None:
                 files: Mapping[str, bytes] = await asyncio.to_thread(read_model_files, source.directory)
@@ -245,7 +246,8 @@ class TextModels:
                 cache_bytes=self._cache_bytes,
                 tool_call_format=self._tool_call_formats.get(model),
                 reasoning_format_name=self._reasoning_formats.get(model),
-                engine=source.engine,
+                engine=engine,
+                engine_model=engine_model,
             )
         except (InvalidModelFiles, InvalidTokenizer, OSError) as error:
             reason = str(error) or repr(error)
@@ -262,7 +264,7 @@ class TextModels:
             vocabulary=text.tokenizer.vocabulary_size,
             chat_template=text.no_template or "loaded",
             finds_tool_calls=text.tool_format is not None,
-            engine=source.engine or "unknown",
+            engine=engine or "unknown",
             separates_reasoning=text.reasoning_format is not None,
         )
         return True
@@ -277,9 +279,10 @@ def _registered_vocabularies(views: Iterable[ComponentView]) -> dict[str, int]:
     return {model: max(sizes, key=lambda size: (sizes[size], size)) for model, sizes in votes.items() if sizes}
 
 
-def _common_engine(views: Sequence[ComponentView], in_use: str) -> str:
-    """Returns the engine most workers register; that in use while none registers any."""
-    votes = Votes(worker.engine for view in views for worker in view.workers.values() if worker.engine)
+def _common_engine(views: Sequence[ComponentView], in_use: tuple[str, str]) -> tuple[str, str]:
+    """Returns the engine and model most workers register; those in use while none registers any."""
+    workers = (worker for view in views for worker in view.workers.values() if worker.engine)
+    votes = Votes((worker.engine, worker.tokenizer or worker.model) for worker in workers)
     return min(votes, key=lambda engine: (-votes[engine], engine != in_use, engine), default=in_use)
 
 

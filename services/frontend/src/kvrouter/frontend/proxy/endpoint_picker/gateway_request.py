@@ -225,6 +225,8 @@ class GatewayRequest:
         pick, self.pick = self.pick, None
         admitted, self._admitted = self._admitted, None
         output_tokens = None if usage is None else usage.completion_tokens
+        if usage is not None:
+            self._routed.counted(usage.prompt_tokens)
         if pick is not None:
             pick.end(None if usage is None else usage.cached_tokens)
             if output_tokens is None and (is_stream or not pick.output_tokens):
