@@ -120,10 +120,15 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class TextPart(msgspec.Struct):
-    """A part of a message's content."""
+    """A part of a message's content: a text, or a medium that the simulated engine writes as one."""
 
     type: str
     text: str = ""
+    image_url: Any = None
+    audio_url: Any = None
+    input_audio: Any = None
+    video_url: Any = None
+    uuid: str | None = None
 
 
 class Message(msgspec.Struct):
@@ -133,8 +138,12 @@ class Message(msgspec.Struct):
     content: str | list[TextPart] | None = None
 
     def text(self, separator: str = "") -> str:
-        """Returns the text of the content, with a separator between its parts."""
+        """Returns the text of the content, with a separator between its parts if all are texts.
+
+        Templates for media take the parts themselves.
+        """
         if isinstance(self.content, list):
+            separator = separator if all(part.type == "text" for part in self.content) else ""
             return separator.join(part.text for part in self.content)
         return self.content or ""
 

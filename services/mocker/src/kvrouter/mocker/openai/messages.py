@@ -24,6 +24,7 @@ class _Block(msgspec.Struct):
     tool_use_id: str = ""
     input: dict[str, Any] | None = None
     content: str | list[TextPart] | None = None
+    source: dict[str, Any] | None = None
 
     @property
     def result(self) -> str:
@@ -143,9 +144,17 @@ def _chat_messages(message: _Message) -> Iterator[Message]:
         yield Message(message.role, message.content)
         return
     yield from (Message("tool", each.result) for each in message.content if each.type == "tool_result")
-    rest = [TextPart("text", each.text) for each in message.content if each.type == "text"]
+    rest = [_part(each) for each in message.content if each.type in ("text", "image")]
     if rest or message.role == "assistant":
-        yield Message(message.role, rest[0].text if len(rest) == 1 else list(rest))
+        yield Message(message.role, rest[0].text if len(rest) == 1 and rest[0].type == "text" else rest)
+
+
+def _part(block: _Block) -> TextPart:
+    if block.type == "text":
+        return TextPart("text", block.text)
+    source = block.source or {}
+    url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return TextPart("image_url", image_url={"url": url})
 
 
 def _tool_choice(choice: _Choice | None) -> str | dict[str, Any] | None:

@@ -13,6 +13,7 @@ from kvrouter.mocker.serving.service import EngineService
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.vllm.errors import error_body
 from kvrouter.mocker.vllm.events import make_publisher, publish_to, source
+from kvrouter.mocker.vllm.media import SimulatedMedia
 from kvrouter.mocker.vllm.server import VllmOptions, VllmServer, is_open
 from kvrouter.mocker.vllm.transfers import KvTransfers
 from prometheus_client import CollectorRegistry
@@ -29,6 +30,7 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
     """
     host, _ = address_of(settings.bind)
     async with AsyncExitStack() as stack:
+        media = SimulatedMedia(settings.model_path or settings.model)
         publishers: dict[int, ZmqPublisher] = {}
         if settings.kv_events is not None:
             for dp_rank in range(settings.dp_size):
@@ -36,7 +38,9 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
                 publishers[dp_rank] = stack.enter_context(publisher)
 
         def publishing(dp_rank: int) -> Publish:
-            return publish_to(publishers[dp_rank]) if dp_rank in publishers else lambda _: None
+            if dp_rank not in publishers:
+                return lambda _: None
+            return publish_to(publishers[dp_rank], media, settings.block_size)
 
         drivers = make_drivers(settings, settings.worker_id or 0, registry, publishing, lambda out: service.emit(out))
         service = EngineService(drivers)
@@ -56,7 +60,7 @@ async def serving_vllm(settings: MockerSettings, registry: CollectorRegistry) ->
         )
         transfers = KvTransfers(role=settings.role, host=reachable(host), block_size=settings.block_size)
         await stack.enter_async_context(running([driver.run() for driver in drivers.values()]))
-        server = VllmServer(options, service, transfers)
+        server = VllmServer(options, service, transfers, media)
         address = await stack.enter_async_context(
             serving_engine_api(settings, server.routes(), error_body, is_open, registry)
         )

@@ -10,6 +10,7 @@ from kvrouter.engines.events.zmq_publisher import ZmqPublisher
 from kvrouter.mocker.driver import Publish
 from kvrouter.mocker.engine.types import CacheEvent, Cleared, Removed, Stored
 from kvrouter.mocker.serving.kv_events import KvEventsConfig
+from kvrouter.mocker.vllm.media import SimulatedMedia
 
 
 def make_publisher(config: KvEventsConfig, dp_rank: int, *, block_size: int, host: str) -> ZmqPublisher:
@@ -26,7 +27,7 @@ def make_publisher(config: KvEventsConfig, dp_rank: int, *, block_size: int, hos
     )
 
 
-def publish_to(publisher: ZmqPublisher) -> Publish:
+def publish_to(publisher: ZmqPublisher, media: SimulatedMedia, block_size: int) -> Publish:
     """Returns the receiver of a rank's cache events; the events of a step are one message."""
 
     def publish(events: Iterable[CacheEvent]) -> None:
@@ -34,11 +35,13 @@ def publish_to(publisher: ZmqPublisher) -> Publish:
             for event in events:
                 match event:
                     case Stored(parent_hash, engine_hashes, token_blocks, scope):
+                        tokens, starts = media.shown(memoryview(b"".join(token_blocks)).cast("I"), block_size)
                         publisher.stored(
-                            token_ids=memoryview(b"".join(token_blocks)).cast("I"),
+                            token_ids=tokens,
                             engine_hashes=engine_hashes,
                             parent=parent_hash,
                             scope=CoreScope(*scope),
+                            multimodal=starts,
                         )
                     case Removed(engine_hashes):
                         for engine_hash in engine_hashes:  # vLLM removes each block by itself.

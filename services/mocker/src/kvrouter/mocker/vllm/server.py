@@ -21,6 +21,7 @@ from kvrouter.mocker.serving.errors import ApiError
 from kvrouter.mocker.serving.generations import Generations, Sequenced
 from kvrouter.mocker.serving.http_responses import json_response
 from kvrouter.mocker.serving.service import EngineService
+from kvrouter.mocker.vllm.media import SimulatedMedia
 from kvrouter.mocker.vllm.metrics import VllmMetrics
 from kvrouter.mocker.vllm.transfers import KvTransfers
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -46,10 +47,13 @@ class VllmOptions:
 class VllmServer:
     """The handlers."""
 
-    def __init__(self, options: VllmOptions, service: EngineService, transfers: KvTransfers) -> None:
+    def __init__(
+        self, options: VllmOptions, service: EngineService, transfers: KvTransfers, media: SimulatedMedia
+    ) -> None:
         self._options = options
         self._service = service
         self._transfers = transfers
+        self._media = media
         self._started = int(time.time())
         self._awake = asyncio.Event()
         self._awake.set()
@@ -140,15 +144,15 @@ class VllmServer:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Returns the token ids of a chat."""
-        return tokenized(parse(await request.read(), ChatBody))
+        return tokenized(self._media.written(parse(await request.read(), ChatBody)))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Completes a chat."""
-        return await self._generate(request, parse(await request.read(), ChatBody), chat=True)
+        return await self._generate(request, self._media.written(parse(await request.read(), ChatBody)), chat=True)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Creates a message of the Anthropic API."""
-        body = parse(await request.read(), MessagesBody).to_chat()
+        body = self._media.written(parse(await request.read(), MessagesBody).to_chat())
         return await self._generate(request, body, chat=True, form=MessageResponses)
 
     async def _generate(
