@@ -127,7 +127,7 @@ class EngineCalls:
         self.operation = operation_of(request.path)
         """Its operation, in the words of the GenAI conventions."""
         self.health = runner.workers.health
-        self.is_estimated = not routed.is_tokenized
+        self.is_estimated = routed.is_estimated
         """Whether the length of its prompt is an estimate."""
         self.sequences = routed.sequences
         """Number of sequences the engine computes."""

@@ -139,6 +139,11 @@ class RoutedBody:
         """Number of prompt tokens; an estimate if they are not tokenized."""
         return len(self.token_ids) // TOKEN_BYTES
 
+    @property
+    def is_estimated(self) -> bool:
+        """Whether only the engine knows the number of prompt tokens for certain."""
+        return not self.is_tokenized or bool(self.media)
+
     def named(self, headers: Mapping[str, str], sessions: SessionKeys) -> RoutedBody:
         """Returns the body with the rank and the session that headers name, and with a checked session.
 

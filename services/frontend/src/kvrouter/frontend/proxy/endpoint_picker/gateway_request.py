@@ -235,7 +235,7 @@ class GatewayRequest:
             admitted.end(
                 output_tokens if pick is not None else 0,
                 sent=pick is not None,
-                prompt_tokens=None if usage is None or self._routed.is_tokenized else usage.prompt_tokens,
+                prompt_tokens=usage.prompt_tokens if usage is not None and self._routed.is_estimated else None,
             )
         if self._grant is not None:
             self._grant.end()

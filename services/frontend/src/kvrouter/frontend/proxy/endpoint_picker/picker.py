@@ -71,7 +71,7 @@ class _Offer(NamedTuple):
         request = generate_request(body, "")
         request.model, request.scope.lora_name = view.descriptor.model, lora_name
         hashes = hash_prompt(body.token_ids, request, view.descriptor.block_size)
-        routing = routing_request(request, view, hashes, body.prompt_tokens, is_estimated=not body.is_tokenized)
+        routing = routing_request(request, view, hashes, body.prompt_tokens, is_estimated=body.is_estimated)
         routing.constraints.allowed_worker_ids.extend(() if len(endpoints) == len(view.workers) else endpoints)
         routing.constraints.avoided_workers.extend(health.avoided(view.name))
         return cls(view, endpoints, routing, hashes)
@@ -79,7 +79,7 @@ class _Offer(NamedTuple):
     def takes(self, body: RoutedBody) -> bool:
         """Returns whether the pool's workers take prompts of that length."""
         longest = self.view.descriptor.max_model_len
-        return not (body.is_tokenized and longest and body.prompt_tokens >= longest)
+        return not (longest and not body.is_estimated and body.prompt_tokens >= longest)
 
     def check(self, body: RoutedBody) -> None:
         """Checks that the pool can serve the request.
