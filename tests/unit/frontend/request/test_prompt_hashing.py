@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvrouter.core import Scope, local_hashes
-from kvrouter.frontend.packed_prompt import hash_prompt, take_prompt
+from kvrouter.frontend.packed_prompt import hash_prompt, take_prompt, with_content
 from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash, TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
@@ -36,3 +36,9 @@ def test_the_token_of_multimodal_content_names_its_block_of_any_size(block_size:
     hashes = hash_prompt(prompt, request, block_size)
     assert hashes == local_hashes(tokens, block_size, Scope(), [(47 // block_size, 7)])
     assert hash_prompt(prompt, request, block_size, known=hashes[:16]) == hashes
+
+
+def test_prompts_with_other_content_are_other_prompts() -> None:
+    prompt = bytes(range(8))
+    assert with_content(prompt, []) is prompt
+    assert len({prompt, with_content(prompt, [7]), with_content(prompt, [8]), with_content(prompt, [7, 8])}) == 4

@@ -7,6 +7,9 @@ is a packed buffer, and its request has no token ids.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 from kvrouter.core import Scope, local_hashes
 from kvrouter.runtime.requests import content_in_blocks
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -43,3 +46,8 @@ def hash_prompt(
     content = content_in_blocks(request.multimodal_hashes, block_size)
     multimodal = [(block - blocks, content_hash) for block, content_hash in content if block >= blocks]
     return known + local_hashes(prompt[blocks * block_size * TOKEN_BYTES :], block_size, scope, multimodal)
+
+
+def with_content(prompt: bytes, hashes: Sequence[int]) -> bytes:
+    """Returns a packed prompt with the hashes of its multimodal content at its end: equal for equal prompts only."""
+    return prompt + array("Q", hashes).tobytes() if hashes else prompt

@@ -11,7 +11,7 @@ from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.access.rules import check_generation
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES, with_content
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_blocker
@@ -132,7 +132,9 @@ class RequestRunner:
                 )
             views, lora_name = self.models.resolve_all(request.model)
             known_model = views[0].descriptor.model
-            deaths = RequestDeaths(self.poison_prompts, _tenant_of(request), known_model, prompt)
+            content = [item.hash for item in request.multimodal_hashes]
+            identity = with_content(prompt, content)
+            deaths = RequestDeaths(self.poison_prompts, _tenant_of(request), known_model, identity)
             if lora_name:
                 request.model = known_model
                 request.scope.lora_name = lora_name

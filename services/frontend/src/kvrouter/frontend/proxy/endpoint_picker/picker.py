@@ -14,7 +14,7 @@ import aiohttp
 import structlog
 from kvrouter.frontend.edge.model_name import renamed
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
-from kvrouter.frontend.packed_prompt import hash_prompt
+from kvrouter.frontend.packed_prompt import hash_prompt, with_content
 from kvrouter.frontend.proxy.endpoint_picker.engines import EngineAddresses, EngineWatch, Pick
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted
 from kvrouter.frontend.proxy.forwarding import generate_request
@@ -170,7 +170,9 @@ class Picker:
             PoisonPrompt: workers died of its prompt.
         """
         model = self.views(body.model)[0].descriptor.model
-        deaths = RequestDeaths(self._poison_prompts, tenant, model, body.token_ids)
+        content = () if body.media is None else [content_hash for _, content_hash in body.media.hashes]
+        prompt = with_content(body.token_ids, content)
+        deaths = RequestDeaths(self._poison_prompts, tenant, model, prompt)
         deaths.check()
         return deaths
 
