@@ -1,5 +1,8 @@
 //! Block hashing: XXH3-64 over a block's tokens, and the chain over a prompt's blocks.
 
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher};
+
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Seed of the base model's blocks, of every chain, and of every digest.
@@ -114,6 +117,49 @@ impl Secret {
     fn fold(&self, key: u64) -> u64 {
         let product = u128::from(key).wrapping_mul(u128::from(self.multiply));
         (product as u64) ^ ((product >> 64) as u64)
+    }
+}
+
+/// A map by engine hash. It hashes several times faster than the standard library, and has a secret of its own too.
+pub type ByEngineHash<V> = HashMap<u64, V, SecretState>;
+
+/// Makes the hashers of a map.
+#[derive(Clone)]
+pub struct SecretState(Secret);
+
+impl Default for SecretState {
+    fn default() -> Self {
+        Self(Secret::random())
+    }
+}
+
+impl BuildHasher for SecretState {
+    type Hasher = SecretHasher;
+
+    fn build_hasher(&self) -> SecretHasher {
+        SecretHasher { secret: self.0, hash: 0 }
+    }
+}
+
+/// Hashes one integer.
+pub struct SecretHasher {
+    secret: Secret,
+    hash: u64,
+}
+
+impl Hasher for SecretHasher {
+    fn finish(&self) -> u64 {
+        self.hash
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(u64::from(byte));
+        }
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        self.hash = self.secret.mix(self.hash ^ word);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::hash::{digest_term, sequence_hash};
+use crate::hash::{ByEngineHash, digest_term, sequence_hash};
 use crate::index::Index;
 use crate::index::apply::Summary;
 use crate::index::orphans::OrphanBlock;
@@ -324,7 +324,8 @@ impl Dump {
     /// Parses the chunks of a dump and validates them.
     pub(crate) fn parse(chunks: &[impl AsRef<[u8]>]) -> Result<Self, String> {
         let mut dump: Option<Self> = None;
-        let mut known: HashMap<u64, (u64, u32, bool)> = HashMap::new();
+        let count = chunks.iter().map(|chunk| RankState::count_blocks(chunk.as_ref())).sum();
+        let mut known: Known = ByEngineHash::with_capacity_and_hasher(count, Default::default());
         let mut digest = 0u64;
         let mut said = None;
         for chunk in chunks {
@@ -341,7 +342,7 @@ impl Dump {
                 cursor,
                 counting: Counting::Counted,
                 partial: false,
-                blocks: Vec::new(),
+                blocks: Vec::with_capacity(count),
             });
             if dump.name != name || dump.cursor != cursor {
                 return Err("the chunks differ in rank or cursor".into());
@@ -370,12 +371,15 @@ impl Dump {
     }
 }
 
+/// Sequence hash and depth of the blocks before, and whether they are orphans.
+type Known = ByEngineHash<(u64, u32, bool)>;
+
 impl LoadedBlock {
-    fn check(record: &BlockRecord, known: &HashMap<u64, (u64, u32, bool)>) -> Result<Self, String> {
+    fn check(record: &BlockRecord, known: &Known) -> Result<Self, String> {
         let BlockRecord { engine, parent, local, sequence, depth, .. } = *record;
         let wrong = |why: &str| Err(format!("block {engine:#x} {why}"));
         let mut copies = [0; 4];
-        for &(tier, count) in &record.copies {
+        for (tier, count) in record.copies.iter() {
             let tier = if tier == 0 { 1 } else { tier };
             let place = usize::try_from(tier).ok().and_then(|tier| copies.get_mut(tier.wrapping_sub(1)));
             match place {

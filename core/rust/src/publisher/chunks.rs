@@ -1,8 +1,7 @@
 //! Encodes a rank's state in chunks, as consumers fetch it and snapshots keep it.
 
-use std::collections::HashMap;
-
 use super::blocks::Block;
+use crate::hash::ByEngineHash;
 use crate::wire::Writer;
 
 /// Number of blocks in one chunk of a state.
@@ -77,7 +76,7 @@ impl StateSnapshot {
 }
 
 /// Sequence hash and chain of each block.
-type Places = HashMap<u64, (u64, u32)>;
+type Places = ByEngineHash<(u64, u32)>;
 
 /// Sorts blocks into chains, which an index loads as a whole: a block continues the chain of its parent unless a sibling
 /// does. Parents precede children, and equal states have equal orders.

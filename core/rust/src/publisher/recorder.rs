@@ -148,9 +148,9 @@ impl EventRecorder {
         notes(self.state.blocks())
     }
 
-    /// Fills an empty record from a part of a dump; parents precede children.
-    pub fn load(&mut self, part: &Dumped) {
-        self.state.load(part.cursor.map_or(0, |(_, next_event_id)| next_event_id), &part.blocks);
+    /// Fills an empty record from a part of a dump with `total` blocks; parents precede children.
+    pub fn load(&mut self, part: &Dumped, total: usize) {
+        self.state.load(part.cursor.map_or(0, |(_, next_event_id)| next_event_id), &part.blocks, total);
     }
 
     /// Applies notes to resident blocks; others are ignored.

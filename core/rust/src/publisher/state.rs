@@ -200,16 +200,16 @@ impl RankState {
         Ok(self.numbered(tier, 5, &[]))
     }
 
-    /// Adds blocks of a dump to an empty state, parents before children.
-    pub fn load(&mut self, next_event_id: u64, records: &[BlockRecord]) {
+    /// Adds blocks of a dump with `total` blocks, parents before children.
+    pub fn load(&mut self, next_event_id: u64, records: &[BlockRecord], total: usize) {
         self.next_event_id = next_event_id;
-        self.blocks.reserve(records.len());
+        self.blocks.reserve(total.saturating_sub(self.blocks.len()));
         for record in records {
             let place = record.parent.and_then(|parent| self.blocks.get(parent)).map_or(0, |above| above.sequence);
             let mut copies = [0; TIERS];
-            for (tier, count) in &record.copies {
-                if let Some(to) = tier_index(*tier).ok().and_then(|index| copies.get_mut(index)) {
-                    *to = *count;
+            for (tier, count) in record.copies.iter() {
+                if let Some(to) = tier_index(tier).ok().and_then(|index| copies.get_mut(index)) {
+                    *to = count;
                 }
             }
             let block = Block {

@@ -1,16 +1,15 @@
 //! The blocks of a rank with their copies and digest, and changes of them that can be undone.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use super::blocks::{Block, TIERS};
-use crate::hash::digest_term;
+use crate::hash::{ByEngineHash, digest_term};
 
 struct Undo {
     digest: u64,
     copies: [u64; TIERS],
     /// The blocks before their first change; None for those that were not resident.
-    blocks: HashMap<u64, Option<Block>>,
+    blocks: ByEngineHash<Option<Block>>,
 }
 
 /// Resident blocks by engine hash.
@@ -21,13 +20,13 @@ pub struct BlockTable {
     pub copies: [u64; TIERS],
     /// Whether each copy is stored and removed by itself.
     counted: bool,
-    blocks: HashMap<u64, Block>,
+    blocks: ByEngineHash<Block>,
     undo: Option<Undo>,
 }
 
 impl BlockTable {
     pub fn new(counted: bool) -> Self {
-        Self { digest: 0, copies: [0; TIERS], counted, blocks: HashMap::new(), undo: None }
+        Self { digest: 0, copies: [0; TIERS], counted, blocks: ByEngineHash::default(), undo: None }
     }
 
     pub fn len(&self) -> usize {
@@ -112,7 +111,7 @@ impl BlockTable {
 
     /// Begins changes that `roll_back` can undo.
     pub fn begin(&mut self) {
-        self.undo = Some(Undo { digest: self.digest, copies: self.copies, blocks: HashMap::new() });
+        self.undo = Some(Undo { digest: self.digest, copies: self.copies, blocks: ByEngineHash::default() });
     }
 
     /// Ends changes, which stay.

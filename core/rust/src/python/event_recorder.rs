@@ -161,8 +161,9 @@ impl EventRecorder {
         let objects: Vec<Bound<'_, PyAny>> = chunks.try_iter()?.collect::<PyResult<_>>()?;
         let chunks: Vec<Cow<'_, [u8]>> = objects.iter().map(immutable).collect::<PyResult<_>>()?;
         let loaded: Result<(), Malformed> = self.recorder.with(py, true, |recorder| {
+            let total = chunks.iter().map(|chunk| RankState::count_blocks(chunk)).sum();
             for chunk in &chunks {
-                recorder.load(&RankState::parse(chunk)?);
+                recorder.load(&RankState::parse(chunk)?, total);
             }
             Ok(())
         });

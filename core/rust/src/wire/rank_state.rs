@@ -10,8 +10,27 @@ pub struct BlockRecord {
     pub local: u64,
     pub sequence: u64,
     pub depth: u32,
-    /// (tier, copies), in the order of the input.
-    pub copies: Vec<(i32, u32)>,
+    pub copies: Copies,
+}
+
+/// Pairs (tier, copies) of a block, in the order of the input. Nearly all blocks have one, which takes no allocation.
+#[derive(Clone, Debug, Default)]
+pub struct Copies {
+    first: Option<(i32, u32)>,
+    others: Vec<(i32, u32)>,
+}
+
+impl Copies {
+    pub fn iter(&self) -> impl Iterator<Item = (i32, u32)> {
+        self.first.iter().chain(&self.others).copied()
+    }
+
+    fn push(&mut self, pair: (i32, u32)) {
+        match self.first {
+            None => self.first = Some(pair),
+            Some(_) => self.others.push(pair),
+        }
+    }
 }
 
 /// A RankState.
@@ -27,8 +46,18 @@ pub struct RankState {
 }
 
 impl RankState {
+    /// Returns the number of blocks in an encoded message; as many as precede its end if it is malformed.
+    pub fn count_blocks(message: &[u8]) -> usize {
+        let mut fields = Fields::new(message);
+        let mut blocks = 0;
+        while let Ok(Some(field)) = fields.next() {
+            blocks += usize::from(matches!(field, (3, Value::Bytes(_))));
+        }
+        blocks
+    }
+
     pub fn parse(message: &[u8]) -> Result<Self, Malformed> {
-        let mut state = Self::default();
+        let mut state = Self { blocks: Vec::with_capacity(Self::count_blocks(message)), ..Self::default() };
         let mut fields = Fields::new(message);
         while let Some(field) = fields.next()? {
             match field {
