@@ -108,7 +108,9 @@ class Router:
         arguments = (*engines, "--port", http.rpartition(":")[2], "--bind", grpc, "--http-bind", ops, *options)
         self.starts += 1
         command = (sys.executable, "-m", "kvrouter.cli.main", "serve", *arguments)
-        environment = dict(os.environ) | {"XDG_RUNTIME_DIR": str(self.directory)}
+        # With compiled modules, as an installed package has them; the first start writes them.
+        compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self.directory / "compiled")}
+        environment = dict(os.environ) | compiled | {"XDG_RUNTIME_DIR": str(self.directory)}
         self.process = await ManagedProcess.start(Command(f"serve-{self.starts}", command, environment), self.directory)
         seconds = await until_answered(session, f"{self.ops}/ready")
         return seconds, processor_seconds(self.process.pid)
