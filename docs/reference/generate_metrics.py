@@ -114,6 +114,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     yield "Scheduler", scheduler
     indexer = CollectorRegistry()
     IndexerMetrics(indexer, {}, MemoryBudget())
+    _Connections(MagicMock(), indexer, "queries")
     yield "Indexer", indexer
     relay = CollectorRegistry()
     RelayMetrics(relay, {})

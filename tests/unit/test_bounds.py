@@ -14,7 +14,8 @@ PAGE = (ROOT / "docs/reference/bounds.md").read_text(encoding="utf-8")
 
 def test_the_reference_has_every_bound_by_name() -> None:
     names = {name for text in SOURCES.values() for name in re.findall(r"\badd\(\s*\"([a-z_]+)\",", text)}
-    names |= {f"{port}_http_{what}" for port in ("frontend", "ops") for what in ("connections", "waiting_bytes")}
+    ports = ("frontend", "ops", "queries")
+    names |= {f"{port}_http_{what}" for port in ports for what in ("connections", "waiting_bytes")}
     assert len(names) > 15
     third_column = "".join(re.findall(r"^\|[^|]*\|[^|]*\|([^|(]*)", PAGE, re.MULTILINE))
     assert names == set(re.findall(r"`(\w+)`", third_column))

@@ -7,7 +7,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from kvrouter.devtools.system.ports import free_ports
 
+from ..frontend.access.keys import Keys
 from ..sidecar.rig import BLOCK, EngineServer, sglang, vllm
 from .no_broker import Answer, command, serving, until
 
@@ -191,3 +193,19 @@ async def test_an_operator_adds_drains_and_removes_engines(tmp_path: Path) -> No
 
         await until(left)
         assert (await system.ask(PROMPT)).worker == first
+
+
+async def test_another_router_asks_with_the_key_of_an_administrator(tmp_path: Path) -> None:
+    engine, address = vllm(), f"127.0.0.1:{free_ports(1)[0]}"
+    keys = Keys(tmp_path / "keys.json")
+    keys.add("client")
+    keys.add("admin", role="admin")
+    keys.write()
+    options = ("--query-bind", address, "--api-keys", str(keys.path))
+    async with engine.started(), serving(tmp_path, engine.url, options=options) as system:
+        await system.ready()
+        query = {"model": "m", "block_size": BLOCK, "token_ids": list(range(2 * BLOCK))}
+        for key, status in (("", 401), (keys["client"], 403), (keys["admin"], 200)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            async with system.session.post(f"http://{address}/query", json=query, headers=headers) as response:
+                assert response.status == status

@@ -13,9 +13,11 @@ from typing import Any, NoReturn, cast
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.running import RunningSystem, announced
 from kvrouter.frontend import app as frontend
+from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.schedulers.scheduler_choice import LocalScheduler, RemoteSchedulers, SchedulerSource
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.indexer import app as indexer
+from kvrouter.indexer.api.query_server import serving_queries
 from kvrouter.indexer.api.service import IndexerService
 from kvrouter.indexer.settings import IndexerSettings
 from kvrouter.net.local import LocalSystem
@@ -171,6 +173,7 @@ async def _compose(
     hosted: list[Hosted] = []
     index: OverlapIndex | None = None
     own: tuple[str, Scheduler] | None = None
+    guard: Access | None = None
     if "indexer" in settings:
         indexing = await running.enter_async_context(indexer.running(settings["indexer"], runtime))
         ready = _Start(indexing, runtime.directory, engines).is_ready if engines else lambda: indexing.ready
@@ -202,6 +205,13 @@ async def _compose(
         hosted.append(Hosted("frontend", service, service.ready, address, limits))
         # The services share a port, so clients must not reach the others' calls there either.
         hosted = [replace(each, guard=service.access) for each in hosted]
+        guard = service.access
+    if "indexer" in settings:
+        own_index = settings["indexer"]
+        queries = serving_queries(
+            indexing, runtime, own_index.query_bind, max_prompt_tokens=own_index.max_prompt_tokens, guard=guard
+        )
+        await running.enter_async_context(queries)
     return hosted
 
 

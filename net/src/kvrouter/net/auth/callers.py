@@ -128,19 +128,16 @@ class CallerCheck:
 
     def peer(self, context: Context) -> CallerPeer:
         """Returns the peer of a call."""
-        return CallerPeer(self, self._caller_of(context))
-
-    def _caller_of(self, context: Context) -> Caller:
-        """Returns who opened the connection of a call."""
         names: tuple[str, ...] = ()
         if self._roles:
             names = tuple(bytes(name).decode(errors="replace") for name in context.auth_context().get(_NAMES, ()))
-        return Caller(
-            frozenset(self._roles[name] for name in names if name in self._roles),
-            names,
-            _shown(context.invocation_metadata() or ()) if self._token is not None else "",
-            context.peer(),
-        )
+        shown = _shown(context.invocation_metadata() or ()) if self._token is not None else ""
+        return self.peer_of(names, shown, context.peer())
+
+    def peer_of(self, names: tuple[str, ...], shown: str | bytes, address: str) -> CallerPeer:
+        """Returns the peer with these names in its certificate, the token that it shows, and its address."""
+        roles = frozenset(self._roles[name] for name in names if name in self._roles)
+        return CallerPeer(self, Caller(roles, names, shown, address))
 
     def why_refused(self, caller: Caller, method: str) -> Reason | None:
         """Returns why the caller may not call a method, such as ``kvrouter.v1.WorkerService/Abort``; None if it may."""

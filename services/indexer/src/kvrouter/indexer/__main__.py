@@ -10,6 +10,7 @@ from kvrouter.runtime.config.stored_help import exit_with_help
 def main() -> None:
     """Reads the options and serves until SIGTERM or SIGINT."""
     exit_with_help("indexer")
+    from kvrouter.indexer.api.query_server import serving_queries
     from kvrouter.indexer.app import running
     from kvrouter.indexer.settings import IndexerSettings
     from kvrouter.runtime.config.settings import load
@@ -21,7 +22,11 @@ def main() -> None:
     settings = load(IndexerSettings, prog="kvrouter-indexer")
 
     async def serve(stopping: asyncio.Event) -> None:
-        async with open_runtime(settings) as runtime, running(settings, runtime) as service:
+        async with (
+            open_runtime(settings) as runtime,
+            running(settings, runtime) as service,
+            serving_queries(service, runtime, settings.query_bind, max_prompt_tokens=settings.max_prompt_tokens),
+        ):
             limits = MessageLimits(elements=settings.max_prompt_tokens)
             hosted = Hosted("indexer", service, lambda: service.ready, limits=limits)
             await host(runtime, [hosted], stopping)

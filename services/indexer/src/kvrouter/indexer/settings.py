@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from kvrouter.runtime.config.settings import ServiceSettings
+from kvrouter.runtime.config.settings import OptionalAddress, ServiceSettings
 from pydantic import AliasChoices, Field
 
 INDEX_SHARE = 0.5
@@ -61,6 +61,9 @@ def _physical_bytes() -> Iterator[int]:
 class IndexerSettings(ServiceSettings):
     """Options of ``kvrouter-indexer``. Each is a flag, an environment variable and a key of the configuration file."""
 
+    query_bind: OptionalAddress = ""
+    """Address that serves the index to other routers over HTTP, as Mooncake Conductor and Dynamo's indexer do,
+    host:port; port 0 takes a free one, empty serves none."""
     worker_grace_seconds: float = Field(default=60.0, ge=0)
     """Time for which a worker's blocks are kept after its registration is gone, in seconds."""
     max_prompt_tokens: int = Field(default=1 << 20, ge=1)
