@@ -153,6 +153,8 @@ async def test_a_damaged_file_is_dropped_and_learned_anew(tmp_path: Path, damage
             await second.ready()
             assert await overlaps(second, range(1, 6)) == [2] * 5, "the engine repeats all of its messages"
             assert second.logged("state.not_recovered")
+            lost = 0 if damage == "emptied" else 10
+            assert await second.metric("kvrouter_relay_dropped_blocks") == lost, "as many as the file had"
 
 
 async def test_lost_messages_are_replayed(tmp_path: Path) -> None:

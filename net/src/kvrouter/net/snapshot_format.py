@@ -13,6 +13,8 @@ from xxhash import xxh3_64
 
 FORMAT_VERSION = 1
 _SEED = 1337
+_LEAST_BLOCK_BYTES = 8
+"""Size of a block's engine hash alone."""
 
 
 class InvalidSnapshot(Exception):
@@ -82,9 +84,8 @@ class SnapshotCheck:
         """
         body = memoryview(piece)
         if self._header is None:
-            length, start = _read_varint(body, 0)
-            self._header = _read_header(bytes(body[start : start + length]), self._expected)
-            body = body[start + length :]
+            encoded, body = _divided(body)
+            self._header = _read_header(encoded, self._expected)
         self._body_bytes += len(body)
         self._checksum.update(body)
 
@@ -118,6 +119,21 @@ def records_after(data: bytes | bytearray, header: SnapshotHeader) -> Iterator[b
             raise InvalidSnapshot("the snapshot is truncated")
         yield bytes(body[at : at + length])
         at += length
+
+
+def claimed_blocks(data: bytes | bytearray) -> int:
+    """Returns how many blocks a snapshot says it has, whether or not it can be used; 0 if its header is damaged."""
+    try:
+        header = SnapshotHeader.FromString(_divided(memoryview(data))[0])
+    except (InvalidSnapshot, DecodeError):
+        return 0
+    return header.blocks if header.blocks * _LEAST_BLOCK_BYTES <= header.body_bytes else 0
+
+
+def _divided(data: memoryview) -> tuple[bytes, memoryview]:
+    """Returns the encoded header, and what follows it."""
+    length, start = _read_varint(data, 0)
+    return bytes(data[start : start + length]), data[start + length :]
 
 
 def _read_header(encoded: bytes, expected: SnapshotHeader) -> SnapshotHeader:

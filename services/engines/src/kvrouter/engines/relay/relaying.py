@@ -80,10 +80,9 @@ async def relaying(
             for dp_rank, endpoints in source.endpoints.items()
         }
         stack.enter_context(claimed(config))
-        states = await asyncio.to_thread(recover_worker, config)
+        states, blocks = await asyncio.to_thread(recover_worker, config)
         known = {dp_rank: state.position for dp_rank, state in states.items()}
         initial = await _begin_replays(sockets, known, wait_for_engine=wait_for_engine)
-        blocks = {dp_rank: state.recorder.counts().blocks for dp_rank, state in states.items()}
         if not all(replay.resumes for replay in initial.values()):
             if states:
                 log.warning(

@@ -17,7 +17,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from kvrouter.core import EventRecorder, Scope
 from kvrouter.core.interface import BlockNote
-from kvrouter.net.snapshot_format import InvalidSnapshot, SnapshotCheck, SnapshotWriter, records_after
+from kvrouter.net.snapshot_format import InvalidSnapshot, SnapshotCheck, SnapshotWriter, claimed_blocks, records_after
 from kvrouter.publisher.config import HASH_SCHEME
 from kvrouter.v1.common_pb2 import Component, CopyCounting, RankState
 from kvrouter.v1.names import ComponentName
@@ -29,6 +29,11 @@ NO_POSITION = -1
 
 class Unusable(Exception):
     """A file cannot be resumed from; the message says why."""
+
+    def __init__(self, why: str, blocks: int = 0) -> None:
+        super().__init__(why)
+        self.blocks = blocks
+        """Blocks that the file says it has, which are lost; 0 if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +129,8 @@ def recover(path: Path, desired: Identity, buffer_events: int = 200_000, buffer_
         raise Unusable(error.strerror or "the file cannot be read") from None
     try:
         return _read(data, desired, buffer_events, buffer_bytes)
-    except (InvalidSnapshot, ValueError, DecodeError) as error:
-        raise Unusable(str(error)) from None
+    except (Unusable, InvalidSnapshot, ValueError, DecodeError) as error:
+        raise Unusable(str(error), claimed_blocks(data)) from None
 
 
 def _read(data: bytes, desired: Identity, buffer_events: int, buffer_bytes: int) -> Recovered:

@@ -32,21 +32,27 @@ def _identity(config: WorkerConfig, dp_rank: int) -> Identity:
     )
 
 
-def recover_worker(config: WorkerConfig) -> dict[int, Recovered]:
-    """Returns the recovered state by rank; empty unless all ranks have one of the same incarnation and engine."""
+def recover_worker(config: WorkerConfig) -> tuple[dict[int, Recovered], dict[int, int]]:
+    """Returns the recovered state by rank, and the blocks in each file.
+
+    There are no states unless all ranks have one of the same incarnation and engine.
+    """
+    states: dict[int, Recovered] = {}
+    blocks: dict[int, int] = {}
     if config.state is None:
-        return {}
-    states = {}
+        return states, blocks
     for rank in config.ranks:
         path = _path(config, config.state, rank)
         try:
             states[rank] = recover(path, _identity(config, rank), config.buffer_events, config.buffer_bytes)
+            blocks[rank] = states[rank].recorder.counts().blocks
         except Unusable as error:
+            blocks[rank] = error.blocks
             if path.exists():
-                log.warning("state.not_recovered", path=str(path), reason=str(error))
-            return {}
+                log.warning("state.not_recovered", path=str(path), blocks=error.blocks, reason=str(error))
     incarnations = {each.incarnation for each in states.values()}
-    return states if len(incarnations) == 1 else {}
+    is_whole = len(states) == len(config.ranks) and len(incarnations) == 1
+    return states if is_whole else {}, blocks
 
 
 def positions(config: WorkerConfig) -> dict[int, int]:
@@ -55,7 +61,7 @@ def positions(config: WorkerConfig) -> dict[int, int]:
     Call it before ``running``. A relay resumes if its engine can repeat all later messages. Otherwise call
     ``discard``, for the worker to begin a new incarnation.
     """
-    return {rank: found.position for rank, found in recover_worker(config).items()}
+    return {rank: found.position for rank, found in recover_worker(config)[0].items()}
 
 
 def discard(config: WorkerConfig) -> None:
