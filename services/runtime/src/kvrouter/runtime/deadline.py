@@ -61,7 +61,8 @@ class Backoff:
     def __init__(self, first_seconds: float, longest_seconds: float, rng: random.Random | None = None) -> None:
         self._first = first_seconds
         self._longest = longest_seconds
-        self._rng = rng or random.Random()
+        # The shared source: seeding one takes as long as a hundredth of a request, and each request has a backoff.
+        self._uniform = random.uniform if rng is None else rng.uniform
         self.failures = 0
         """Number of consecutive failures."""
 
@@ -70,7 +71,7 @@ class Backoff:
         self.failures += 1
         # The exponent is limited, so that years of failures do not overflow a float.
         pause = min(self._longest, self._first * 2.0 ** min(self.failures - 1, 32))
-        return pause * self._rng.uniform(0.5, 1.5)
+        return pause * self._uniform(0.5, 1.5)
 
     def succeeded(self) -> int:
         """Records a successful attempt. Returns how many consecutive attempts had failed before."""
