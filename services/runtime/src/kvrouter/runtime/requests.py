@@ -47,6 +47,8 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 def is_plain_text(value: str, max_bytes: int) -> bool:
     """Returns whether a value is UTF-8 without control characters, and has at most so many bytes."""
+    if value.isascii():
+        return value.isprintable() and len(value) <= max_bytes
     return not _UNSAFE.search(value) and len(value.encode()) <= max_bytes
 
 
@@ -61,14 +63,15 @@ def check_request_id(request_id: str, max_bytes: int, field: str) -> None:
     Raises:
         BadRequest: it has control characters or is not UTF-8, or it is too long.
     """
+    if is_plain_text(request_id, max_bytes):
+        return
     if _UNSAFE.search(request_id):
         raise BadRequest(
             f"{field}: expected UTF-8 without control characters, received {request_id[:32]!r}",
             field=field,
             advice="Send letters, digits and punctuation, such as a UUID.",
         )
-    if len(request_id.encode()) > max_bytes:
-        raise BadRequest(f"{field} is longer than {max_bytes} bytes", field=field, advice="Send a shorter id.")
+    raise BadRequest(f"{field} is longer than {max_bytes} bytes", field=field, advice="Send a shorter id.")
 
 
 def pack_local_hashes(message: LocalHashes) -> bytes:

@@ -58,7 +58,8 @@ class BodyRooms:
         Raises:
             Overloaded: there is none in time, or too many bodies wait.
         """
-        if not any(each.room.holder == room.holder for each in self._waiting) and self._try(room, amount):
+        waits = self._waiting and any(each.room.holder == room.holder for each in self._waiting)
+        if not waits and self._try(room, amount):
             return
         if len(self._waiting) >= MAX_WAITING:
             raise self._refusal("too many bodies of requests wait for room")
@@ -93,6 +94,8 @@ class BodyRooms:
             self._serve()
 
     def _serve(self) -> None:
+        if not self._waiting:
+            return
         passed_over = set[str]()
         for waiting in list(self._waiting):
             holder = waiting.room.holder

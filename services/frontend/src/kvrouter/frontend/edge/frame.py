@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -68,6 +69,7 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
     return headers
 
 
+@cache
 def routed_on_text(routed_on: RoutedOn) -> str:
     """Returns a decision's knowledge of the prompt, as responses say it."""
     return RoutedOn.Name(routed_on).removeprefix("ROUTED_ON_").lower()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from operator import attrgetter
@@ -272,13 +272,10 @@ def requested_id(headers: Mapping[str, str]) -> str:
 
 def request_id_of(request: web.BaseRequest) -> str:
     """Returns the id of a request: the client's if it is valid, or else a generated one."""
-    if _REQUEST_ID not in request:
-        try:
-            request_id = requested_id(request.headers)
-        except BadRequest:
-            request_id = ""
-        request[_REQUEST_ID] = request_id or uuid.uuid4().hex
-    return request[_REQUEST_ID]
+    try:
+        return checked_request_id(request)
+    except BadRequest:
+        return _noted_id(request, "")
 
 
 def checked_request_id(request: web.BaseRequest) -> str:
@@ -287,8 +284,14 @@ def checked_request_id(request: web.BaseRequest) -> str:
     Raises:
         BadRequest: the client's is invalid.
     """
-    requested_id(request.headers)
-    return request_id_of(request)
+    return _noted_id(request, requested_id(request.headers))
+
+
+def _noted_id(request: web.BaseRequest, requested: str) -> str:
+    """Returns the id noted in the request; without one it notes the client's, or generates one."""
+    if _REQUEST_ID not in request:
+        request[_REQUEST_ID] = requested or os.urandom(16).hex()
+    return request[_REQUEST_ID]
 
 
 def requested_rank(headers: Mapping[str, str]) -> int | None:

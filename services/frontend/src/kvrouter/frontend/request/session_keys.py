@@ -38,7 +38,7 @@ class SessionKeys:
         """
         found = (
             ("conversation_id", conversation_id),
-            *(("header", headers.get(name)) for name in self._headers),
+            *[("header", headers.get(name)) for name in self._headers],
             ("prompt_cache_key", prompt_cache_key),
         )
         for source, value in found:
