@@ -122,7 +122,7 @@ class LoadReports:
 
     def others(self, now: float) -> Column | None:
         """Returns the reported requests of every registered rank beyond those booked; None if there are none."""
-        if not self._others.any():
+        if not np.count_nonzero(self._others):
             return None
         others: Column = self._others * (now - self._heard <= self._max_age)
         return others

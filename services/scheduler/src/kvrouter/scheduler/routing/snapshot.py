@@ -13,7 +13,7 @@ from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
-from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext
+from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext, largest
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlaces, compute_ms, prefill_places, waits_ms
 from kvrouter.scheduler.routing.affinity import HeldBlocks
@@ -64,17 +64,16 @@ class CandidateSnapshot(NamedTuple):
         """
         failed = self.constraints.avoided.keys() | (self.constraints.excluded if is_retry else frozenset())
         if not failed:
-            return int(self.overlap_blocks.max())
+            return largest(self.overlap_blocks)
         held = zip(self.worker_set.ranks, self.overlap_blocks, strict=True)
         return max((int(blocks) for rank, blocks in held if rank[0] not in failed), default=0)
 
     def reachable_tokens(self, rank: Rank, block_size: int) -> ReachableTokens:
         """Returns the cached tokens of the prompt on a rank, on the best eligible rank, and on the best of all."""
         blocks = self.overlap_blocks
-        eligible = int(blocks[self.free].max(initial=0))
-        return ReachableTokens(
-            self.overlap_of(rank) * block_size, eligible * block_size, int(blocks.max()) * block_size
-        )
+        most = largest(blocks)
+        eligible = most if len(self.free) == len(blocks) else largest(blocks[self.free])
+        return ReachableTokens(self.overlap_of(rank) * block_size, eligible * block_size, most * block_size)
 
     def conversation_terms(self, rank: Rank) -> dict[str, float]:
         """Returns the blocks of the conversation that count as overlap on a rank, by name of the term."""
