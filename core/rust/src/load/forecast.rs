@@ -70,21 +70,25 @@ impl Model {
         over(in_use, candidate.total_blocks).min(1.0)
     }
 
-    /// Cost terms of a candidate with its share and its copied blocks, given the mean share of all.
+    /// Cost terms of a candidate with its share and its blocks of the prompt, given the mean share of all.
     pub fn terms(
         &self,
         request: &Request,
         candidate: &Candidate,
         share: f64,
-        copied_blocks: f64,
+        blocks: PromptBlocks,
         mean_share: f64,
     ) -> Terms {
         let scarcity = mean_share.powi(4);
         let calibration = request.calibration;
-        let relative = candidate.relative_latency.powf(1.0 - scarcity);
+        // Most ranks have the speed of the component, and a power takes as long as all other terms.
+        let relative = match candidate.relative_latency {
+            1.0 => 1.0,
+            latency => latency.powf(1.0 - scarcity),
+        };
         let latency = calibration * relative;
         let &Candidate { head_tokens: head, prefill_tokens, prefill_requests, .. } = candidate;
-        let new_tokens = request.prompt_tokens - held_blocks(request, candidate) * request.block_size;
+        let new_tokens = request.prompt_tokens - blocks.held * request.block_size;
         let budget = match candidate.max_batched_tokens {
             0 => self.default_budget,
             budget => budget,
@@ -95,7 +99,7 @@ impl Model {
         let under_way = head > 0 && spent > decode / 2.0;
         let (waiting, ahead) =
             if under_way { (prefill_requests - 1, prefill_tokens - head) } else { (prefill_requests, prefill_tokens) };
-        let filled = ahead.rem_euclid(budget);
+        let (_, filled) = divided(ahead, budget);
         let time = |tokens: i64| self.prefill_ms(tokens, budget, decode);
         let own = calibration * time(new_tokens);
         let rest = if under_way { (latency * time(head) - spent).max(0.0) } else { latency * decode / 2.0 - spent };
@@ -116,7 +120,7 @@ impl Model {
             output: self.output_tokens * (latency - calibration) * quadratic(self.decode, share),
             shortage: self.shortage_ms * lacking.max(0.0),
             eviction: added as f64 * (calibration * token_ms) * candidate.reuse_chance,
-            copies: (scarcity - 1.0) * copied_blocks * request.block_size as f64 * (calibration * token_ms),
+            copies: (scarcity - 1.0) * blocks.copied * request.block_size as f64 * (calibration * token_ms),
             own,
             relative,
             new_tokens,
@@ -128,33 +132,46 @@ impl Model {
     fn prefill_ms(&self, tokens: i64, budget: i64, decode: f64) -> f64 {
         let [n2, n1, n0] = self.prefill;
         let step = |tokens: i64| n0 + decode + (n2 * tokens as f64 + n1) * tokens as f64;
-        let (full, rest) = (tokens.div_euclid(budget), tokens.rem_euclid(budget));
+        let (full, rest) = divided(tokens, budget);
         full as f64 * step(budget) + if rest > 0 { step(rest) } else { 0.0 }
     }
 }
 
-/// Leading blocks of the prompt that the candidate need not compute.
-pub fn held_blocks(request: &Request, candidate: &Candidate) -> i64 {
-    let reusable = (request.prompt_tokens - 1) / request.block_size;
-    candidate.overlap_blocks.max(candidate.leading_active_blocks).min(reusable)
+/// Blocks of the prompt at one candidate.
+#[derive(Clone, Copy)]
+pub struct PromptBlocks {
+    /// Leading blocks that it need not compute.
+    held: i64,
+    /// Blocks that it lacks and k others hold, each counted as (k - 1) / k.
+    copied: f64,
 }
 
-/// Blocks that each candidate lacks and k others hold, each counted as (k - 1) / k.
-pub fn copied_blocks(held: &[i64]) -> Vec<f64> {
-    let mut ascending = held.to_vec();
+/// Returns the blocks of the prompt at each candidate.
+pub fn prompt_blocks(request: &Request, candidates: &[Candidate]) -> Vec<PromptBlocks> {
+    let reusable = (request.prompt_tokens - 1) / request.block_size;
+    let held = |each: &Candidate| each.overlap_blocks.max(each.leading_active_blocks).min(reusable);
+    // Most candidates hold nothing of a prompt.
+    let mut ascending: Vec<i64> = candidates.iter().map(held).filter(|&blocks| blocks > 0).collect();
     ascending.sort_unstable();
     let mut ends = Vec::new();
-    let (mut end, mut copied, mut fewer) = (0, 0.0, 0);
+    let (mut end, mut copied, mut holders) = (0, 0.0, ascending.len());
     for equal in ascending.chunk_by(|one, other| one == other) {
-        let holders = (held.len() - fewer) as f64;
         let next = equal.first().copied().unwrap_or(end);
-        copied += (next - end) as f64 * (holders - 1.0) / holders;
+        copied += (next - end) as f64 * (holders as f64 - 1.0) / holders as f64;
         ends.push((next, copied));
         end = next;
-        fewer += equal.len();
+        holders -= equal.len();
     }
     let up_to = |blocks| ends.binary_search_by_key(&blocks, |&(end, _)| end).ok().and_then(|place| ends.get(place));
-    held.iter().map(|&blocks| copied - up_to(blocks).map_or(copied, |&(_, before)| before)).collect()
+    let lacking =
+        |blocks| if blocks > 0 { copied - up_to(blocks).map_or(copied, |&(_, before)| before) } else { copied };
+    let blocks = |held| PromptBlocks { held, copied: lacking(held) };
+    candidates.iter().map(held).map(blocks).collect()
+}
+
+/// Quotient and remainder. A division takes as long as the rest of a term, and few ranks have more tokens than a step.
+fn divided(tokens: i64, budget: i64) -> (i64, i64) {
+    if (0..budget).contains(&tokens) { (0, tokens) } else { (tokens.div_euclid(budget), tokens.rem_euclid(budget)) }
 }
 
 fn quadratic([p2, p1, p0]: [f64; 3], x: f64) -> f64 {

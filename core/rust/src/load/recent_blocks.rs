@@ -1,6 +1,6 @@
 //! Blocks in order of their last use, at most so many.
 
-use std::collections::HashMap;
+use crate::hash::ByEngineHash;
 
 /// No entry.
 const NONE: u32 = u32::MAX;
@@ -24,7 +24,7 @@ pub struct Touched {
 /// Blocks with the time of their last use.
 pub struct RecentBlocks {
     most: usize,
-    ids: HashMap<u64, u32>,
+    ids: ByEngineHash<u32>,
     entries: Vec<Entry>,
     oldest: u32,
     newest: u32,
@@ -34,7 +34,7 @@ impl RecentBlocks {
     /// Keeps the `most` blocks used last.
     pub fn new(most: usize) -> Self {
         let most = most.min(NONE as usize);
-        Self { most, ids: HashMap::new(), entries: Vec::new(), oldest: NONE, newest: NONE }
+        Self { most, ids: ByEngineHash::default(), entries: Vec::new(), oldest: NONE, newest: NONE }
     }
 
     pub fn len(&self) -> usize {

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::load::forecast::{Candidate, Model, Request, copied_blocks, held_blocks};
+use crate::load::forecast::{Candidate, Model, Request, prompt_blocks};
 
 /// Implements `kvrouter.core.interface.ForecastModel`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
@@ -92,11 +92,10 @@ impl ForecastModel {
         let model = &self.0;
         let shares: Vec<f64> = candidates.iter().map(|candidate| model.share(&request, candidate)).collect();
         let mean_share = shares.iter().sum::<f64>() / count.max(1) as f64;
-        let held: Vec<i64> = candidates.iter().map(|candidate| held_blocks(&request, candidate)).collect();
+        let blocks = prompt_blocks(&request, &candidates);
         let mut rows = vec![0.0f64; 11 * count];
-        for (place, ((candidate, share), copied)) in candidates.iter().zip(shares).zip(copied_blocks(&held)).enumerate()
-        {
-            let terms = model.terms(&request, candidate, share, copied, mean_share);
+        for (place, ((candidate, share), blocks)) in candidates.iter().zip(shares).zip(blocks).enumerate() {
+            let terms = model.terms(&request, candidate, share, blocks, mean_share);
             let values = [
                 terms.forecast,
                 terms.batch,
