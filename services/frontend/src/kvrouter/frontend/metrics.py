@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvrouter.runtime.telemetry.counter import Count, LoopCounter
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -23,10 +24,10 @@ class ModelMetrics:
         self.migration_seconds = metrics.migration_seconds.of(model)
         self.request_seconds = metrics.request_seconds.of(model)
         self.token_latency = metrics.token_latency.of(model)
-        self.prompt_tokens = metrics.prompt_tokens.labels(model)
-        self.predicted_cached_tokens = metrics.predicted_cached_tokens.labels(model)
-        self.cached_tokens = metrics.cached_tokens.labels(model)
-        self.output_tokens = metrics.output_tokens.labels(model)
+        self.prompt_tokens = metrics.prompt_tokens.of(model)
+        self.predicted_cached_tokens = metrics.predicted_cached_tokens.of(model)
+        self.cached_tokens = metrics.cached_tokens.of(model)
+        self.output_tokens = metrics.output_tokens.of(model)
 
 
 class MetricsByModel:
@@ -34,7 +35,7 @@ class MetricsByModel:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         histogram = partial(LoopHistogram, labels=["model"], registry=registry)
-        counter = partial(Counter, labelnames=["model"], registry=registry)
+        counter = partial(LoopCounter, labels=["model"], registry=registry)
         self.ttft_seconds = histogram(
             "kvrouter_frontend_ttft_seconds",
             "Time from the arrival of a request to its first token.",
@@ -95,13 +96,14 @@ class FrontendMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        self.requests = counter("kvrouter_frontend_requests", "Requests by outcome, a gRPC code.", ["model", "code"])
+        self.requests = LoopCounter(
+            "kvrouter_frontend_requests", "Requests by outcome, a gRPC code.", ["model", "code"], registry=registry
+        )
         self.http_errors = counter(
             "kvrouter_frontend_http_errors",
             "Failed HTTP responses by status and by the code of the error, empty if an engine sent the response.",
             ["status", "code"],
         )
-        self._ended: dict[tuple[str, str], Counter] = {}
         self.in_flight = gauge("kvrouter_frontend_requests_in_flight", "Running requests.")
         self.ignored_sessions = counter(
             "kvrouter_frontend_ignored_sessions",
@@ -170,13 +172,6 @@ class FrontendMetrics:
         )
         self.worker_channels = gauge("kvrouter_frontend_worker_channels", "Open gRPC channels to workers.")
 
-    def ended(self, model: str, code: str) -> Counter:
-        """Returns the counter of requests for a served model, with an outcome.
-
-        To look it up by its labels takes longer.
-        """
-        key = self.models.label(model), code
-        counter = self._ended.get(key)
-        if counter is None:
-            counter = self._ended[key] = self.requests.labels(*key)
-        return counter
+    def ended(self, model: str, code: str) -> Count:
+        """Returns the count of requests for a served model, with an outcome."""
+        return self.requests.of(self.models.label(model), code)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
+from kvrouter.runtime.telemetry.counter import Count, LoopCounter
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -38,11 +39,10 @@ class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
-        self.selections = counter(
+        of_each = partial(LoopCounter, registry=registry)
+        self.selections = of_each(
             "kvrouter_scheduler_selections", "Selections by mode and outcome, a gRPC code.", ["mode", "code"]
         )
-        self.selected = cache(self.selections.labels)
-        """Returns the counter of a mode and an outcome. Kept, because a look-up by labels takes longer."""
         self.repeated = counter(
             "kvrouter_scheduler_repeated_selections", "Repeated selections, answered with the first outcome."
         )
@@ -88,12 +88,12 @@ class SchedulerMetrics:
         self.reports_quarantined = counter(
             "kvrouter_scheduler_load_reports_quarantined", "Load reports that were not used, by reason.", ["reason"]
         )
-        self.predicted_blocks = counter(
+        self.predicted_blocks = of_each(
             "kvrouter_scheduler_predicted_cached_blocks",
             "Predicted cached blocks of requests whose worker reported its own count, without the last token's.",
             ["model"],
         )
-        self.actual_blocks = counter(
+        self.actual_blocks = of_each(
             "kvrouter_scheduler_actual_cached_blocks",
             "Cached blocks that the workers reported for the same requests.",
             ["model"],
@@ -103,25 +103,24 @@ class SchedulerMetrics:
             "Reported minus predicted cached blocks of a request.",
             buckets=_BLOCKS_OFF,
         )
-        self.predictions = counter(
+        self.predictions = of_each(
             "kvrouter_scheduler_predictions", "Requests whose prediction was exact, low or high.", ["verdict"]
         )
-        self.cached_tokens = counter(
+        self.cached_tokens = of_each(
             "kvrouter_scheduler_cached_tokens",
             "Prompt tokens that the index had at the booking: on the chosen rank, on the best eligible one, and on the "
             "best of any.",
             ["model", "rank"],
         )
-        self._cached: dict[str, tuple[Counter, ...]] = {}
-        self._judged = cache(self.predictions.labels)
-        self._audited: dict[str, tuple[Counter, Counter]] = {}
+        self._cached: dict[str, tuple[Count, ...]] = {}
+        self._audited: dict[str, tuple[Count, Count]] = {}
 
     def count_cached(self, model: str, tokens: ReachableTokens) -> None:
         """Counts the cached tokens of a booked request."""
         counters = self._cached.get(model)
         if counters is None:
             label = model_label(model, self._cached)
-            counters = tuple(self.cached_tokens.labels(label, rank) for rank in ReachableTokens._fields)
+            counters = tuple(self.cached_tokens.of(label, rank) for rank in ReachableTokens._fields)
             self._cached[label] = counters
         for counter, count in zip(counters, tokens, strict=True):
             counter.inc(count)
@@ -131,12 +130,12 @@ class SchedulerMetrics:
         audited = self._audited.get(model)
         if audited is None:
             label = model_label(model, self._audited)
-            audited = self.predicted_blocks.labels(label), self.actual_blocks.labels(label)
+            audited = self.predicted_blocks.of(label), self.actual_blocks.of(label)
             self._audited[label] = audited
         audited[0].inc(predicted)
         audited[1].inc(actual)
         self.blocks_off.observe(actual - predicted)
-        self._judged("exact" if actual == predicted else "low" if actual > predicted else "high").inc()
+        self.predictions.of("exact" if actual == predicted else "low" if actual > predicted else "high").inc()
 
 
 @dataclass(eq=False)

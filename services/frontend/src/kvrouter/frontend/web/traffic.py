@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.runtime.overview.system import System
-from prometheus_client import Counter
+from prometheus_client.registry import Collector
 
 _WINDOW_SECONDS = 60.0
 _QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -101,7 +101,7 @@ def counts_of(metrics: FrontendMetrics) -> Counts:
     return Counts(requests, output, models.ttft_seconds.counts(), models.token_latency.counts(), http_errors)
 
 
-def _tally(counter: Counter, key: Callable[[Mapping[str, str]], str]) -> Tally[str]:
+def _tally(counter: Collector, key: Callable[[Mapping[str, str]], str]) -> Tally[str]:
     tally = Tally[str]()
     for family in counter.collect():
         for sample in family.samples:
