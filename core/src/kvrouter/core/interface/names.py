@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 Rank = tuple[int, int]
@@ -13,8 +12,7 @@ TokenBuffer = bytes | bytearray | memoryview | Sequence[int]
 """Token ids: a list or array of ints, or a contiguous buffer of 32-bit integers (``bytes`` are little-endian u32)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(NamedTuple):
     """Adapter, salt and tenant: blocks are shared only within one scope."""
 
     lora_name: str = ""

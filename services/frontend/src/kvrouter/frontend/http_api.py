@@ -228,7 +228,7 @@ class HttpApi:
             return forwarded
         self._check_text(len(body))
         chat = await self._decoded(parse_chat, body)
-        return await self._run_text(request, replace(chat, fields=with_headers(chat.fields, request, self._sessions)))
+        return await self._run_text(request, chat._replace(fields=with_headers(chat.fields, request, self._sessions)))
 
     def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""
@@ -244,7 +244,7 @@ class HttpApi:
 
             translated, chat = await self._decoded(read, body)
             try:
-                chat = replace(chat, fields=with_headers(chat.fields, request, self._sessions))
+                chat = chat._replace(fields=with_headers(chat.fields, request, self._sessions))
                 return await self._run_text(request, chat, translated)
             except KvRouterError as error:
                 translated.rename(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 from kvrouter.core import find_json_value
@@ -39,8 +39,7 @@ class CompletionFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw
 _FIELDS = msgspec.json.Decoder(CompletionFields, strict=False)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
+class CompletionRequest(NamedTuple):
     """A parsed completion request."""
 
     fields: CompletionFields
@@ -109,7 +108,7 @@ class CompletionRequest:
 
     def with_fields(self, fields: CompletionFields) -> CompletionRequest:
         """Returns the request with other fields."""
-        return self if fields is self.fields else replace(self, fields=fields)
+        return self if fields is self.fields else self._replace(fields=fields)
 
     @property
     def max_tokens(self) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from kvrouter.frontend.edge.completion_request import CompletionRequest
@@ -92,8 +91,7 @@ _STAND_IN = "\ufffd"
 """Stand-in for bytes of a part of a character."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A piece of a sequence."""
 
     text: str

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 from kvrouter.frontend.edge.json_body import invalid
@@ -60,8 +60,7 @@ class TextPrompt:
         return text.tokenizer.encode_at_once(self.text, special_tokens=special, limit=limit, field=self.field)
 
 
-@dataclass(frozen=True, slots=True)
-class TextRequest:
+class TextRequest(NamedTuple):
     """A chat or completion, parsed."""
 
     fields: SharedFields
