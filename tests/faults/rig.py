@@ -24,7 +24,7 @@ from kvrouter.core import local_hashes
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.mocker.adapter import MockEngine, publish_to
 from kvrouter.mocker.engine.config import EngineConfig
-from kvrouter.mocker.engine.implementation import make_engine
+from kvrouter.mocker.engine.implementation import make_engines
 from kvrouter.mocker.engine.types import CachedBlock, CacheEvent, EngineRequest, pack_tokens
 from kvrouter.net.etcd import connect, watch_prefix
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
@@ -64,7 +64,7 @@ class EngineNode(ABC):
 
     def __init__(self, seed: int, publish: Callable[[Sequence[CacheEvent]], None]) -> None:
         config = EngineConfig(num_blocks=48, block_size=BLOCK_SIZE, max_batched_tokens=512, hash_seed=seed)
-        self.engine = make_engine(config)
+        [self.engine] = make_engines([config])
         self._rng = random.Random(seed)
         self._publish = publish
         self._now = 0.0

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.main import app, main
 from kvrouter.simulator.workloads import traces
 from typer.testing import CliRunner
@@ -184,3 +185,18 @@ def test_the_floor_is_beside_the_policies(tmp_path: Path) -> None:
     ]
     mean = {run["policy"]: run["statistics"]["ttft_ms"]["mean"] for run in runs}
     assert mean["floor"] < mean["forecast"]
+
+
+def test_reuse_by_tier_is_shown_where_engines_have_tiers() -> None:
+    small = ("--blocks", "1200", "--policy", "round-robin")
+    host = invoke(*small, "--host-tier", "4000:5", "--kv-bytes-per-token", "1000")
+    assert "loaded from host memory" in host
+    assert "loaded from shared storage" not in host
+    assert "loaded from shared storage" in invoke(*small, "--shared-tier", "4000:5:2")
+    assert "loaded from" not in invoke(*small)
+
+
+@pytest.mark.parametrize("text", ["many", "1:2:3:4", "-1", "10:0"])
+def test_a_tier_is_written_as_blocks_bandwidth_and_latency(text: str) -> None:
+    with pytest.raises(WrongUsage, match="--host-tier"):
+        invoke("--host-tier", text)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.development.commands.simulate import DEFAULT_GENERATED
+from kvrouter.mocker.engine.config import TierConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.mocker.engine.time_model import TimeModel
 from kvrouter.simulator.plan import Plan, run_plan
@@ -160,6 +161,23 @@ def restart_of(text: str, workers: int) -> tuple[float, int]:
     if not engine.isdecimal() or int(engine) >= workers:
         raise WrongUsage(f"--restart is {text!r}: write SECONDS:ENGINE, engine 0 to {workers - 1}")
     return number("--restart", at), int(engine)
+
+
+def tier_of(option: str, text: str | None) -> TierConfig:
+    """Returns a tier from BLOCKS[:GB/S[:MS]]; one without blocks if there is no text.
+
+    Raises:
+        WrongUsage: it is not written so, or no tier could be like this.
+    """
+    if text is None:
+        return TierConfig()
+    blocks, *link = text.split(":")
+    if len(link) > 2:
+        raise WrongUsage(f"{option} is {text!r}: expected BLOCKS, BLOCKS:GB/S or BLOCKS:GB/S:MS")
+    try:
+        return TierConfig(int(blocks), *map(float, link))
+    except ValueError as error:
+        raise WrongUsage(f"{option} is {text!r}: {error}") from None
 
 
 def numbers(option: str, text: str) -> Sequence[float]:

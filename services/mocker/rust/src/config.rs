@@ -28,6 +28,16 @@ impl TimeModel {
     }
 }
 
+/// A tier below device memory.
+#[derive(Clone, Copy)]
+pub struct TierConfig {
+    /// 0 for no such tier.
+    pub num_blocks: usize,
+    /// Seconds of a load besides those of its blocks.
+    pub latency_s: f64,
+    pub block_s: f64,
+}
+
 #[derive(Clone, Copy)]
 pub struct Config {
     pub num_blocks: usize,
@@ -39,6 +49,8 @@ pub struct Config {
     pub speed: f64,
     pub vocabulary_size: u64,
     pub time_model: TimeModel,
+    /// Host memory and shared storage.
+    pub tiers: [TierConfig; 2],
 }
 
 impl Config {

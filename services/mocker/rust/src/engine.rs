@@ -4,6 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use crate::config::Config;
+use crate::offloading::{OffloadTier, Parts, Tier};
 use crate::pool::{Pool, Row};
 use crate::sequence::{Request, Sequence};
 
@@ -14,10 +15,27 @@ pub enum Event {
         /// Little-endian u32.
         tokens: Vec<u8>,
         root: u64,
+        tier: Tier,
     },
     /// One physical copy of each.
-    Removed(Vec<u64>),
+    Removed {
+        hashes: Vec<u64>,
+        tier: Tier,
+    },
     Cleared,
+}
+
+impl Event {
+    /// Blocks `start` to `stop` of a sequence, each with `width` bytes of tokens, became cached.
+    pub fn stored(sequence: &Sequence, start: usize, stop: usize, width: usize, tier: Tier) -> Self {
+        Self::Stored {
+            parent: (start > 0).then(|| sequence.chain[start]),
+            hashes: sequence.chain[start + 1..=stop].to_vec(),
+            tokens: sequence.tokens[start * width..stop * width].to_vec(),
+            root: sequence.root,
+            tier,
+        }
+    }
 }
 
 pub struct Step {
@@ -47,6 +65,8 @@ pub struct Output {
     /// Prompt and output.
     pub length: usize,
     pub cached_tokens: usize,
+    /// Those loaded from host memory and from shared storage.
+    pub loaded_tokens: [usize; 2],
     pub submitted_at: f64,
     pub scheduled_at: f64,
 }
@@ -66,6 +86,10 @@ pub struct Engine {
     pub events: Vec<Event>,
     record_events: bool,
     pool: Pool,
+    /// Host memory and shared storage, if there is any.
+    tiers: Vec<OffloadTier>,
+    /// Seconds of the loads of the step.
+    loading: f64,
     sequences: Vec<Option<Sequence>>,
     unused: Vec<Handle>,
     by_number: HashMap<u64, Handle>,
@@ -81,12 +105,24 @@ pub struct Engine {
 }
 
 impl Engine {
-    pub fn new(config: Config, record_events: bool) -> Self {
+    /// `shared` is the shared storage.
+    pub fn new(config: Config, record_events: bool, shared: &Parts) -> Self {
+        let tiers = if config.tiers.iter().all(|tier| tier.num_blocks == 0) {
+            Vec::new()
+        } else {
+            let [host, pooled] = config.tiers;
+            vec![
+                OffloadTier::new(Tier::Host, host.num_blocks, config.block_size, Parts::default()),
+                OffloadTier::new(Tier::Shared, pooled.num_blocks, config.block_size, shared.clone()),
+            ]
+        };
         Self {
             config,
             events: Vec::new(),
             record_events,
             pool: Pool::new(config.num_blocks, config.block_size),
+            tiers,
+            loading: 0.0,
             sequences: Vec::new(),
             unused: Vec::new(),
             by_number: HashMap::new(),
@@ -138,6 +174,7 @@ impl Engine {
         if self.by_number.is_empty() && !cleared {
             return None;
         }
+        self.loading = 0.0;
         let queued = self.waiting.len();
         let decode_sequences = self.schedule_decodes();
         let mut budget = self.config.max_batched_tokens - decode_sequences;
@@ -158,7 +195,8 @@ impl Engine {
             self.config.capacity_tokens(),
         );
         self.in_step = true;
-        let seconds = seconds / self.config.speed;
+        let computing = seconds / self.config.speed;
+        let seconds = if self.loading > computing { self.loading } else { computing };
         Some(Step { seconds, prefill_tokens, reused_tokens, decode_sequences, preempted })
     }
 
@@ -191,6 +229,7 @@ impl Engine {
                 prompt_tokens: sequence.prompt_tokens,
                 length,
                 cached_tokens: sequence.cached_tokens,
+                loaded_tokens: sequence.loaded_tokens,
                 submitted_at: sequence.submitted_at,
                 scheduled_at: sequence.scheduled_at.unwrap_or(sequence.submitted_at),
             });
@@ -207,8 +246,9 @@ impl Engine {
         }
     }
 
-    /// Ends a request at once. Returns (cached tokens, submitted, scheduled); None if it is unknown.
-    pub fn abort(&mut self, number: u64) -> Option<(usize, f64, f64)> {
+    /// Ends a request at once. Returns (cached tokens, submitted, scheduled, tokens loaded from host memory and from
+    /// shared storage); None if it is unknown.
+    pub fn abort(&mut self, number: u64) -> Option<(usize, f64, f64, usize, usize)> {
         let handle = *self.by_number.get(&number)?;
         if self.prefilling == Some(handle) {
             self.prefilling = None;
@@ -219,7 +259,8 @@ impl Engine {
         let sequence = self.end(handle)?;
         self.unused.push(handle);
         let scheduled_at = sequence.scheduled_at.unwrap_or(sequence.submitted_at);
-        Some((sequence.cached_tokens, sequence.submitted_at, scheduled_at))
+        let [host, shared] = sequence.loaded_tokens;
+        Some((sequence.cached_tokens, sequence.submitted_at, scheduled_at, host, shared))
     }
 
     /// Empties the cache in the next step.
@@ -322,10 +363,13 @@ impl Engine {
             sequence.computed = hits.len() * config.block_size;
             sequence.room = sequence.computed;
             sequence.pages = hits;
+            let loaded = if self.tiers.is_empty() { [0, 0] } else { self.load_blocks(handle) };
+            let sequence = self.get_mut(handle);
             reused += sequence.computed;
             if sequence.scheduled_at.is_none() {
                 sequence.scheduled_at = Some(now);
                 sequence.cached_tokens = sequence.computed;
+                sequence.loaded_tokens = loaded;
             }
             let missing = length - sequence.computed;
             if std::mem::take(&mut sequence.received) {
@@ -339,6 +383,48 @@ impl Engine {
             scheduled += chunk;
         }
         (scheduled, reused, received_tokens)
+    }
+
+    /// Loads the blocks that follow those on the device; returns their tokens by tier.
+    fn load_blocks(&mut self, handle: Handle) -> [usize; 2] {
+        let size = self.config.block_size;
+        let Some(sequence) = self.sequences[handle].as_ref() else { return [0, 0] };
+        let held = sequence.pages.len();
+        let mut counts = [0, 0];
+        if !sequence.received && self.config.prefix_caching {
+            for block in held..(sequence.length - 1) / size {
+                match self.tiers.iter().position(|tier| tier.has(sequence, block)) {
+                    Some(place) => counts[place] += 1,
+                    None => break,
+                }
+            }
+        }
+        self.keep(handle, 0, held);
+        let loaded: usize = counts.iter().sum();
+        if loaded > 0 {
+            self.take(handle, loaded);
+            self.store(handle, (held + loaded) * size);
+            let sequence = self.get_mut(handle);
+            sequence.computed = sequence.room;
+        }
+        for (count, tier) in counts.iter().zip(self.config.tiers) {
+            if *count > 0 {
+                self.loading += tier.latency_s + *count as f64 * tier.block_s;
+            }
+        }
+        counts.map(|count| count * size)
+    }
+
+    /// Copies blocks of a sequence to the tiers.
+    fn keep(&mut self, handle: Handle, start: usize, stop: usize) {
+        let Some(sequence) = self.sequences[handle].as_ref() else { return };
+        for tier in &mut self.tiers {
+            tier.keep(sequence, start, stop, |event| {
+                if self.record_events {
+                    self.events.push(event);
+                }
+            });
+        }
     }
 
     /// Schedules `chunk` more tokens of a prefill, for which there are enough blocks.
@@ -363,7 +449,7 @@ impl Engine {
         let mut evicted = Vec::new();
         self.pool.take(count, &mut evicted);
         if self.record_events && !evicted.is_empty() {
-            self.events.push(Event::Removed(evicted));
+            self.events.push(Event::Removed { hashes: evicted, tier: Tier::Device });
         }
         let block_size = self.config.block_size;
         let sequence = self.get_mut(handle);
@@ -385,13 +471,9 @@ impl Engine {
             sequence.pages.push(self.pool.store(parent, hash, content, sequence.root, block == 0));
         }
         if self.record_events {
-            self.events.push(Event::Stored {
-                parent: (start > 0).then(|| sequence.chain[start]),
-                hashes: sequence.chain[start + 1..=stop].to_vec(),
-                tokens: sequence.tokens[start * width..stop * width].to_vec(),
-                root: sequence.root,
-            });
+            self.events.push(Event::stored(sequence, start, stop, width, Tier::Device));
         }
+        self.keep(handle, start, stop);
     }
 
     /// Returns the sequence that was admitted last to the head of the queue.
@@ -420,9 +502,17 @@ impl Engine {
     fn forget(&mut self) {
         while self.preempt_newest().is_some() {}
         self.pool.clear();
+        self.empty_tiers();
         self.clear = false;
         if self.record_events {
             self.events.push(Event::Cleared);
+        }
+    }
+
+    /// Drops what the engine has stored in its tiers, also for other engines.
+    pub fn empty_tiers(&mut self) {
+        for tier in &mut self.tiers {
+            tier.clear();
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::config::Config;
 use crate::engine::{Engine, Event, Finish};
+use crate::offloading::Parts;
 use crate::sequence::Request;
 
 /// What the caller of an engine observes of one request: its first token, each block that its output begins, its end.
@@ -12,6 +13,7 @@ pub struct Notice {
     /// Output tokens so far.
     pub generated: usize,
     pub cached_tokens: usize,
+    pub loaded_tokens: [usize; 2],
     pub finished: bool,
 }
 
@@ -23,6 +25,7 @@ pub struct CacheEvent {
 
 pub struct Fleet {
     engines: Vec<Engine>,
+    shared: Parts,
     /// End of each engine's running step.
     ends: Vec<Option<f64>>,
     /// Whether each engine may have work and runs no step.
@@ -43,8 +46,10 @@ pub struct Fleet {
 impl Fleet {
     pub fn new(configs: Vec<Config>, record_events: bool) -> Self {
         let count = configs.len();
+        let shared = Parts::default();
         Self {
-            engines: configs.into_iter().map(|config| Engine::new(config, record_events)).collect(),
+            engines: configs.into_iter().map(|config| Engine::new(config, record_events, &shared)).collect(),
+            shared,
             ends: vec![None; count],
             ready: vec![false; count],
             now: 0.0,
@@ -71,7 +76,8 @@ impl Fleet {
 
     /// Restarts an engine, which loses its cache and its requests.
     pub fn restart(&mut self, at: usize) {
-        self.engines[at] = Engine::new(self.engines[at].config, self.record_events);
+        self.engines[at].empty_tiers();
+        self.engines[at] = Engine::new(self.engines[at].config, self.record_events, &self.shared);
         self.ends[at] = None;
         self.ready[at] = false;
     }
@@ -137,6 +143,7 @@ impl Fleet {
                         number: output.number,
                         generated: output.length - output.prompt_tokens,
                         cached_tokens: output.cached_tokens,
+                        loaded_tokens: output.loaded_tokens,
                         finished,
                     });
                 }

@@ -5,6 +5,7 @@
 mod config;
 mod engine;
 mod fleet;
+mod offloading;
 mod pool;
 mod python;
 mod sequence;
@@ -14,5 +15,5 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::python::{Engine, Fleet};
+    use crate::python::{Engine, Fleet, SharedStorage};
 }

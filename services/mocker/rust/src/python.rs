@@ -4,16 +4,24 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
-use crate::config::{Config, TimeModel};
+use crate::config::{Config, TierConfig, TimeModel};
 use crate::engine::{Engine as Model, Event, Finish};
 use crate::fleet::Fleet as Engines;
+use crate::offloading::Parts;
 use crate::sequence::Request;
 
 type Coefficients = (f64, f64, f64, f64, f64, f64, f64);
 
 /// (num_blocks, block_size, max_batched_tokens, max_sequences, length_limit, prefix_caching, speed, vocabulary_size,
-/// coefficients)
-type Settings = (usize, usize, usize, usize, usize, bool, f64, u64, Coefficients);
+/// coefficients, host memory, shared storage)
+type Settings = (usize, usize, usize, usize, usize, bool, f64, u64, Coefficients, TierSettings, TierSettings);
+
+/// (num_blocks, seconds of a load besides its blocks, seconds of a block)
+type TierSettings = (usize, f64, f64);
+
+fn tier((num_blocks, latency_s, block_s): TierSettings) -> TierConfig {
+    TierConfig { num_blocks, latency_s, block_s }
+}
 
 fn config(settings: Settings) -> PyResult<Config> {
     let (
@@ -26,6 +34,8 @@ fn config(settings: Settings) -> PyResult<Config> {
         speed,
         vocabulary_size,
         time,
+        host,
+        shared,
     ) = settings;
     if block_size == 0 || num_blocks == 0 || num_blocks > u32::MAX as usize || max_batched_tokens < max_sequences {
         return Err(PyValueError::new_err("no engine can run with these settings"));
@@ -50,6 +60,7 @@ fn config(settings: Settings) -> PyResult<Config> {
         speed,
         vocabulary_size,
         time_model,
+        tiers: [tier(host), tier(shared)],
     })
 }
 
@@ -62,14 +73,26 @@ fn pack_hashes<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBy
     })
 }
 
-/// (hashes, parent or None, tokens, root) for a store, (hashes,) for a removal, () if all was cleared.
+/// (hashes, parent or None, tokens, root, tier) for a store, (hashes, tier) for a removal, () if all was cleared.
 fn event_tuple<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyTuple>> {
     match event {
-        Event::Stored { parent, hashes, tokens, root } => {
-            (pack_hashes(py, hashes)?, *parent, PyBytes::new(py, tokens), *root).into_pyobject(py)
+        Event::Stored { parent, hashes, tokens, root, tier } => {
+            (pack_hashes(py, hashes)?, *parent, PyBytes::new(py, tokens), *root, *tier as u8).into_pyobject(py)
         }
-        Event::Removed(hashes) => (pack_hashes(py, hashes)?,).into_pyobject(py),
+        Event::Removed { hashes, tier } => (pack_hashes(py, hashes)?, *tier as u8).into_pyobject(py),
         Event::Cleared => Ok(PyTuple::empty(py)),
+    }
+}
+
+/// A storage that several engines share.
+#[pyclass(frozen, module = "kvrouter.mocker.engine._native")]
+pub struct SharedStorage(Parts);
+
+#[pymethods]
+impl SharedStorage {
+    #[new]
+    fn new() -> Self {
+        Self(Parts::default())
     }
 }
 
@@ -82,8 +105,8 @@ pub struct Engine {
 #[pymethods]
 impl Engine {
     #[new]
-    fn new(settings: Settings) -> PyResult<Self> {
-        Ok(Self { model: Model::new(config(settings)?, true) })
+    fn new(settings: Settings, shared: &SharedStorage) -> PyResult<Self> {
+        Ok(Self { model: Model::new(config(settings)?, true, &shared.0) })
     }
 
     fn waiting(&self) -> usize {
@@ -128,9 +151,9 @@ impl Engine {
     }
 
     /// Returns for each output (number, token, finish: 0 none, 1 length, 2 stop, first, cached tokens, submitted at,
-    /// scheduled at).
+    /// scheduled at, tokens loaded from host memory, from shared storage).
     #[expect(clippy::type_complexity, reason = "a row")]
-    fn end_step(&mut self, now: f64) -> PyResult<Vec<(u64, u32, u8, bool, usize, f64, f64)>> {
+    fn end_step(&mut self, now: f64) -> PyResult<Vec<(u64, u32, u8, bool, usize, f64, f64, usize, usize)>> {
         if !self.model.in_step() {
             return Err(PyRuntimeError::new_err("no step is running: call begin_step first"));
         }
@@ -149,13 +172,16 @@ impl Engine {
                 output.cached_tokens,
                 output.submitted_at,
                 output.scheduled_at,
+                output.loaded_tokens[0],
+                output.loaded_tokens[1],
             ));
         });
         Ok(rows)
     }
 
-    /// Returns (cached tokens, submitted at, scheduled at); None if the request is unknown.
-    fn abort(&mut self, number: u64) -> Option<(usize, f64, f64)> {
+    /// Returns (cached tokens, submitted at, scheduled at, tokens loaded from host memory, from shared storage); None if
+    /// the request is unknown.
+    fn abort(&mut self, number: u64) -> Option<(usize, f64, f64, usize, usize)> {
         self.model.abort(number)
     }
 
@@ -243,12 +269,18 @@ impl Fleet {
         Ok(())
     }
 
-    /// Returns the notices as (at, engine, number, output tokens so far, cached tokens, finished).
-    fn advance(&mut self, py: Python<'_>, until: f64) -> Vec<(f64, usize, u64, usize, usize, bool)> {
+    /// Returns the notices as (at, engine, number, output tokens so far, cached tokens, finished, tokens loaded from host
+    /// memory, from shared storage).
+    #[expect(clippy::type_complexity, reason = "a row")]
+    fn advance(&mut self, py: Python<'_>, until: f64) -> Vec<(f64, usize, u64, usize, usize, bool, usize, usize)> {
         let engines = &mut self.engines;
         py.detach(|| engines.advance(until));
         let rows = engines.notices.drain(..);
-        rows.map(|n| (n.at, n.engine, n.number, n.generated, n.cached_tokens, n.finished)).collect()
+        rows.map(|n| {
+            let [host, shared] = n.loaded_tokens;
+            (n.at, n.engine, n.number, n.generated, n.cached_tokens, n.finished, host, shared)
+        })
+        .collect()
     }
 
     /// Returns the cache events since the last call as (at, engine, event).

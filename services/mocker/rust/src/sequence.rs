@@ -46,6 +46,8 @@ pub struct Sequence {
     pub scheduled_at: Option<f64>,
     pub last_output_at: f64,
     pub cached_tokens: usize,
+    /// Those loaded from host memory and from shared storage.
+    pub loaded_tokens: [usize; 2],
     pub computed: usize,
     /// Number of its blocks, own or shared; the first `pages.len()` of them are cached.
     pub held: usize,
@@ -76,6 +78,7 @@ impl Sequence {
             scheduled_at: None,
             last_output_at: submitted_at,
             cached_tokens: 0,
+            loaded_tokens: [0, 0],
             computed: 0,
             held: 0,
             room: 0,

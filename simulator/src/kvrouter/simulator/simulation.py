@@ -190,13 +190,13 @@ class _Run:
         """Notes the progress of a request."""
         served = self._served[notice.number]
         if self._prefill is not None and notice.engine != served.engine:
-            served.cached_tokens = notice.cached_tokens
+            served.found(notice)
             self._prefill.computed(notice)
             return
         if notice.generated == 1:
             served.first_at = notice.at
             if served.prefill_engine < 0:
-                served.cached_tokens = notice.cached_tokens
+                served.found(notice)
         if notice.finished:
             served.ended_at = notice.at
             self._unfinished -= 1

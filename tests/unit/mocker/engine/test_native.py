@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig, TierConfig
 from kvrouter.mocker.engine.reference import Engine
 from kvrouter.mocker.engine.time_model import TimeModel
 from kvrouter.mocker.engine.types import RequestRefused
@@ -16,6 +16,7 @@ from .engine_harness import request
 from .test_invariants import SCOPES, prompts
 
 native_engine = pytest.importorskip("kvrouter.mocker.engine.native", reason="the engine in Rust is not built")
+SharedStorage = native_engine._native.SharedStorage
 
 
 def fitting(max_model_tokens: int | None, **settings: Any) -> EngineConfig:
@@ -39,6 +40,8 @@ configs = st.builds(
     prefix_caching=st.sampled_from([True, True, True, False]),
     max_model_tokens=st.sampled_from([None, None, 2, 7, 15]),
     time_model=st.sampled_from([TimeModel(), TimeModel(1e-3, 0.0, 0.0, -9.0, 3.0, 0.0, 0.5)]),
+    host=st.sampled_from([TierConfig(), TierConfig(3), TierConfig(40, 1e-3, 0.7)]),
+    shared=st.sampled_from([TierConfig(), TierConfig(5, 1e-4, 9.0)]),
 )
 ends = st.fixed_dictionaries(
     {
@@ -67,7 +70,7 @@ class Pair:
     """Both engines, given the same."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.oracle, self.native = Engine(config), native_engine.NativeEngine(config)
+        self.oracle, self.native = Engine(config), native_engine.NativeEngine(config, SharedStorage())
         self.now = 0.0
 
     def both(self, method: str, *arguments: object) -> object:

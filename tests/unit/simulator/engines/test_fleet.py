@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig, TierConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.mocker.engine.time_model import TimeModel
 from kvrouter.mocker.engine.types import pack_tokens
@@ -21,7 +21,7 @@ CONFIGS = [
 ]
 # Few blocks and few tokens: hits, evictions, truncated last blocks, chunked prefills and preemptions are common.
 fleets = st.builds(
-    lambda block_size, blocks, budget, sequences, speeds, model: [
+    lambda block_size, blocks, budget, sequences, speeds, model, host, shared: [
         EngineConfig(
             num_blocks=blocks,
             block_size=block_size,
@@ -30,6 +30,8 @@ fleets = st.builds(
             hash_seed=number,
             speed=speed,
             time_model=model,
+            host=host,
+            shared=shared,
         )
         for number, speed in enumerate(speeds)
     ],
@@ -39,6 +41,8 @@ fleets = st.builds(
     sequences=st.integers(1, 5),
     speeds=st.lists(st.sampled_from([1.0, 0.5, 3.0]), min_size=1, max_size=3),
     model=st.sampled_from([TimeModel(), TimeModel(0.0, 0.0, 10.0, 0.0, 0.0, 10.0), TimeModel(decode_floor_ms=40.0)]),
+    host=st.sampled_from([TierConfig(), TierConfig(6, 1e-3), TierConfig(40)]),
+    shared=st.sampled_from([TierConfig(), TierConfig(8, 1e-4, 3.0)]),
 )
 # Steps of 10 ms meet arrivals at multiples of 10 ms: then all is at equal times.
 pauses = st.one_of(st.just(0.0), st.sampled_from([0.01, 0.02, 0.1]), st.floats(0, 0.2))
@@ -103,11 +107,19 @@ def preempts(seen: Seen) -> bool:
 
 
 def evicts(seen: Seen) -> bool:
-    return any(len(event) == 1 for _, _, event in seen.events)
+    return any(len(event) == 2 for _, _, event in seen.events)
 
 
 def reuses(seen: Seen) -> bool:
     return any(notice.cached_tokens for notice in seen.notices)
+
+
+def loads_from_host_memory(seen: Seen) -> bool:
+    return any(each.host_tokens for each in seen.notices)
+
+
+def loads_from_shared_storage(seen: Seen) -> bool:
+    return any(each.shared_tokens for each in seen.notices)
 
 
 def coincides(seen: Seen) -> bool:
@@ -115,7 +127,9 @@ def coincides(seen: Seen) -> bool:
     return any(one.at == other.at and one.engine != other.engine for one, other in pairwise(seen.notices))
 
 
-@pytest.mark.parametrize("what", [preempts, evicts, reuses, coincides])
+@pytest.mark.parametrize(
+    "what", [preempts, evicts, reuses, loads_from_host_memory, loads_from_shared_storage, coincides]
+)
 def test_the_scripts_reach_what_matters(what: Callable[[Seen], bool]) -> None:
     find(
         st.tuples(fleets, scripts),

@@ -80,6 +80,20 @@ def simulate_command(
     speed: Annotated[
         str, typer.Option(help="Relative speeds, repeated over the engines; 1,0.5 makes every second one half as fast.")
     ] = "1",
+    host_tier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BLOCKS[:GB/S[:MS]]",
+            help="Host memory of each engine: its KV blocks, bandwidth and latency of a load; 20 and 0.1 by default.",
+        ),
+    ] = None,
+    shared_tier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BLOCKS[:GB/S[:MS]]",
+            help="Storage that all engines read: the KV blocks of each one's part; bandwidth and latency as above.",
+        ),
+    ] = None,
     restart: Annotated[
         list[str] | None,
         typer.Option(help="SECONDS:ENGINE; at that time the engine, counted from 0, loses its cache and its requests."),
@@ -130,6 +144,7 @@ def simulate_command(
     from kvrouter.development import simulate
     from kvrouter.mocker.engine.config import EngineConfig
     from kvrouter.runtime.config.fields import can_be_written
+    from kvrouter.runtime.kv_transfer import KvTransfer
     from kvrouter.scheduler.request.options import RoutingOptions
     from kvrouter.simulator.plan import InvalidPolicy, Plan, routing_options
     from kvrouter.simulator.simulation import Setting
@@ -155,9 +170,13 @@ def simulate_command(
     except InvalidPolicy as error:
         raise WrongUsage(str(error)) from None
     link = (prefill_us_per_token, kv_bytes_per_token, kv_transfer_gb_per_second, kv_transfer_latency_ms)
+    host = simulate.tier_of("--host-tier", host_tier)
+    shared = simulate.tier_of("--shared-tier", shared_tier)
+    has_tiers = bool(host.num_blocks or shared.num_blocks)
+    of_pools = (remote_prefill_min_tokens, *(each for each in link if not has_tiers or each is not kv_bytes_per_token))
     if (prefill is None) != (decode is None):
         raise WrongUsage("--prefill and --decode belong together: give both, or neither")
-    if prefill is None and any(value is not None for value in (remote_prefill_min_tokens, *link)):
+    if prefill is None and any(value is not None for value in of_pools):
         raise WrongUsage("options of transfers need pools: add --prefill and --decode")
     if prefill is not None and workers != DEFAULT_WORKERS:
         raise WrongUsage("--workers excludes --prefill and --decode: give either")
@@ -177,6 +196,9 @@ def simulate_command(
                 speed=speeds[number % len(speeds)],
                 hash_seed=number,
                 time_model=time_model,
+                host=host,
+                shared=shared,
+                kv_bytes_per_token=KvTransfer().bytes_per_token if kv_bytes_per_token is None else kv_bytes_per_token,
             )
             for number in range(count)
         ]

@@ -14,7 +14,7 @@ from kvrouter.mocker.answers import Answers
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import Emit, EngineDriver, Publish
 from kvrouter.mocker.engine.config import EngineConfig
-from kvrouter.mocker.engine.implementation import make_engine
+from kvrouter.mocker.engine.implementation import make_engines
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
@@ -133,9 +133,10 @@ def make_drivers(
     """
     clock = EngineClock(settings.clock_factor)
     lateness = lateness_histogram(registry)
+    engines = make_engines(engine_config(settings, worker_id, dp_rank) for dp_rank in range(settings.dp_size))
     drivers = {
         dp_rank: EngineDriver(
-            make_engine(engine_config(settings, worker_id, dp_rank)),
+            engine,
             clock,
             publishing(dp_rank),
             emit,
@@ -143,7 +144,7 @@ def make_drivers(
             observe_lateness=lateness.observe,
             poison=None if settings.poison_token is None else Poison(settings.poison_token, settings.poison_effect),
         )
-        for dp_rank in range(settings.dp_size)
+        for dp_rank, engine in enumerate(engines)
     }
     expose_load(drivers, registry)
     return drivers

@@ -17,7 +17,9 @@ from kvrouter.simulator.engines.fleet import RawEvent
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 
-_DEVICE, _COUNTED = Tier.TIER_DEVICE, CopyCounting.COPY_COUNTING_COUNTED  # read once: an enum lookup goes by name
+# Read once: an enum lookup goes by name.
+_COUNTED = CopyCounting.COPY_COUNTING_COUNTED
+_TIERS = {1: Tier.TIER_DEVICE, 2: Tier.TIER_HOST, 4: Tier.TIER_SHARED}
 
 
 class CacheEvents:
@@ -74,14 +76,16 @@ class CacheEvents:
             copy_counting=_COUNTED,
         )
         for event_id, event in enumerate(events, start=self._next_id[engine]):
-            entry = batch.events.add(event_id=event_id, tier=_DEVICE)
+            entry = batch.events.add(event_id=event_id)
             match event:
-                case (hashes, parent, tokens, _):
+                case (hashes, parent, tokens, _, tier):
+                    entry.tier = _TIERS[tier]
                     stored = entry.stored
                     stored.MergeFromString(_packed(2, hashes) + _packed(3, local_hashes(tokens, self._block_size)))
                     if parent is not None:
                         stored.parent_engine_hash = parent
-                case (hashes,):
+                case (hashes, tier):
+                    entry.tier = _TIERS[tier]
                     entry.removed.MergeFromString(_packed(1, hashes))
                 case _:
                     entry.cleared.SetInParent()

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 from kvrouter.mocker.engine.block_pool import root_hash
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
+from kvrouter.mocker.engine.offloading import Parts
 from kvrouter.mocker.engine.reference import Engine
 from kvrouter.mocker.engine.sequence import output_stream
 from kvrouter.mocker.engine.types import UNSCOPED, CacheEvent, EngineRequest, Removed, Stored
@@ -35,13 +36,17 @@ class Notice(NamedTuple):
     generated: int
     """Output tokens so far."""
     cached_tokens: int
-    """Prompt tokens found in the cache."""
+    """Prompt tokens found in the cache, in any tier."""
     finished: bool
+    host_tokens: int = 0
+    """Those of them that were loaded from host memory."""
+    shared_tokens: int = 0
+    """Those of them that were loaded from shared storage."""
 
 
-RawEvent = tuple[bytes, int | None, bytes, int] | tuple[bytes] | tuple[()]
-"""(engine hashes, parent, tokens, root) of a store, (engine hashes,) of a removal, () of a clear. Hashes are packed
-little-endian u64, tokens u32."""
+RawEvent = tuple[bytes, int | None, bytes, int, int] | tuple[bytes, int] | tuple[()]
+"""(engine hashes, parent, tokens, root, tier) of a store, (engine hashes, tier) of a removal, () of a clear. Hashes are
+packed little-endian u64, tokens u32."""
 
 
 class EngineLoad(NamedTuple):
@@ -115,7 +120,8 @@ class ReferenceFleet:
 
     def __init__(self, configs: Sequence[EngineConfig], *, record_events: bool) -> None:
         self._configs = configs
-        self._engines = [Engine(config) for config in configs]
+        self._shared: Parts = []
+        self._engines = [Engine(config, self._shared) for config in configs]
         self._ends: list[float | None] = [None] * len(configs)
         self._ready = [False] * len(configs)
         self._record = record_events
@@ -136,7 +142,8 @@ class ReferenceFleet:
 
     def restart(self, engine: int) -> None:
         """Restarts an engine."""
-        self._engines[engine] = Engine(self._configs[engine])
+        self._engines[engine].leave()
+        self._engines[engine] = Engine(self._configs[engine], self._shared)
         self._ends[engine], self._ready[engine] = None, False
 
     def advance(self, until: float) -> list[Notice]:
@@ -205,7 +212,8 @@ class ReferenceFleet:
                 acts = output.first_token or finished
                 notable = notable or acts
                 if acts or (self._prompt_tokens[request_id] + generated) % width == 1 or width == 1:
-                    notices.append(Notice(self.now, number, int(request_id), generated, output.cached_tokens, finished))
+                    found = (output.cached_tokens, finished, output.host_tokens, output.shared_tokens)
+                    notices.append(Notice(self.now, number, int(request_id), generated, *found))
                 if finished:
                     del self._generated[request_id], self._prompt_tokens[request_id]
         return notable
@@ -213,10 +221,10 @@ class ReferenceFleet:
 
 def _raw(event: CacheEvent, seed: int) -> RawEvent:
     match event:
-        case Stored(parent, hashes, pieces, scope):
-            return (struct.pack(f"<{len(hashes)}Q", *hashes), parent, b"".join(pieces), root_hash(seed, scope))
-        case Removed(hashes):
-            return (struct.pack(f"<{len(hashes)}Q", *hashes),)
+        case Stored(parent, hashes, pieces, scope, tier):
+            return (struct.pack(f"<{len(hashes)}Q", *hashes), parent, b"".join(pieces), root_hash(seed, scope), tier)
+        case Removed(hashes, tier):
+            return (struct.pack(f"<{len(hashes)}Q", *hashes), tier)
         case _:
             return ()
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.simulator.engines.fleet import EngineLoad, Totals
+from kvrouter.simulator.engines.fleet import EngineLoad, Notice, Totals
 
 
 @dataclass(slots=True)
@@ -24,7 +24,11 @@ class Served:
     first_at: float = math.nan
     ended_at: float = math.nan
     cached_tokens: int = 0
-    """Prompt tokens found in the cache of the engine that computed the prompt."""
+    """Prompt tokens found in the cache of the engine that computed the prompt, in any tier."""
+    host_tokens: int = 0
+    """Those of them that were loaded from host memory."""
+    shared_tokens: int = 0
+    """Those of them that were loaded from shared storage."""
     prefill_engine: int = -1
     """Prefill engine that computed the prompt; -1 if the engine did it itself."""
     attempts: int = 1
@@ -35,6 +39,11 @@ class Served:
     """Whether it was refused because all engines were busy; it is not repeated."""
     regret_ms: float = math.nan
     """Time to first token that the best engine would have saved, ms; NaN if it was not computed."""
+
+    def found(self, notice: Notice) -> None:
+        """Records what its engine found of the prompt in its cache."""
+        self.cached_tokens = notice.cached_tokens
+        self.host_tokens, self.shared_tokens = notice.host_tokens, notice.shared_tokens
 
     @property
     def was_served(self) -> bool:
@@ -113,7 +122,11 @@ class RunStatistics:
     requests: int
     """Requests that were served."""
     reuse: float
-    """Share of the prompt tokens found in a cache."""
+    """Share of the prompt tokens found in a cache, in any tier."""
+    host_reuse: float
+    """Share of the prompt tokens loaded from host memory."""
+    shared_reuse: float
+    """Share of the prompt tokens loaded from shared storage."""
     readmitted_reuse: float
     """The same, including what requests find of their own blocks after a preemption; may exceed ``reuse``."""
     ttft_ms: Dispersion
@@ -170,6 +183,8 @@ def run_statistics(outcome: Outcome, *, slo_ttft_s: float, slo_itl_s: float) -> 
     return RunStatistics(
         requests=len(served),
         reuse=_ratio(sum(request.cached_tokens for request in served), prompt_tokens),
+        host_reuse=_ratio(sum(request.host_tokens for request in served), prompt_tokens),
+        shared_reuse=_ratio(sum(request.shared_tokens for request in served), prompt_tokens),
         readmitted_reuse=_ratio(outcome.totals.reused_tokens, prompt_tokens),
         ttft_ms=spread(ttft, 1e3),
         itl_ms=spread(outcome.gaps_s, 1e3),

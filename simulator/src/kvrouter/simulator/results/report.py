@@ -46,6 +46,8 @@ _BRIEF: Sequence[Figure] = (
 )
 
 _RARE: Sequence[Figure] = (
+    ("prompt tokens loaded from host memory", lambda f: f.host_reuse, ".1%"),
+    ("prompt tokens loaded from shared storage", lambda f: f.shared_reuse, ".1%"),
     ("refused: all engines busy", lambda f: f.refused, ",.0f"),
     ("queued at the Scheduler", lambda f: f.queued, ",.0f"),
     ("prompts computed by the prefill pool", lambda f: f.prefilled_remotely, ",.0f"),
@@ -99,7 +101,7 @@ def _side_by_side(runs: Sequence[Run]) -> Table:
     for section in _FULL:
         for name, value, shape in section:
             cells = _cells(groups.values(), value, shape)
-            if section is not _RARE or any(cell != "0" for cell in cells):
+            if section is not _RARE or any(cell not in ("0", "0.0%") for cell in cells):
                 drawn.add_row(name, *cells)
         drawn.add_section()
     return drawn

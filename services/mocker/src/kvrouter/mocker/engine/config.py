@@ -6,6 +6,26 @@ from kvrouter.mocker.engine.time_model import TimeModel
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """A tier of the KV cache below device memory. Raises ValueError if no tier could be like this."""
+
+    num_blocks: int = 0
+    """KV blocks that the engine stores there, 0 or more; 0 for no such tier."""
+    gb_per_second: float = 20.0
+    """Bandwidth at which blocks are loaded, in 10^9 bytes per second, above 0."""
+    latency_ms: float = 0.1
+    """Time of a load besides that of its bytes, ms, 0 or more."""
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 0:
+            raise ValueError(f"num_blocks of a tier is {self.num_blocks}: expected 0 or more")
+        if not 0 < self.gb_per_second < float("inf"):
+            raise ValueError(f"gb_per_second is {self.gb_per_second}: expected above 0 and finite")
+        if not 0 <= self.latency_ms < float("inf"):
+            raise ValueError(f"latency_ms is {self.latency_ms}: expected 0 or more and finite")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Configuration of one simulated engine, that is one rank. Raises ValueError if no engine could run with it."""
 
@@ -34,6 +54,12 @@ class EngineConfig:
     """Seed of the engine hashes, u64. Only engines with equal seeds give equal blocks equal hashes."""
     time_model: TimeModel = field(default_factory=TimeModel)
     """Step times at speed 1."""
+    host: TierConfig = TierConfig()
+    """Host memory, to which computed blocks are copied."""
+    shared: TierConfig = TierConfig()
+    """The engine's part of a storage that several engines read."""
+    kv_bytes_per_token: int = 131_072
+    """KV cache of a token that is loaded from a tier, in bytes, 0 or more."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batched_tokens", "max_sequences", "max_waiting"):
@@ -57,11 +83,17 @@ class EngineConfig:
             raise ValueError(f"vocabulary_size is {self.vocabulary_size}: expected 1 to 2^32")
         if not 0 <= self.hash_seed < 1 << 64:
             raise ValueError(f"hash_seed is {self.hash_seed}: expected a u64")
+        if self.kv_bytes_per_token < 0:
+            raise ValueError(f"kv_bytes_per_token is {self.kv_bytes_per_token}: expected 0 or more")
 
     @property
     def capacity_tokens(self) -> int:
         """Capacity of the KV cache in tokens."""
         return self.num_blocks * self.block_size
+
+    def block_load_seconds(self, tier: TierConfig) -> float:
+        """Returns the time to load a block from a tier, besides the latency of a load, in seconds."""
+        return self.block_size * self.kv_bytes_per_token / (tier.gb_per_second * 1e9)
 
     @property
     def length_limit(self) -> int:

@@ -7,9 +7,11 @@ built), ``reference``, or ``auto``, the default.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.offloading import Parts
 from kvrouter.mocker.engine.reference import Engine
 from kvrouter.mocker.engine.types import CachedBlock, EngineRequest, Load, Output, Step
 
@@ -47,10 +49,13 @@ IMPLEMENTATION = _choose(os.environ.get("KVROUTER_ENGINE") or "auto")
 """"native" or "reference"."""
 
 
-def make_engine(config: EngineConfig) -> EngineModel:
-    """Returns an engine of the chosen implementation."""
+def make_engines(configs: Iterable[EngineConfig]) -> list[EngineModel]:
+    """Returns engines of the chosen implementation, with one shared storage."""
     if IMPLEMENTATION == "native":
+        from kvrouter.mocker.engine._native import SharedStorage
         from kvrouter.mocker.engine.native import NativeEngine
 
-        return NativeEngine(config)
-    return Engine(config)
+        storage = SharedStorage()
+        return [NativeEngine(config, storage) for config in configs]
+    parts: Parts = []
+    return [Engine(config, parts) for config in configs]

@@ -7,11 +7,12 @@ from itertools import count
 
 from kvrouter.mocker.engine import _native
 from kvrouter.mocker.engine.block_pool import root_hash
-from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig, TierConfig
 from kvrouter.mocker.engine.sequence import output_end, output_stream
 from kvrouter.mocker.engine.types import (
     CachedBlock,
     CacheEvent,
+    CacheTier,
     Cleared,
     DuplicateRequest,
     EngineRequest,
@@ -32,6 +33,10 @@ _FINISH = (None, FinishReason.LENGTH, FinishReason.STOP)
 def native_settings(config: EngineConfig) -> _native.Settings:
     """Converts a configuration for the native module."""
     model = config.time_model
+
+    def tier(each: TierConfig) -> _native.TierSettings:
+        return each.num_blocks, each.latency_ms / 1e3, config.block_load_seconds(each)
+
     return (
         config.num_blocks,
         config.block_size,
@@ -50,15 +55,17 @@ def native_settings(config: EngineConfig) -> _native.Settings:
             model.decode_p0_ms,
             model.decode_floor_ms,
         ),
+        tier(config.host),
+        tier(config.shared),
     )
 
 
 class NativeEngine:
     """One rank: its scheduler and its KV cache."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, shared: _native.SharedStorage) -> None:
         self.config = config
-        self._native = _native.Engine(native_settings(config))
+        self._native = _native.Engine(native_settings(config), shared)
         self._numbers = count()
         self._number_of: dict[str, int] = {}
         self._id_of: dict[int, str] = {}
@@ -116,13 +123,14 @@ class NativeEngine:
     def end_step(self, now: float) -> list[Output]:
         """Ends the running step."""
         outputs = []
-        for number, token, finish, first, cached_tokens, submitted_at, scheduled_at in self._native.end_step(now):
+        for number, token, finish, first, cached, submitted_at, scheduled_at, host, shared in self._native.end_step(
+            now
+        ):
             request_id = self._id_of[number]
             if finish:
                 self._forget(number)
-            outputs.append(
-                Output(request_id, (token,), _FINISH[finish], first, cached_tokens, submitted_at, scheduled_at)
-            )
+            ended = _FINISH[finish]
+            outputs.append(Output(request_id, (token,), ended, first, cached, submitted_at, scheduled_at, host, shared))
         return outputs
 
     def abort(self, request_id: str) -> Output | None:
@@ -154,12 +162,12 @@ class NativeEngine:
         del self._number_of[self._id_of.pop(number)]
 
     def _event(self, event: _native.Event) -> CacheEvent:
-        if len(event) == 4:
-            hashes, parent, tokens, root = event
+        if len(event) == 5:
+            hashes, parent, tokens, root, tier = event
             width = 4 * self.config.block_size
             pieces = tuple([tokens[start : start + width] for start in range(0, len(tokens), width)])
-            return Stored(parent, _unpack(hashes), pieces, self._scopes[root])
-        return Removed(_unpack(event[0])) if event else Cleared()
+            return Stored(parent, _unpack(hashes), pieces, self._scopes[root], CacheTier(tier))
+        return Removed(_unpack(event[0]), CacheTier(event[1])) if event else Cleared()
 
 
 def _unpack(hashes: bytes) -> tuple[int, ...]:

@@ -28,6 +28,9 @@ the same step find them. Of a prompt of n tokens at most (n - 1) div block_size 
 must be computed to get an output. A completely cached prompt therefore computes its last block again, into a second
 physical copy. The step that ends the prefill gives the first token; decoding begins with the next step.
 
+A block that only a lower tier has is loaded into a free block of the device when its request is admitted. Layers are
+loaded while others are computed, so the step takes as long as its computation or its loads, whichever is longer.
+
 A request whose blocks were received from a prefill worker is admitted like any other, with blocks for its whole prompt.
 Only its last token is computed, at the cost of decoding one. After a preemption its whole prompt is computed again.
 """
@@ -38,10 +41,12 @@ from collections import deque
 
 from kvrouter.mocker.engine.block_pool import Block, BlockPool
 from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.offloading import OffloadTier, Parts
 from kvrouter.mocker.engine.sequence import Sequence
 from kvrouter.mocker.engine.types import (
     CachedBlock,
     CacheEvent,
+    CacheTier,
     Cleared,
     DuplicateRequest,
     EngineRequest,
@@ -59,9 +64,25 @@ from kvrouter.mocker.engine.types import (
 class Engine:
     """One rank: its scheduler and its KV cache."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, shared: Parts | None = None) -> None:
+        """`shared`: the shared storage; None for one of its own."""
         self.config = config
         self._pool = BlockPool(config.num_blocks)
+        self._tiers: list[OffloadTier] = []
+        """Host memory and shared storage, if it has any."""
+        self._loads: list[tuple[float, float]] = []
+        """Seconds of a load and of each of its blocks, by tier."""
+        if config.host.num_blocks or config.shared.num_blocks:
+            parts: Parts = [] if shared is None else shared
+            self._tiers = [
+                OffloadTier(CacheTier.HOST, config.host.num_blocks, []),
+                OffloadTier(CacheTier.SHARED, config.shared.num_blocks, parts),
+            ]
+            self._loads = [
+                (tier.latency_ms / 1e3, config.block_load_seconds(tier)) for tier in (config.host, config.shared)
+            ]
+        self._loading = 0.0
+        """Seconds of the loads of the step."""
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._decoding: list[Sequence] = []  # in order of admission
@@ -103,6 +124,7 @@ class Engine:
             self._forget(events)
         if not self._sequences and not events:
             return None
+        self._loading = 0.0
         queued = len(self._waiting)
         budget = self.config.max_batched_tokens
         budget -= self._schedule_decodes(events)
@@ -117,7 +139,8 @@ class Engine:
             prefill_tokens, received + sum([s.length for s in self._decoding]), self.config.capacity_tokens
         )
         self._in_step = True
-        return Step(now, seconds / self.config.speed, tuple(events), prefill_tokens, reused, decoding, preempted)
+        seconds = max(seconds / self.config.speed, self._loading)
+        return Step(now, seconds, tuple(events), prefill_tokens, reused, decoding, preempted)
 
     def end_step(self, now: float) -> list[Output]:  # noqa: ARG002 - symmetric with begin_step
         """Ends the running step; returns its output for each request, oldest request first.
@@ -152,6 +175,7 @@ class Engine:
                     sequence.cached_tokens,
                     sequence.submitted_at,
                     sequence.scheduled_at,
+                    *sequence.loaded_tokens,
                 )
             )
         if ended:
@@ -183,6 +207,7 @@ class Engine:
             sequence.cached_tokens,
             sequence.submitted_at,
             sequence.scheduled_at,
+            *sequence.loaded_tokens,
         )
 
     def clear_cache(self) -> None:
@@ -207,8 +232,13 @@ class Engine:
         )
 
     def cached_blocks(self) -> dict[int, CachedBlock]:
-        """Returns engine hash → block, for all cached blocks: the state that the events so far must lead to."""
+        """Returns engine hash → block, for all blocks cached on the device: what their events so far must lead to."""
         return self._pool.table()
+
+    def leave(self) -> None:
+        """Removes the engine's part from the shared storage."""
+        for tier in self._tiers:
+            tier.leave()
 
     def _schedule_decodes(self, events: list[CacheEvent]) -> int:
         """Makes room for one token of each decoding sequence; returns how many decode."""
@@ -262,11 +292,13 @@ class Engine:
             sequence.blocks = hits
             sequence.held = len(hits)
             sequence.computed = sequence.room = len(hits) * config.block_size
+            loaded = self._load(sequence, events) if self._tiers else (0, 0)
             reused += sequence.computed
             if not sequence.scheduled:
                 sequence.scheduled = True
                 sequence.scheduled_at = now
                 sequence.cached_tokens = sequence.computed
+                sequence.loaded_tokens = loaded
             missing = sequence.length - sequence.computed
             if sequence.received:
                 sequence.received = False
@@ -278,6 +310,28 @@ class Engine:
             self._compute(sequence, chunk, events)
             scheduled += chunk
         return scheduled, reused, received
+
+    def _load(self, sequence: Sequence, events: list[CacheEvent]) -> tuple[int, int]:
+        """Loads the blocks that follow those on the device; returns their tokens by tier."""
+        chain, pieces, held = sequence.chain, sequence.pieces, len(sequence.blocks)
+        scope, size = sequence.request.scope, self.config.block_size
+        counts = [0, 0]
+        if not sequence.received and self.config.prefix_caching:
+            for i in range(held, (sequence.length - 1) // size):
+                place = next((n for n, tier in enumerate(self._tiers) if tier.has(chain[i], pieces[i])), None)
+                if place is None:
+                    break
+                counts[place] += 1
+        for tier in self._tiers:
+            tier.keep(chain, pieces, 0, held, scope, events)
+        if loaded := sum(counts):
+            self._take(sequence, loaded, events)
+            self._store(sequence, (held + loaded) * size, events)
+            sequence.computed = sequence.room
+        for count, (latency, seconds) in zip(counts, self._loads, strict=True):
+            if count:
+                self._loading += latency + count * seconds
+        return counts[0] * size, counts[1] * size
 
     def _compute(self, sequence: Sequence, chunk: int, events: list[CacheEvent]) -> None:
         """Schedules `chunk` more tokens of a prefill, for which there are enough blocks."""
@@ -310,6 +364,8 @@ class Engine:
                 chain[start] if start else None, tuple(chain[start + 1 : stop + 1]), tuple(pieces[start:stop]), scope
             )
         )
+        for tier in self._tiers:
+            tier.keep(chain, pieces, start, stop, scope, events)
 
     def _preempt_newest(self) -> Sequence:
         """Returns the sequence that was admitted last to the head of the queue."""
@@ -330,6 +386,8 @@ class Engine:
         while self._decoding or self._prefilling:
             self._preempt_newest()
         self._pool.clear()
+        for tier in self._tiers:
+            tier.clear()
         self._clear = False
         events.append(Cleared())
 

@@ -77,6 +77,7 @@ class Sequence:
         "held",
         "length",
         "limit",
+        "loaded_tokens",
         "pieces",
         "prompt_tokens",
         "received",
@@ -97,6 +98,8 @@ class Sequence:
         self.scheduled = False
         self.scheduled_at = submitted_at
         self.cached_tokens = 0
+        self.loaded_tokens = (0, 0)
+        """Those of them that were loaded from host memory and from shared storage."""
         self.prompt_tokens = self.length = request.prompt_tokens
         self.limit = min(self.length + request.max_tokens, config.length_limit)
         end = output_end(request, config)

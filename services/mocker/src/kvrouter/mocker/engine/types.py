@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 
@@ -93,6 +93,14 @@ class QueueFull(RequestRefused):
         super().__init__(f"the queue is full: {waiting} requests wait")
 
 
+class CacheTier(IntEnum):
+    """Where a block is cached; the values are those of the enum Tier of the contract."""
+
+    DEVICE = 1
+    HOST = 2
+    SHARED = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Blocks became cached: one physical copy each, a chain in the order of the prompt."""
@@ -104,6 +112,7 @@ class Stored:
     token_blocks: tuple[bytes, ...]
     """Tokens of each block: block_size little-endian u32."""
     scope: Scope
+    tier: CacheTier = CacheTier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +120,12 @@ class Removed:
     """One physical copy of each block was evicted, in this order. A hash may occur twice."""
 
     engine_hashes: tuple[int, ...]
+    tier: CacheTier = CacheTier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """The cache was emptied."""
+    """The cache was emptied, in every tier."""
 
 
 CacheEvent = Stored | Removed | Cleared
@@ -134,8 +144,8 @@ class Step:
     prefill_tokens: int
     """Prompt tokens computed in the step; after a preemption, this includes earlier output."""
     reused_tokens: int
-    """Tokens that the admitted requests found in the cache. For requests that return after a preemption this includes
-    what they find of their own blocks, which `Output.cached_tokens` never does."""
+    """Tokens that the admitted requests found in the cache, in any tier. For requests that return after a preemption
+    this includes what they find of their own blocks, which `Output.cached_tokens` never does."""
     decode_sequences: int
     """Sequences that decode one token each."""
     preempted: int
@@ -166,11 +176,15 @@ class Output(NamedTuple):
     first_token: bool
     """Whether the token is the request's first."""
     cached_tokens: int
-    """Prompt tokens found in the cache when the request was first scheduled; 0 before that."""
+    """Prompt tokens found in the cache, in any tier, when the request was first scheduled; 0 before that."""
     submitted_at: float
     """Time of submission, seconds of the driver's clock."""
     scheduled_at: float
     """Time when it first ran, seconds of the driver's clock; equal to `submitted_at` if it never did."""
+    host_tokens: int = 0
+    """Those of `cached_tokens` that were loaded from host memory."""
+    shared_tokens: int = 0
+    """Those of `cached_tokens` that were loaded from shared storage."""
 
 
 @dataclass(frozen=True, slots=True)
