@@ -7,7 +7,7 @@ keys, subjects and stream names alike.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ROOT = "/kvrouter/v1"
@@ -60,16 +60,22 @@ def worker_deaths_subject(namespace: str) -> str:
     return f"kvrouter.v1.{check_name(namespace)}.worker-deaths"
 
 
-@dataclass(frozen=True, slots=True)
-class ComponentName:
-    """A component's name, and the names derived from it."""
-
+class _Parts(NamedTuple):
     namespace: str
     name: str
 
-    def __post_init__(self) -> None:
-        check_name(self.namespace)
-        check_name(self.name)
+
+class ComponentName(_Parts):
+    """A component's name, and the names derived from it.
+
+    It is a tuple because a request looks up ten entries by it: a dataclass is hashed and compared in Python.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, namespace: str, name: str) -> ComponentName:
+        """Raises InvalidName if a part is not a valid name."""
+        return super().__new__(cls, check_name(namespace), check_name(name))
 
     @classmethod
     def parse(cls, text: str) -> ComponentName:
