@@ -22,6 +22,7 @@ class Draining:
     """A snapshot of candidates of which one was excluded."""
 
     worker_set: Sized
+    prefill: None = None
 
     def excluded(self, weighed: Collection[Rank]) -> dict[Rank, str]:
         assert weighed
@@ -32,9 +33,6 @@ class Draining:
 
     def conversation_terms(self, rank: Rank) -> dict[str, float]:
         return {}
-
-    def prefill_decision(self, rank: Rank) -> None:
-        assert rank != (1, 5)
 
 
 def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2) -> Decision:

@@ -119,7 +119,7 @@ class SchedulerLinks:
         shard = _WHOLE
         if self._is_sharded(component):
             shard = component.split.shard(sequence_hashes(local_hashes), conversation_id)
-        return self._link(name, shard)
+        return self._link(name, component, shard)
 
     def schedulers(self) -> list[Scheduler]:
         """Returns every live Scheduler."""
@@ -148,7 +148,7 @@ class SchedulerLinks:
             try:
                 while True:
                     for name in self._directory.components:
-                        self._link(name, _WHOLE)
+                        self._link(name, self._component(name), _WHOLE)
                     await self._directory.changed()
             finally:
                 self._group = None
@@ -171,8 +171,7 @@ class SchedulerLinks:
     def _is_sharded(self, component: _Component) -> bool:
         return component.sharding.active(self._clock()) and self._source.count() > 1
 
-    def _link(self, name: ComponentName, shard: int) -> SchedulerLink:
-        component = self._component(name)
+    def _link(self, name: ComponentName, component: _Component, shard: int) -> SchedulerLink:
         link = component.links.get(shard)
         if link is None:
             if self._group is None:

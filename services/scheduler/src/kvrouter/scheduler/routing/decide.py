@@ -106,12 +106,14 @@ class Decision(NamedTuple):
     @property
     def is_prefilled_remotely(self) -> bool:
         """Whether a prefill worker computes the prompt."""
-        return self.snapshot.prefills_remotely(self.rank)
+        return self.snapshot.prefill is not None and self.snapshot.prefills_remotely(self.rank)
 
     @property
     def prefill(self) -> PrefillDecision | None:
         """Who computes the prompt; None if it is not decided here, or if no rank was chosen."""
-        return None if self.context is None else self.snapshot.prefill_decision(self.rank)
+        if self.context is None or self.snapshot.prefill is None:
+            return None
+        return self.snapshot.prefill_decision(self.rank)
 
     def refused(self, error: KvRouterError) -> Decision:
         """Returns the decision as Explain shows a refusal."""
