@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvrouter.runtime.requests import (
     add_sequence_hashes,
-    local_hashes_message,
     pack_local_hashes,
     pack_sequence_hashes,
+    set_local_hashes,
 )
-from kvrouter.v1.common_pb2 import BookingKey, LocalHashes
+from kvrouter.v1.common_pb2 import BookingKey, LocalHashes, RoutingRequest
 from kvrouter.v1.packed_pb2 import PackedLocalHashes, PackedReassertBooking
 from kvrouter.v1.scheduler_pb2 import ReassertBooking
 
@@ -33,7 +33,12 @@ def unpacked_field(number: int, hashes: list[int]) -> bytes:
 @given(HASHES)
 def test_local_hashes_keep_their_values_and_order(hashes: list[int]) -> None:
     assert pack_local_hashes(LocalHashes(hashes=hashes)) == packed(hashes)
-    assert local_hashes_message(packed(hashes)) == LocalHashes(hashes=hashes)
+    routing = RoutingRequest(local_hashes=LocalHashes(hashes=[7]))
+    set_local_hashes(routing.local_hashes, packed(hashes))
+    assert routing == RoutingRequest(local_hashes=LocalHashes(hashes=hashes))
+    if not hashes:  # The field is set nevertheless.
+        set_local_hashes((unset := RoutingRequest()).local_hashes, b"")
+        assert unset.WhichOneof("prompt") == "local_hashes"
 
 
 @given(HASHES)

@@ -79,9 +79,9 @@ def pack_local_hashes(message: LocalHashes) -> bytes:
     return PackedLocalHashes.FromString(message.SerializeToString()).hashes
 
 
-def local_hashes_message(packed: bytes) -> LocalHashes:
-    """Returns a message with the hashes of a packed buffer."""
-    return LocalHashes.FromString(PackedLocalHashes(hashes=packed).SerializeToString())
+def set_local_hashes(message: LocalHashes, packed: bytes) -> None:
+    """Sets the hashes of a message, which is mostly a part of another, to those of a packed buffer."""
+    message.ParseFromString(PackedLocalHashes(hashes=packed).SerializeToString())
 
 
 def pack_sequence_hashes(message: ReassertBooking) -> bytes:

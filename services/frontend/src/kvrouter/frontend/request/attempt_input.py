@@ -11,11 +11,15 @@ from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.requests import content_in_blocks, local_hashes_message
+from kvrouter.runtime.requests import content_in_blocks, set_local_hashes
 from kvrouter.v1.common_pb2 import AvoidedWorker, Rank, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
+
+# Reading one from its enum takes over a microsecond.
+_WHOLE, _DECODE = Stage.STAGE_WHOLE, Stage.STAGE_DECODE
+_ON_LOAD, _ON_TOKENS = RoutedOn.ROUTED_ON_LOAD, RoutedOn.ROUTED_ON_TOKENS
 
 
 def routing_info(
@@ -50,7 +54,7 @@ def routing_info(
         prompt_blocks=selection.prompt_blocks,
         decision_id=selection.decision_id,
         load_only=selection.load_only,
-        routed_on=RoutedOn.ROUTED_ON_LOAD if selection.load_only else RoutedOn.ROUTED_ON_TOKENS,
+        routed_on=_ON_LOAD if selection.load_only else _ON_TOKENS,
         router_us=added_us,
         queued_us=selection.queued_us,
         mode=selection.mode,
@@ -85,7 +89,6 @@ def routing_request(
     routing = RoutingRequest(
         model=request.model,
         component=view.descriptor.component,
-        local_hashes=local_hashes_message(local_hashes),
         prompt_tokens=prompt_tokens,
         block_size=view.descriptor.block_size,
         conversation_id=request.conversation_id,
@@ -95,6 +98,7 @@ def routing_request(
         sequences=request.sampling_options.n if request.sampling_options.n > 1 else None,
         model_choice=choice_text(),
     )
+    set_local_hashes(routing.local_hashes, local_hashes)
     if request.HasField("scope"):
         routing.scope.CopyFrom(request.scope)
     if request.HasField("overrides"):
@@ -105,11 +109,6 @@ def routing_request(
         unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
         routing.constraints.excluded_worker_ids.extend(unable)
     return routing
-
-
-# Reading it from the enum takes over a microsecond.
-_WHOLE = Stage.STAGE_WHOLE
-_DECODE = Stage.STAGE_DECODE
 
 
 class AttemptInput:
@@ -164,7 +163,7 @@ class AttemptInput:
         self.prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES] + output
         self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.hashes)
         self._stop = remaining(self._request.stop_conditions, len(output) // TOKEN_BYTES)
-        self.routing.local_hashes.CopyFrom(local_hashes_message(self.hashes))
+        set_local_hashes(self.routing.local_hashes, self.hashes)
         self.routing.prompt_tokens = self.prompt_tokens
         self.routing.max_output_tokens = self._stop.max_tokens
         self.routing.constraints.excluded_worker_ids[:] = self._never

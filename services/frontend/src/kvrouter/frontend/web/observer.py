@@ -16,7 +16,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.ranks import HitWindow
 from kvrouter.runtime.overview.services import ServiceQueries
-from kvrouter.runtime.requests import local_hashes_message
+from kvrouter.runtime.requests import set_local_hashes
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest
@@ -129,7 +129,7 @@ class Observer:
             if view.descriptor.model != prefix.model:
                 continue
             query = FindMatchesRequest(component=view.descriptor.component, block_size=view.descriptor.block_size)
-            query.local_hashes.CopyFrom(local_hashes_message(prefix.local_hashes))
+            set_local_hashes(query.local_hashes, prefix.local_hashes)
             try:
                 indexer = await self._indexers.indexer(view.name)
                 found = await indexer.find_matches(query, deadline=Deadline.after(_PREFIX_QUERY_SECONDS))
