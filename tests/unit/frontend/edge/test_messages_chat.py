@@ -45,7 +45,7 @@ def test_results_of_tools_precede_the_words_of_the_user() -> None:
         ),
     ]
     function = {"name": "look", "arguments": {"at": 1}}
-    sent = json.loads(MessagesRequest(chat(messages)).engine_body())["messages"]
+    sent = json.loads(MessagesRequest(chat(messages)).engine_messages())
     assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"at": 1}'
     assert chat(messages)["messages"] == [
         {"role": "user", "content": "Look."},
@@ -119,7 +119,7 @@ def outcome(body: bytes) -> str:
     try:
         request = MessagesRequest.read(body)
         request.to_text_request(len(body))
-        request.engine_body()
+        request.engine_messages()
     except BadRequest as error:
         return error.message
     return ""

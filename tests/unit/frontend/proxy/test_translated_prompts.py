@@ -47,10 +47,13 @@ def check(api: type[TranslatedRequest], body: dict[str, Any], chat: dict[str, An
     encoded = json.dumps(body).encode()
     passed = RoutedBody.parse(encoded, max_prompt_tokens=LIMIT, api=api)
     over_tokens = api.read(encoded)
-    as_chat = RoutedBody.parse(over_tokens.engine_body(), max_prompt_tokens=LIMIT)
+    routed, _, sent = passed.as_chat(encoded, api=api, max_prompt_tokens=LIMIT)
+    as_chat = RoutedBody.parse(sent, max_prompt_tokens=LIMIT)
+    assert routed.token_ids == as_chat.token_ids
     (expected,) = parse_chat(json.dumps(chat).encode()).prompts
     (prompt,) = over_tokens.to_text_request(len(encoded)).prompts
     assert tokens(passed.source) == tokens(prompt) == tokens(as_chat.source) == tokens(expected)
+    assert tokens(routed.source) == tokens(expected)
 
 
 @settings(max_examples=200, deadline=None)

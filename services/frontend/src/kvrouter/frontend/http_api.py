@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -332,16 +331,16 @@ class HttpApi:
         if view is None or self._session is None:
             return None
         access, pools = self._frontend.access, self._frontend.models.pools(routed.model, forwarding=True)
+        sent: bytes | bytearray = body
         translated, path = None, request.path
         if api is not None and not serves_itself(access, api.path, pools):
-            translated = await self._decoded(api.read, body)
-            body, path = bytearray(translated.engine_body()), CHATS
-            chat = await RoutedBody.read(body, self._work, max_prompt_tokens=limit)
-            routed = replace(chat, conversation_id=routed.conversation_id, prompt_cache_key=routed.prompt_cache_key)
+            as_chat = partial(routed.as_chat, api=api, max_prompt_tokens=limit)
+            routed, translated, sent = await self._decoded(as_chat, body)
+            path = CHATS
         elif api is not None:
             await self._decoded(api.check_passed, body)
         routed = routed.named(request.headers, self._sessions)
-        routed, passed = await permitted(access, routed, body, path, self._work)
+        routed, passed = await permitted(access, routed, sent, path, self._work)
         if access is not None:
             check_salted(access, routed, pools)
         routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)

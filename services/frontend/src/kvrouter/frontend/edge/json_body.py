@@ -28,7 +28,11 @@ _CORRECT = "Correct the field, or leave it out."
 
 
 def decode_json(
-    decoder: msgspec.json.Decoder[T], body: bytes | bytearray, advice: Callable[[str], str] = lambda _: _CORRECT
+    decoder: msgspec.json.Decoder[T],
+    body: bytes | bytearray,
+    advice: Callable[[str], str] = lambda _: _CORRECT,
+    *,
+    is_checked: bool = False,
 ) -> T:
     """Decodes a body.
 
@@ -36,6 +40,7 @@ def decode_json(
         decoder: Decoder of the structure the body must have.
         body: UTF-8.
         advice: Returns the advice for an invalid field, by its path; the path is empty if the whole body is invalid.
+        is_checked: Whether it was decoded by this function before, so no field is there twice.
 
     Raises:
         BadRequest: it is not JSON, or a field is missing, unknown, out of range or there twice; the error names the
@@ -52,7 +57,7 @@ def decode_json(
     except RecursionError:
         raise BadRequest("body: nested too deeply", advice="Send one JSON object without deep nesting.") from None
     # The engine that gets the body may read another one of two values than is read here.
-    if flaw := json_flaw(body):
+    if not is_checked and (flaw := json_flaw(body)):
         raise BadRequest(f"body: {flaw}"[:_MAX_TEXT], advice="Send each field of an object once.")
     return decoded
 

@@ -35,6 +35,14 @@ from kvrouter.frontend.edge.translated_request import (
 )
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Type of a block's deltas, and their field with the text."""
+_END_OF_DELTA = b'""}}\n\n'
+"""End of an event by which a block grows, with the text it has if it is empty."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -61,6 +69,8 @@ class MessageEvents(NamedEvents):
     """Number of the last block."""
     _kind = ""
     """What grows now: text, thinking or a tool call; empty if no block is open."""
+    _delta_head = b""
+    """An event by which the block grows, until its text."""
     _call = -1
     """Number of the last tool call."""
     _last: Piece | None = None
@@ -73,18 +83,18 @@ class MessageEvents(NamedEvents):
     def _piece(self, piece: Piece) -> None:
         if piece.reasoning:
             self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            self._grow({"type": "thinking_delta", "thinking": piece.reasoning})
+            self._grow(piece.reasoning)
         # Text that belongs to the end of an output with calls follows them.
         if piece.text:
             self._enter("text", {"type": "text", "text": ""})
-            self._grow({"type": "text_delta", "text": piece.text})
+            self._grow(piece.text)
         for call in piece.tool_calls:
             if call.name:
                 self._leave()
                 self._enter("tool_use", _tool_use(call) | {"input": {}})
                 self._call, self._has_calls = call.index, True
             if call.arguments:
-                self._grow({"type": "input_json_delta", "partial_json": call.arguments})
+                self._grow(call.arguments)
         self._last = piece
 
     def _finish(self) -> None:
@@ -103,16 +113,21 @@ class MessageEvents(NamedEvents):
         self._leave()
         self._block, self._kind = self._block + 1, kind
         self._write_named("content_block_start", {"index": self._block, "content_block": block})
+        delta, field = _DELTAS[kind]
+        self._delta_head = self._delta({"type": delta, field: ""}).removesuffix(_END_OF_DELTA)
 
-    def _grow(self, delta: dict[str, Any]) -> None:
-        self._write_named("content_block_delta", {"index": self._block, "delta": delta})
+    def _grow(self, text: str) -> None:
+        self._write(self._delta_head + msgspec.json.encode(text) + _END_OF_DELTA[2:])
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named_event("content_block_delta", {"index": self._block, "delta": delta})
 
     def _leave(self) -> None:
         """Ends the open block. Clients send the signature of thinking back; here nobody checks it."""
         if not self._kind:
             return
         if self._kind == "thinking":
-            self._grow({"type": "signature_delta", "signature": _message_id(self._frame)})
+            self._write(self._delta({"type": "signature_delta", "signature": _message_id(self._frame)}))
         self._write_named("content_block_stop", {"index": self._block})
         self._kind = ""
 
@@ -183,10 +198,10 @@ class MessagesRequest(TranslatedRequest):
         self.chat = chat
 
     @classmethod
-    def parse(cls, body: bytes | bytearray) -> Self:
+    def parse(cls, body: bytes | bytearray, *, is_checked: bool = False) -> Self:
         """Parses a body; see ``TranslatedRequest.read``."""
         check_structure(body)
-        fields = decode_json(_FIELDS, body)
+        fields = decode_json(_FIELDS, body, is_checked=is_checked)
         choice = fields.tool_choice
         chat = _prompt(fields) | copied(
             fields, "max_tokens", "stream", "temperature", "top_k", "top_p", *ROUTING_FIELDS
@@ -212,7 +227,7 @@ class MessagesRequest(TranslatedRequest):
     @classmethod
     def engine_chat(cls, body: bytes | bytearray, *, late_systems: bool = False) -> dict[str, Any]:
         """Returns the chat as vLLM makes it; see ``TranslatedRequest.engine_chat``."""
-        return _chat(decode_json(_ENGINE_FIELDS, body), EngineConversation(stays=late_systems))
+        return _chat(decode_json(_ENGINE_FIELDS, body, is_checked=True), EngineConversation(stays=late_systems))
 
     @classmethod
     def check_passed(cls, body: bytes | bytearray) -> None:

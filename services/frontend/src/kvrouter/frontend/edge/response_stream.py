@@ -169,4 +169,4 @@ class NamedEvents(ResponseStream, ABC):
 
 def named_event(name: str, fields: dict[str, Any]) -> bytes:
     """Returns an event, whose data repeats its name as its type."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name} | fields))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))

@@ -24,10 +24,16 @@ from kvrouter.frontend.edge.responses_chat import (
 from kvrouter.frontend.edge.translated_request import ROUTING_FIELDS, TranslatedRequest, copied, given, translated_chat
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 
-Event = tuple[str, dict[str, Any]]
-"""Name and fields of an event."""
+Event = tuple[bytes, bytes]
+"""Name of an event, and its fields as JSON without the first brace."""
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Type of the only part of an item."""
+_DELTAS = {
+    "message": b"response.output_text.delta",
+    "reasoning": b"response.reasoning_text.delta",
+    "function_call": b"response.function_call_arguments.delta",
+}
+"""Name of the event by which an item grows."""
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -41,6 +47,11 @@ class OutputItems:
         self.finish_reason: str | None = None
         self._item: dict[str, Any] | None = None
         """The item that grows."""
+        self._place: dict[str, Any] = {}
+        """Where it is: fields of its events."""
+        self._delta: Event = (b"", b"")
+        """The event by which it grows, until its text."""
+        self._after_delta = b""
         self._texts: list[str] = []
         self._request_id = ""
 
@@ -54,10 +65,10 @@ class OutputItems:
         if piece.reasoning:
             self.reasoning_tokens += len(piece.token_ids)
             self._enter("reasoning", {"summary": [], "content": []}, events)
-            self._grow("response.reasoning_text.delta", piece.reasoning, events)
+            self._grow(piece.reasoning, events)
         if piece.text:
             self._enter("message", {"role": "assistant", "content": []}, events)
-            self._grow("response.output_text.delta", piece.text, events)
+            self._grow(piece.text, events)
         for call in piece.tool_calls:
             self._call(call, events)
         self.finish_reason = piece.finish_reason
@@ -74,7 +85,7 @@ class OutputItems:
             self._leave(events)
             self._enter("function_call", {"call_id": call.id, "name": call.name, "arguments": ""}, events)
         if call.arguments:
-            self._grow("response.function_call_arguments.delta", call.arguments, events)
+            self._grow(call.arguments, events)
 
     def _enter(self, kind: str, fields: dict[str, Any], events: list[Event]) -> None:
         """Begins an item unless one of its kind grows."""
@@ -83,42 +94,44 @@ class OutputItems:
         self._leave(events)
         item_id = f"{_PREFIXES[kind]}_{self._request_id}_{len(self.done)}"
         self._item = {"id": item_id, "type": kind, "status": "in_progress"} | fields
-        events.append(("response.output_item.added", {"output_index": len(self.done), "item": dict(self._item)}))
+        events.append(_event("response.output_item.added", {"output_index": len(self.done), "item": self._item}))
+        self._place = {"item_id": item_id, "output_index": len(self.done)}
         if kind in _PARTS:
-            events.append(("response.content_part.added", self._place(kind) | {"part": _part(kind, "")}))
+            self._place["content_index"] = 0
+            events.append(_event("response.content_part.added", self._place | {"part": _part(kind, "")}))
+        self._delta = _DELTAS[kind], msgspec.json.encode(self._place)[1:-1] + b',"delta":'
+        self._after_delta = b',"logprobs":[]}' if kind == "message" else b"}"
 
-    def _grow(self, name: str, text: str, events: list[Event]) -> None:
-        assert self._item is not None, "an item has begun"  # noqa: S101
+    def _grow(self, text: str, events: list[Event]) -> None:
         self._texts.append(text)
-        fields = self._place(self._item["type"]) | {"delta": text}
-        events.append((name, fields | {"logprobs": []} if self._item["type"] == "message" else fields))
+        name, before = self._delta
+        events.append((name, before + msgspec.json.encode(text) + self._after_delta))
 
     def _leave(self, events: list[Event], status: str = "completed") -> None:
         """Ends the item that grows."""
         item, text = self._item, "".join(self._texts)
         if item is None:
             return
-        kind = item["type"]
-        place = self._place(kind)
+        kind, place = item["type"], self._place
         if kind == "function_call":
             item["arguments"] = text
-            events.append(("response.function_call_arguments.done", place | {"arguments": text, "name": item["name"]}))
+            done = place | {"arguments": text, "name": item["name"]}
+            events.append(_event("response.function_call_arguments.done", done))
         else:
             part = _part(kind, text)
             item["content"] = [part]
             extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            events.append((f"response.{_PARTS[kind]}.done", place | {"text": text} | extra))
-            events.append(("response.content_part.done", place | {"part": part}))
+            events.append(_event(f"response.{_PARTS[kind]}.done", place | {"text": text} | extra))
+            events.append(_event("response.content_part.done", place | {"part": part}))
         item["status"] = status
-        events.append(("response.output_item.done", {"output_index": len(self.done), "item": item}))
+        events.append(_event("response.output_item.done", {"output_index": len(self.done), "item": item}))
         self.done.append(item)
         self._item = None
         self._texts.clear()
 
-    def _place(self, kind: str) -> dict[str, Any]:
-        assert self._item is not None, "an item has begun"  # noqa: S101
-        place = {"item_id": self._item["id"], "output_index": len(self.done)}
-        return place | {"content_index": 0} if kind in _PARTS else place
+
+def _event(name: str, fields: dict[str, Any]) -> Event:
+    return name.encode(), msgspec.json.encode(fields)[1:]
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
@@ -147,7 +160,7 @@ class _Envelope:
             "previous_response_id": None,
             "store": False,
             "tool_choice": fields.tool_choice or "auto",
-            "tools": fields.tools or [],
+            "tools": msgspec.Raw(msgspec.json.encode(fields.tools or [])),  # A stream has them three times.
             "truncation": "disabled",
         }
 
@@ -208,17 +221,17 @@ class ResponseEvents(NamedEvents):
     def _begin(self) -> None:
         self._items.begin(self._frame.request_id)
         for name in ("response.created", "response.in_progress"):
-            self._numbered(name, {"response": self._envelope.with_items(self._items, "in_progress")})
+            self._numbered(_event(name, {"response": self._envelope.with_items(self._items, "in_progress")}))
 
     def _piece(self, piece: Piece) -> None:
-        for name, fields in self._items.add(piece):
-            self._numbered(name, fields)
+        for event in self._items.add(piece):
+            self._numbered(event)
 
     def _finish(self) -> None:
-        for name, fields in self._items.end():
-            self._numbered(name, fields)
+        for event in self._items.end():
+            self._numbered(event)
         status = _status(self._items)
-        self._numbered(f"response.{status}", {"response": self._envelope.with_items(self._items, status)})
+        self._numbered(_event(f"response.{status}", {"response": self._envelope.with_items(self._items, status)}))
 
     def _failure(self, body: dict[str, Any]) -> list[bytes]:
         error = body["error"]
@@ -226,8 +239,9 @@ class ResponseEvents(NamedEvents):
         response = self._envelope.with_items(self._items, "failed", shown)
         return [named_event("response.failed", {"sequence_number": self._number, "response": response})]
 
-    def _numbered(self, name: str, fields: dict[str, Any]) -> None:
-        self._write_named(name, {"sequence_number": self._number} | fields)
+    def _numbered(self, event: Event) -> None:
+        name, fields = event
+        self._write(b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b\n\n' % (name, name, self._number, fields))
         self._number += 1
 
 
@@ -268,10 +282,10 @@ class ResponsesRequest(TranslatedRequest):
         self._fields = fields
 
     @classmethod
-    def parse(cls, body: bytes | bytearray) -> Self:
+    def parse(cls, body: bytes | bytearray, *, is_checked: bool = False) -> Self:
         """Parses a body; see ``TranslatedRequest.read``."""
         check_structure(body, "input")
-        fields = decode_json(_FIELDS, body)
+        fields = decode_json(_FIELDS, body, is_checked=is_checked)
         check_not_stored(fields)
         check_defaults(fields)
         if other := next((each for each in fields.include or () if each != _INCLUDED), None):
@@ -288,7 +302,7 @@ class ResponsesRequest(TranslatedRequest):
     @classmethod
     def engine_chat(cls, body: bytes | bytearray, *, late_systems: bool = False) -> dict[str, Any]:  # noqa: ARG003
         """Returns the chat as vLLM makes it; see ``TranslatedRequest.engine_chat``."""
-        return _chat(decode_json(_ENGINE_FIELDS, body))
+        return _chat(decode_json(_ENGINE_FIELDS, body, is_checked=True))
 
     @classmethod
     def check_passed(cls, body: bytes | bytearray) -> None:
@@ -297,7 +311,7 @@ class ResponsesRequest(TranslatedRequest):
         Raises:
             BadRequest: it does.
         """
-        check_not_stored(decode_json(_STORED_FIELDS, body))
+        check_not_stored(_STORED_FIELDS.decode(body))
 
     def whole(self, frame: ResponseFrame) -> WholeSink:
         """Returns the sink of a whole response."""

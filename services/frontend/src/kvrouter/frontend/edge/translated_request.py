@@ -59,24 +59,24 @@ class TranslatedRequest(ABC):
     """Body of the chat, with the routing fields of the client."""
 
     @classmethod
-    def read(cls, body: bytes | bytearray) -> Self:
-        """Parses and translates a body.
+    def read(cls, body: bytes | bytearray, *, is_checked: bool = False) -> Self:
+        """Parses and translates a body; ``is_checked`` as for ``decode_json``.
 
         Raises:
             BadRequest: it is malformed, or has a field or content that no chat can express; the error names it.
         """
         with shallow():
-            return cls.parse(body)
+            return cls.parse(body, is_checked=is_checked)
 
     @classmethod
     @abstractmethod
-    def parse(cls, body: bytes | bytearray) -> Self:
+    def parse(cls, body: bytes | bytearray, *, is_checked: bool = False) -> Self:
         """Parses and translates a body that is not nested deeply; see ``read``."""
 
     @classmethod
     @abstractmethod
     def engine_chat(cls, body: bytes | bytearray, *, late_systems: bool = False) -> dict[str, Any]:
-        """Returns the chat that an engine serving the API itself makes of a body, to find its prompt.
+        """Returns the chat that an engine serving the API itself makes of a checked body, to find its prompt.
 
         Args:
             body: The body.
@@ -89,7 +89,7 @@ class TranslatedRequest(ABC):
     @classmethod
     @abstractmethod
     def check_passed(cls, body: bytes | bytearray) -> None:
-        """Checks a body an engine gets as it is.
+        """Checks a valid body that an engine gets as it is.
 
         Raises:
             BadRequest: it needs more than one engine can know.
@@ -121,14 +121,18 @@ class TranslatedRequest(ABC):
         root, dot, rest = error.info.field.partition(".")
         error.info.field = self.names.get(root, root) + dot + rest
 
-    def engine_body(self) -> bytes:
-        """Returns the body for an engine's chats, whose stream ends with its usage."""
+    def engine_messages(self) -> bytes:
+        """Returns the messages for an engine's chats, as JSON."""
+        with shallow():
+            return msgspec.json.encode(list(map(_as_sent, self.chat["messages"])))
+
+    def engine_body(self, messages: bytes) -> bytes:
+        """Returns the body for an engine's chats with these messages. Its stream ends with its usage."""
         chat = {name: value for name, value in self.chat.items() if name not in ROUTING_FIELDS}
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
         with shallow():
-            chat["messages"] = list(map(_as_sent, chat["messages"]))
-            return msgspec.json.encode(chat)
+            return msgspec.json.encode(chat | {"messages": msgspec.Raw(messages)})
 
 
 @contextmanager
@@ -145,16 +149,28 @@ def shallow() -> Iterator[None]:
 
 
 class TranslatedPrompt(PromptSource):
-    """The prompt of a body an engine translates itself. It is translated here only to be rendered."""
+    """The prompt of a body that is translated to a chat, by an engine or here."""
 
     field = "messages"
 
     def __init__(
-        self, body: bytes | bytearray, kind: type[TranslatedRequest], media: PromptMedia | None = None
+        self,
+        body: bytes | bytearray,
+        kind: type[TranslatedRequest],
+        media: PromptMedia | None = None,
+        chat: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes a body of an API; ``media`` takes its images."""
+        """Creates it.
+
+        Args:
+            body: The body.
+            kind: Its API.
+            media: Takes its images.
+            chat: The chat it has become; None if an engine translates it: then it is translated when it is rendered.
+        """
         self._body = body
         self._kind = kind
+        self._chat = chat
         self.characters = len(body)
         self._media = media
 
@@ -166,9 +182,11 @@ class TranslatedPrompt(PromptSource):
         """
         check_structure(self._body)
         with shallow():
-            template = None if text is None else text.template
-            late_systems = template is not None and template.takes_late_systems
-            chat = self._kind.engine_chat(self._body, late_systems=late_systems)
+            chat = self._chat
+            if chat is None:
+                template = None if text is None else text.template
+                late_systems = template is not None and template.takes_late_systems
+                chat = self._kind.engine_chat(self._body, late_systems=late_systems)
             prompt = chat_prompt(chat, self.characters, self._media)
         return (yield from prompt.slices(text, limit))
 
@@ -191,6 +209,9 @@ def chat_prompt(chat: Mapping[str, Any], characters: int, media: PromptMedia | N
     )
 
 
+_ARGUMENTS = json.JSONEncoder(ensure_ascii=False)
+
+
 def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message whose calls have their arguments as a text: templates take objects, engines' APIs do not."""
     if "tool_calls" not in message:
@@ -201,7 +222,7 @@ def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
 def _call_as_sent(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     if isinstance(arguments := function["arguments"], dict):
-        function = function | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+        function = function | {"arguments": _ARGUMENTS.encode(arguments)}
     return call | {"function": function}
 
 

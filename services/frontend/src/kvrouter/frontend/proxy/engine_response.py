@@ -33,6 +33,8 @@ class EventReader:
 
     def take(self, piece: bytes) -> list[bytes]:
         """Returns the events ending in a further piece, each with its end."""
+        if not self._begun and 0 <= piece.find(b"\n\n") == len(piece) - 2 and b"\r" not in piece:
+            return [piece]  # Most pieces are one event.
         scanned = max(0, len(self._begun) - _LONGEST_END)
         self._begun += piece
         events, at = [], 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
@@ -136,7 +137,6 @@ class EngineCalls:
         self._request = request
         self._response = response
         self._body = body
-        self._can_share = can_share(body)
         self._view = view
         self._session = session
         self._workers = runner.workers
@@ -149,6 +149,10 @@ class EngineCalls:
         self._engine_keys = runner.settings.engine_keys
         self._is_authenticated = runner.access is not None
         """Whether the client has a key, so it neither sets nor sees internal fields of engines."""
+
+    @cached_property
+    def _can_share(self) -> bool:
+        return can_share(self._body)
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""

@@ -215,6 +215,20 @@ class RoutedBody:
             parsed, token_ids=token_ids, is_tokenized=False, has_prompt=bool(content), source=source, media=media
         )
 
+    def as_chat(
+        self, body: bytes | bytearray, *, api: type[TranslatedRequest], max_prompt_tokens: int
+    ) -> tuple[RoutedBody, TranslatedRequest, bytes]:
+        """Translates the body, of another API, to a chat. Returns what routes the chat, the chat, and its body.
+
+        Raises:
+            BadRequest: it has a field or content that no chat can express; the error names it.
+        """
+        translated = api.read(body, is_checked=True)
+        messages = translated.engine_messages()
+        source = TranslatedPrompt(body, api, self.media, translated.chat)
+        routed = replace(self, token_ids=_stand_in(messages, max_prompt_tokens), source=source)
+        return routed, translated, translated.engine_body(messages)
+
     @classmethod
     def unread(cls, body: bytes | bytearray) -> RoutedBody:
         """Returns a body other than JSON, which counts as much as an image."""
@@ -343,7 +357,7 @@ def _objects(raw: _Raw) -> list[dict[str, Any]]:
     if not encoded:
         return []
     check_structure(encoded)
-    return decode_json(_OBJECTS, encoded)
+    return decode_json(_OBJECTS, encoded, is_checked=True)
 
 
 def _listed(fields: _Fields, *names: str) -> dict[str, bytes]:
