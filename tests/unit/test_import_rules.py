@@ -167,7 +167,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "web": ("metrics", "recording", "schedulers"),
         "service": ("access", "edge", "metrics", "packed_prompt", "proxy", "request", "schedulers"),
-        "http_api": ("access", "edge", "proxy", "service", "text", "web"),
+        "http_api": ("access", "edge", "proxy", "request", "service", "text", "web"),
         "processes": ("access", "app", "settings"),
         "settings": ("schedulers", "text"),
     },

@@ -44,7 +44,7 @@ class SpeakingEngine:
 
 @asynccontextmanager
 async def speaking_system(
-    nats_url: str, etcd_endpoint: str, namespace: str, tmp_path: Path
+    nats_url: str, etcd_endpoint: str, namespace: str, tmp_path: Path, **options: Any
 ) -> AsyncIterator[tuple[System, SpeakingEngine]]:
     """Runs a system with a small tokenizer, tool calls as Hermes writes them, and reasoning as Qwen 3 does."""
     write_small_tokenizer(tmp_path)
@@ -62,7 +62,10 @@ async def speaking_system(
         max_model_len=8192,
         structured_output=True,
     )
-    async with running_system(nats_url, etcd_endpoint, namespace, **settings) as system, AsyncExitStack() as stack:
+    async with (
+        running_system(nats_url, etcd_endpoint, namespace, **settings, **options) as system,
+        AsyncExitStack() as stack,
+    ):
         worker = await stack.enter_async_context(sdk.running(config, engine))
         await worker.registered()
         await system.until_candidate(2)

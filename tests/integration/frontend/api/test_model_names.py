@@ -23,9 +23,11 @@ from kvrouter.v1.worker_pb2 import StopConditions
 
 from ..access.keys import Keys
 from ..gateway import MODEL, System, request, running_system, until
+from .speaking import speaking_system
 from .test_forwarding import Engine, start_engine, too_busy
 
 OTHER = "other-model"
+IGNORED = "kvrouter_frontend_ignored_sessions_total"
 NAMES = f"""
 [models.alias]
 serves = "{MODEL}"
@@ -209,14 +211,48 @@ async def test_an_engine_gets_the_name_of_the_model_and_all_else_unchanged(syste
         assert list(json.loads(body).items()) == list((sent | {"model": MODEL}).items())
 
 
+@pytest.mark.parametrize("kind", ["vllm", ""])
+async def test_an_engine_gets_the_name_of_the_model_from_agents(system: System, kind: str) -> None:
+    said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    bodies = {"/v1/messages": said, "/v1/responses": {"input": "x"}}
+    async with AsyncExitStack() as stack, aiohttp.ClientSession() as http:
+        engine = await start_engine(system, stack, 1, engine=kind)
+        for path, body in bodies.items():
+            async with http.post(f"http://{system.http}{path}", json=body | {"model": "alias"}) as response:
+                assert response.headers["x-kvrouter-model-choice"] == "alias for alias"
+        assert [json.loads(body)["model"] for body in engine.bodies] == [MODEL, MODEL]
+
+
+async def test_a_response_over_tokens_names_the_model_that_served(
+    nats_url: str, etcd_endpoint: str, namespace: str, names: Path, tmp_path: Path
+) -> None:
+    said = {"messages": [{"role": "user", "content": "x"}]}
+    bodies: dict[str, dict[str, Any]] = {"/v1/messages": said | {"max_tokens": 4}, "/v1/responses": {"input": "x"}}
+    async with speaking_system(nats_url, etcd_endpoint, namespace, tmp_path, models_file=str(names)) as (
+        system,
+        engine,
+    ):
+        engine.says = "Yes, it is."
+        for path, body in bodies.items():
+            url = f"http://{system.http}{path}"
+            async with aiohttp.ClientSession() as http, http.post(url, json=body | {"model": "alias"}) as response:
+                assert (response.status, (await response.json())["model"]) == (200, MODEL)
+        counted = said | {"model": "alias"}
+        url = f"http://{system.http}/v1/messages/count_tokens"
+        async with aiohttp.ClientSession() as http, http.post(url, json=counted) as response:
+            assert (await response.json())["input_tokens"] > 0
+
+
 async def test_another_model_serves_while_an_engine_is_too_busy(system: System) -> None:
     async with AsyncExitStack() as stack:
         engine = Engine()
         await start_other(system)
         engine = await start_engine(system, stack, 1)
         engine.respond = too_busy
-        status, body, choice = await complete(system, MODEL)
+        status, body, choice = await complete(system, MODEL, **{"x-session-id": "x" * 300})
         assert (status, body["model"], choice) == (200, OTHER, f"fallback for {MODEL}")
+        ignored = system.runtime.registry.get_sample_value(IGNORED, {"source": "header"})
+        assert ignored == 1  # It was found once, for both models.
         # Without a fallback the client gets the engine's own error.
         status, body, _ = await complete(system, "alias")
         assert (status, body) == (429, {"error": "full"})

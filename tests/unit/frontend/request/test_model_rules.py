@@ -98,3 +98,9 @@ def test_a_renamed_body_keeps_its_values_and_one_name() -> None:
     body = b'{"odd": 1e2, "model": "a", "text": "\\u00e9", "model":"b"}'
     assert NamedModel.read(body).model == "b"
     assert renamed(body, "c") == b'{"odd":1e2,"model":"c","text":"\\u00e9"}'
+
+
+def test_a_prompt_is_cut_out_of_a_body_and_stays_in_it() -> None:
+    body = b'{"prompt":[1, 2], "model": "a", "conversation_id": "c", "stop": ["\\"prompt\\":3"]}'
+    assert NamedModel.read(body) == NamedModel("a", "c")
+    assert renamed(body, "b") == b'{"prompt":[1, 2],"model":"b","conversation_id":"c","stop":["\\"prompt\\":3"]}'

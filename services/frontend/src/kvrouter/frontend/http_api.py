@@ -29,7 +29,7 @@ from kvrouter.frontend.edge.middlewares import (
 )
 from kvrouter.frontend.edge.model_name import NamedModel, renamed
 from kvrouter.frontend.edge.model_objects import model_objects, named_objects
-from kvrouter.frontend.edge.request_fields import checked_request_id, with_headers
+from kvrouter.frontend.edge.request_fields import checked_request_id, session_of, with_headers
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.text_request import TextRequest
@@ -39,7 +39,8 @@ from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_pr
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted, serves_itself
 from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse, TranslatedResponse
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
-from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
+from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
@@ -60,6 +61,8 @@ to eight. Decoding a text holds the GIL, about 1 ms for each MiB."""
 _LONG_BODY_BYTES = 64 << 10
 """Maximum size of a body parsed on the event loop: about 0.3 ms of work."""
 _COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+_ROUTED = web.RequestKey("routed", RoutedBody)
+"""What was read of a body when its model was chosen, until it is forwarded."""
 _FORM_TYPE = "multipart/form-data"
 _ADMIN_SECONDS = 10.0
 """Deadline of administrative calls: a few round trips to etcd."""
@@ -142,26 +145,45 @@ class HttpApi:
         return handle
 
     def _of_model(self, handler: _BodyHandler, limit: Callable[[], int] = lambda: _MAX_BODY_BYTES) -> Handler:
-        """Returns a handler as ``_with_body``, whose body names the first model that can serve the client's name."""
+        """Returns a handler as ``_with_body``, which runs at the first model that can serve the client's name."""
 
         async def handle(request: web.Request, body: bytearray) -> web.StreamResponse:
             choices = self._frontend.choices
             if not choices.rules:
                 return await handler(request, body)
-            named = await self._decoded(NamedModel.read, body)
-            models = choices.of(named.model, named.session(request.headers, self._sessions), request.headers)
+            named = await self._named(request, body)
+            session = session_of(request, self._sessions, named.conversation_id, named.prompt_cache_key)
+            models = choices.of(named.model, session, request.headers)
             if not models:
                 return await handler(request, body)
-
-            async def attempt(model: str) -> web.StreamResponse:
-                keeps_name = model == named.model
-                return await handler(
-                    request, body if keeps_name else await self._decoded(partial(renamed, model=model), body)
-                )
-
-            return await choices.serve(models, attempt)
+            return await choices.serve(models, lambda _: handler(request, body))
 
         return self._with_body(handle, limit)
+
+    async def _named(self, request: web.Request, body: bytearray) -> NamedModel | RoutedBody:
+        """Returns the fields of a body that choose its model; those of a form choose none.
+
+        If the body may be forwarded, what is read of it is kept for that.
+        """
+        if not self._is_json(request):
+            return NamedModel()
+        if not self._frontend.models.may_forward or request.path == _COUNT_TOKENS:
+            return await self._decoded(NamedModel.read, body)
+        request[_ROUTED] = routed = await self._read_routed(request, body)
+        return routed
+
+    def _is_json(self, request: web.Request) -> bool:
+        return request.path not in self._settings.engine_routes or request.content_type != _FORM_TYPE
+
+    async def _read_routed(self, request: web.Request, body: bytearray) -> RoutedBody:
+        """Returns the fields of a body that decide where it goes."""
+        return await RoutedBody.read(
+            body,
+            self._work,
+            max_prompt_tokens=self._frontend.runner.limits.max_prompt_tokens,
+            api=TRANSLATED.get(request.path),
+            is_json=self._is_json(request),
+        )
 
     def _max_chat_bytes(self) -> int:
         """Returns the maximum size of a chat's body. Only engines that get it as it is take images."""
@@ -256,7 +278,8 @@ class HttpApi:
         self._check_text(len(body))
         chat = (await self._decoded(MessagesRequest.counted, body)).chat
         limits = self._frontend.runner.limits
-        tokens = await count_tokens(self._frontend.models, limits, chat["model"], chat_prompt(chat, len(body)))
+        model = chosen_model(chat["model"])
+        tokens = await count_tokens(self._frontend.models, limits, model, chat_prompt(chat, len(body)))
         return web.json_response({"input_tokens": tokens})
 
     async def set_busy_threshold(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
@@ -288,7 +311,7 @@ class HttpApi:
         )
 
     async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
-        parsed = await self._decoded(self._parse, body)
+        parsed = await self._decoded(partial(self._parse, chosen=chosen_model("")), body)
         return parsed.with_fields(with_headers(parsed.fields, request, self._sessions))
 
     async def _decoded(self, parse: Callable[[bytearray], _T], body: bytearray) -> _T:
@@ -297,11 +320,11 @@ class HttpApi:
             return parse(body)
         return await self._work.run(partial(parse, body), Lane.BODIES, size=len(body))
 
-    def _parse(self, body: bytearray) -> CompletionRequest:
+    def _parse(self, body: bytearray, chosen: str) -> CompletionRequest:
         return CompletionRequest.parse(
             body,
             max_prompt_tokens=self._frontend.runner.limits.max_prompt_tokens,
-            check_text=partial(self._check_prompt, len(body)),
+            check_text=lambda model: self._check_prompt(len(body), chosen or model),
         )
 
     def _check_prompt(self, size: int, model: str) -> None:
@@ -325,11 +348,13 @@ class HttpApi:
         A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
         """
         limit = self._frontend.runner.limits.max_prompt_tokens
-        is_json = request.path not in self._settings.engine_routes or request.content_type != _FORM_TYPE
-        routed = await RoutedBody.read(body, self._work, max_prompt_tokens=limit, api=api, is_json=is_json)
-        view = self._frontend.models.forwards_to(routed.model)
+        routed = request.pop(_ROUTED, None) or await self._read_routed(request, body)
+        name = routed.model
+        view = self._frontend.models.forwards_to(chosen_model(name))
         if view is None or self._session is None:
             return None
+        session = session_of(request, self._sessions, routed.conversation_id, routed.prompt_cache_key)
+        routed = routed.named(request.headers, session)
         access, pools = self._frontend.access, self._frontend.models.pools(routed.model, forwarding=True)
         sent: bytes | bytearray = body
         translated, path = None, request.path
@@ -339,7 +364,8 @@ class HttpApi:
             path = CHATS
         elif api is not None:
             await self._decoded(api.check_passed, body)
-        routed = routed.named(request.headers, self._sessions)
+        if translated is None and routed.model != name:
+            sent = await self._decoded(partial(renamed, model=routed.model), body)
         routed, passed = await permitted(access, routed, sent, path, self._work)
         if access is not None:
             check_salted(access, routed, pools)

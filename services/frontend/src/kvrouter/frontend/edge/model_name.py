@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.request.session_keys import SessionKeys
+from kvrouter.core import find_json_value
+
+_PROMPT = "prompt"
 
 
 class _Fields(msgspec.Struct):
@@ -31,15 +32,11 @@ class NamedModel(msgspec.Struct, frozen=True):
     def read(cls, body: bytes | bytearray) -> NamedModel:
         """Reads a JSON body. One that is malformed names no model."""
         try:
-            fields = _FIELDS.decode(body)
+            fields = _FIELDS.decode(_without_prompt(body)[0])
         except _MALFORMED:
             return cls()
         found = (fields.model, fields.conversation_id, fields.prompt_cache_key)
         return cls(*(each if isinstance(each, str) else "" for each in found))
-
-    def session(self, headers: Mapping[str, str], sessions: SessionKeys) -> str:
-        """Returns the session of the request; empty if it has none."""
-        return sessions.of(headers, conversation_id=self.conversation_id, prompt_cache_key=self.prompt_cache_key)
 
 
 def renamed(body: bytes | bytearray, model: str) -> bytearray:
@@ -48,6 +45,22 @@ def renamed(body: bytes | bytearray, model: str) -> bytearray:
     Raises:
         msgspec.DecodeError: it is malformed, so no model is named in it.
     """
-    fields = _OBJECT.decode(body)
+    rest, prompt = _without_prompt(body)
+    fields = _OBJECT.decode(rest)
+    if prompt:
+        fields[_PROMPT] = msgspec.Raw(prompt)
     fields["model"] = msgspec.Raw(msgspec.json.encode(model))
     return bytearray(msgspec.json.encode(fields))
+
+
+def _without_prompt(body: bytes | bytearray) -> tuple[bytes | bytearray, bytes]:
+    """Returns a body with null in the place of its prompt, and the prompt; empty if it has none.
+
+    The decoder passes over a list of token ids twenty times as slowly as it is cut out.
+    """
+    found = find_json_value(body, _PROMPT) if b'"prompt"' in body else None
+    if found is None:
+        return body, b""
+    start, end = found
+    with memoryview(body) as view:
+        return b"".join((view[:start], b"null", view[end:])), bytes(view[start:end])

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import check_uint64, invalid
 from kvrouter.frontend.edge.structured_output import GUIDED, read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
+from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.frontend.request.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.runtime.requests import check_request_id
@@ -31,6 +32,7 @@ RANK_HEADER = "x-data-parallel-rank"
 
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
+_SESSION = web.RequestKey("session", str)
 
 MAX_SEQUENCES = 128
 """Maximum number of prompts times sequences of one request."""
@@ -236,7 +238,8 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 def with_headers(fields: _F, request: web.BaseRequest, sessions: SessionKeys) -> _F:
     """Returns the fields with what headers say: ``x-request-id``, ``x-data-parallel-rank`` as for vLLM, the session.
 
-    Fields of the body take precedence. Without an id the request gets a generated one.
+    Fields of the body take precedence. Without an id the request gets a generated one. The model is that which was
+    chosen for the client's name.
 
     Raises:
         BadRequest: an id has control characters or is not UTF-8, or a rank is not a number.
@@ -245,18 +248,28 @@ def with_headers(fields: _F, request: web.BaseRequest, sessions: SessionKeys) ->
         check_request_id(fields.request_id, MAX_REQUEST_ID_BYTES, "request_id")
         request[_REQUEST_ID] = fields.request_id  # An error names it too.
     changes: dict[str, Any] = {}
+    if (model := chosen_model(fields.model)) != fields.model:
+        changes["model"] = model
     request_id = checked_request_id(request)
     if not fields.request_id:
         changes["request_id"] = request_id
     rank = requested_rank(request.headers)
     if rank is not None and fields.dp_rank is None:
         changes["dp_rank"] = rank
-    session = sessions.of(
-        request.headers, conversation_id=fields.conversation_id, prompt_cache_key=fields.prompt_cache_key
-    )
+    session = session_of(request, sessions, fields.conversation_id, fields.prompt_cache_key)
     if session != (fields.conversation_id or ""):
         changes["conversation_id"] = session
     return msgspec.structs.replace(fields, **changes) if changes else fields
+
+
+def session_of(
+    request: web.BaseRequest, sessions: SessionKeys, conversation_id: str | None, prompt_cache_key: str | None
+) -> str:
+    """Returns the session of a request, which is found once: each invalid id counts once."""
+    if _SESSION not in request:
+        found = sessions.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
+        request[_SESSION] = found
+    return request[_SESSION]
 
 
 def requested_id(headers: Mapping[str, str]) -> str:

@@ -139,7 +139,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return part | {"annotations": [], "logprobs": []} if kind == "message" else part
 
 
-_ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "prompt_cache_key", "reasoning")
+_ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "metadata", "prompt_cache_key", "reasoning")
 _ALSO_ECHOED = ("safety_identifier", "service_tier", "temperature", "text", "tools", "top_p", "user")
 _CUT = "length"
 _FAILURES = {"rate_limit_exceeded": "rate_limit_exceeded"}
@@ -153,6 +153,7 @@ class _Envelope:
         self._frame = frame
         echoed = {name: getattr(fields, name) for name in (*_ECHOED, *_ALSO_ECHOED)}
         self._fields = echoed | {
+            "model": frame.request.fields.model,  # that which serves, not the client's name for it
             "object": "response",
             "created_at": int(time.time()),
             "background": False,

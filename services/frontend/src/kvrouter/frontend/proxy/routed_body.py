@@ -24,7 +24,7 @@ from kvrouter.frontend.edge.text_request import parse_prompts
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
-from kvrouter.frontend.request.session_keys import SessionKeys
+from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.request.validation import check_vocabulary
 from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
@@ -144,14 +144,14 @@ class RoutedBody:
         """Whether only the engine knows the number of prompt tokens for certain."""
         return not self.is_tokenized or bool(self.media)
 
-    def named(self, headers: Mapping[str, str], sessions: SessionKeys) -> RoutedBody:
-        """Returns the body with the rank and the session that headers name, and with a checked session.
+    def named(self, headers: Mapping[str, str], session: str) -> RoutedBody:
+        """Returns the body with the rank that headers name, its session, and the model chosen for the client's name.
 
         Raises:
             BadRequest: the rank is not a number.
         """
-        session = sessions.of(headers, conversation_id=self.conversation_id, prompt_cache_key=self.prompt_cache_key)
-        return replace(self, dp_rank=requested_rank(headers), conversation_id=session)
+        model, rank = chosen_model(self.model), requested_rank(headers)
+        return replace(self, model=model, dp_rank=rank, conversation_id=session)
 
     def may_run_at(self, worker: WorkerRegistration) -> bool:
         """Returns whether a worker's engine separates caches by salt, if it must."""
@@ -218,12 +218,13 @@ class RoutedBody:
     def as_chat(
         self, body: bytes | bytearray, *, api: type[TranslatedRequest], max_prompt_tokens: int
     ) -> tuple[RoutedBody, TranslatedRequest, bytes]:
-        """Translates the body, of another API, to a chat. Returns what routes the chat, the chat, and its body.
+        """Translates the body, of another API, to a chat of its model. Returns what routes it, the chat, and its body.
 
         Raises:
             BadRequest: it has a field or content that no chat can express; the error names it.
         """
         translated = api.read(body, is_checked=True)
+        translated.chat["model"] = self.model
         messages = translated.engine_messages()
         source = TranslatedPrompt(body, api, self.media, translated.chat)
         routed = replace(self, token_ids=_stand_in(messages, max_prompt_tokens), source=source)

@@ -64,6 +64,12 @@ def choice_text() -> str:
     return "" if current is None else current.choice.text
 
 
+def chosen_model(name: str) -> str:
+    """Returns the model that was chosen for the name in the request: the name itself without an entry in the file."""
+    current = _CURRENT.get()
+    return name if current is None else current.choice.model
+
+
 def named_model() -> str:
     """Returns the name that the client sent, if it has an entry in the file of models; otherwise an empty text."""
     current = _CURRENT.get()

@@ -143,7 +143,7 @@ class GatewayRequest:
         if self._room is not None:
             self._room.is_read(len(self.body))
         routed, self.body = await self._picker.read(self.body, self._path, is_json=is_json, headers=self._headers)
-        self._routed = routed = routed.named(self._headers, self._picker.sessions)
+        self._routed = routed
         self._deaths = deaths = self._picker.deaths(routed, "" if self._caller is None else self._caller.tenant)
         self._admitted = self._admission.admit(
             self._picker.views(routed.model),

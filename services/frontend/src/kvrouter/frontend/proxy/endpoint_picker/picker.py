@@ -112,7 +112,7 @@ class Picker:
         self._choices = choices
         self.addresses = EngineAddresses(directory)
         self.settings = runner.settings
-        self.sessions = runner.sessions
+        self._sessions = runner.sessions
         self.access = runner.access
         self.admission = runner.admission
         self._directory = directory
@@ -148,7 +148,9 @@ class Picker:
         routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json, api=api)
         if not routed.model:
             routed = replace(routed, model=self._only_model())
-        session = routed.named(headers, self.sessions).conversation_id
+        named = {"conversation_id": routed.conversation_id, "prompt_cache_key": routed.prompt_cache_key}
+        session = self._sessions.of(headers, **named)
+        routed = routed.named(headers, session)
         choice = self._choices.first(routed.model, session, headers) if is_json else None
         if choice is not None and choice.model != choice.name:
             work, rename = self._texts.work, partial(renamed, body, choice.model)
