@@ -17,15 +17,15 @@ _TEMPLATE = (
 _MEDIA_TEMPLATE = (
     r"{% for message in messages %}{{ '<|' + message.role + '|>\n' }}"
     r"{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    r"{% if part.type == 'text' %}{{ part.text }}{% else %}<|image_pad|>{% endif %}{% endfor %}{% endif %}"
-    r"{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    r"{% if part.type == 'text' %}{{ part.text }}{% else %}{{ '<|' + part.type + '_pad|>' }}{% endif %}{% endfor %}"
+    r"{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
 
 def write_byte_tokenizer(directory: Path, *, media: bool = False) -> Path:
     """Writes its files into a directory, and returns the directory.
 
-    With ``media`` it has a token after the bytes that the template writes for an image, sound or video.
+    With ``media`` it has tokens after the bytes that the template writes for an image, a sound and a video.
     """
     directory.mkdir(exist_ok=True)
     vocabulary = {character: byte for byte, character in enumerate(_characters())}
@@ -33,7 +33,7 @@ def write_byte_tokenizer(directory: Path, *, media: bool = False) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     if media:
-        tokenizer.add_special_tokens(["<|image_pad|>"])
+        tokenizer.add_special_tokens(["<|image_pad|>", "<|audio_pad|>", "<|video_pad|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
     template = _MEDIA_TEMPLATE if media else _TEMPLATE
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

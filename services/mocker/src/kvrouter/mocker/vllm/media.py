@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Mapping
 
 import msgspec
-from kvrouter.engines.media import Medium, VllmImageId, read_image_header, read_medium
+from kvrouter.engines.media import Medium, MediumKind, VllmImageId, read_image_header, read_medium
 from kvrouter.mocker.openai.bodies import ChatBody
 
-PLACEHOLDER = 256
+PLACEHOLDERS: Mapping[MediumKind, int] = {"image": 256, "audio": 257, "video": 258}
 """Token that stands for a medium in the template and in events."""
 OTHER_TOKENS = 40
 """Tokens of a medium that is no image with a known size."""
@@ -28,7 +29,8 @@ class SimulatedMedia:
         """Knows none. ``model`` is the model as the server was started with it."""
         self._model = model
         self._numbers: dict[str, int] = {}
-        self._ids: list[str] = []
+        self._media: list[tuple[str, int]] = []
+        """Id and placeholder of each."""
 
     def written(self, body: ChatBody) -> ChatBody:
         """Returns a chat, in whose messages the tokens of its media are words of the tokenizer now."""
@@ -41,22 +43,22 @@ class SimulatedMedia:
 
     def shown(self, tokens: memoryview, block_size: int) -> tuple[array[int] | memoryview, list[tuple[int, str]]]:
         """Returns the tokens of blocks as events show them, and the index of the block in which each medium starts."""
-        if not self._ids:
+        if not self._media:
             return tokens, []
         shown, starts = array("I", tokens), []
         for position, token in enumerate(tokens):
             if token >= _FIRST:
-                shown[position] = PLACEHOLDER
+                medium_id, shown[position] = self._media[(token - _FIRST) // 2]
                 if token % 2 == 0:
-                    starts.append((position // block_size, self._ids[(token - _FIRST) // 2]))
+                    starts.append((position // block_size, medium_id))
         return shown, starts
 
     def _tokens(self, medium: Medium) -> list[int]:
         """Returns the tokens of a medium: an even number, then an odd one for each further token."""
         medium_id, length = _identified(medium, self._model)
-        number = self._numbers.setdefault(medium_id, len(self._ids))
-        if number == len(self._ids):
-            self._ids.append(medium_id)
+        number = self._numbers.setdefault(medium_id, len(self._media))
+        if number == len(self._media):
+            self._media.append((medium_id, PLACEHOLDERS[medium.kind]))
         return [_FIRST + 2 * number, *[_FIRST + 2 * number + 1] * (length - 1)]
 
 
