@@ -151,21 +151,38 @@ async def test_messages_and_responses_find_the_image_of_a_chat(system: NoBroker)
 async def test_a_stream_is_learned_from_too(system: NoBroker) -> None:
     body = chat(BEFORE, image(embedded("PNG")), AFTER)
     streamed = {"model": "m", "stream": True, "stream_options": {"include_usage": True}} | body
-    async with system.session.post(f"http://{system.http}/v1/chat/completions", json=streamed) as response:
-        await response.read()
-    assert (await ask(system, "/v1/chat/completions", body)).routed_on == "tokens"
+
+    async def is_learned() -> bool:
+        async with system.session.post(f"http://{system.http}/v1/chat/completions", json=streamed) as response:
+            await response.read()
+            return response.headers["x-kvrouter-routed-on"] == "tokens"
+
+    await until(is_learned)
 
 
-async def test_an_image_by_its_url_is_not_fetched_and_ends_the_prediction(system: NoBroker) -> None:
-    before = len(f"<|user|>\n{BEFORE}") // BLOCK * BLOCK
+async def test_an_image_by_its_url_is_not_fetched_and_followed_where_the_text_before_it_is_cached(
+    system: NoBroker, engines: list[EngineServer]
+) -> None:
     body = chat(BEFORE, image("http://127.0.0.1:1/picture.png"), AFTER)
-    seen = await ask(system, "/v1/chat/completions", body)
-
-    async def finds_the_text() -> bool:
-        nonlocal seen
-        seen = await ask(system, "/v1/chat/completions", body)
-        return seen.predicted == before
-
-    await until(finds_the_text)
+    seen = await settled(system, body)
     assert seen.routed_on == "tokens", "its length was learned"
-    assert seen.cached > seen.predicted, "the engine names it by its content, which is not known here"
+    assert seen.cached == (seen.prompt - 1) // BLOCK * BLOCK
+    other = await ask(system, "/v1/chat/completions", chat(BEFORE, image("http://127.0.0.1:1/other.png"), AFTER))
+    assert other.predicted == len(f"<|user|>\n{BEFORE}") // BLOCK * BLOCK
+    for engine in engines:
+        async with system.session.post(f"{engine.url}/reset_prefix_cache") as response:
+            assert response.status == 200
+
+    async def is_emptied() -> bool:
+        return not any(rank.blocks for rank in (await system.ranks()).values())
+
+    await until(is_emptied)
+    assert (await ask(system, "/v1/chat/completions", body)).predicted == 0
+
+
+async def test_a_sound_sent_again_is_followed(system: NoBroker) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+    seen = await settled(system, chat(BEFORE, sound, AFTER))
+    assert seen.cached == (seen.prompt - 1) // BLOCK * BLOCK
+    sound = {"type": "input_audio", "input_audio": {"data": "UklGRh==", "format": "wav"}}
+    assert (await ask(system, "/v1/chat/completions", chat(BEFORE, sound, AFTER))).predicted < seen.predicted

@@ -25,6 +25,8 @@ from kvrouter.frontend.text.prompt_media import (
     MediaRules,
     PromptMedia,
 )
+from kvrouter.runtime.requests import content_in_blocks
+from kvrouter.v1.common_pb2 import MultimodalHash
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 
 IMAGE, AUDIO = 1000, 1001
@@ -64,7 +66,7 @@ def placed(
 
 
 def key(media: PromptMedia, tokens: Sequence[int]) -> list[int]:
-    content = [(position // BLOCK, content_hash) for position, content_hash in media.hashes]
+    content = content_in_blocks(media.hashes, BLOCK)
     return array("Q", local_hashes(tokens, BLOCK, Scope(), content)).tolist()
 
 
@@ -77,16 +79,17 @@ def test_an_image_is_known_by_the_id_of_vllms_events_at_its_first_token() -> Non
     known.lengths.learn(("", b"", ("image", 9, 5)), 6)
     media, tokens = placed([1, 2, embedded(PNG["file"]), 3], known)
     assert tokens == [1, 2, *[IMAGE] * 6, 3]
-    assert media.hashes == [(2, multimodal_hash(PNG["id"]))]
+    assert media.hashes == [MultimodalHash(token_index=2, hash=multimodal_hash(PNG["id"]))]
     assert media.is_counted
 
 
 def test_a_client_can_name_an_image_to_vllm() -> None:
     for part in (embedded(PNG["file"]), image("https://a/b.png"), {"type": "image_url", "image_url": None}):
         media, _ = placed([part | {"uuid": "cat"}], rules())
-        assert media.hashes == [(0, multimodal_hash("cat"))]
+        assert media.hashes == [MultimodalHash(token_index=0, hash=multimodal_hash("cat"))]
     media, _ = placed([image("https://a/b.png") | {"uuid": "cat"}], rules("sglang"))
-    assert media.hashes != [(0, multimodal_hash("cat"))]
+    assert media.hashes[0].unindexed
+    assert media.hashes[0].hash != multimodal_hash("cat")
 
 
 MEDIA = (
@@ -112,7 +115,7 @@ def test_equal_media_have_equal_keys_and_others_others(engine: str) -> None:
 
 
 def test_options_that_change_media_change_their_key() -> None:
-    ids = {placed([embedded(PNG["file"])], rules(), options)[0].hashes[0][1] for options in (b"", b"{}", b'{"a":1}')}
+    ids = {placed([embedded(PNG["file"])], rules(), options)[0].hashes[0].hash for options in (b"", b"{}", b'{"a":1}')}
     assert len(ids) == 3
 
 
@@ -138,7 +141,7 @@ def computed(parts: Sequence[int | dict[str, Any]], lengths: Sequence[int]) -> l
             tokens.append(part)
             continue
         media, (placeholder, *_) = placed([part], rules())
-        hashes.append((len(tokens) // BLOCK, media.hashes[0][1]))
+        hashes.append((len(tokens) // BLOCK, media.hashes[0].hash))
         tokens += [placeholder] * lengths[MEDIA.index(part)]
     return array("Q", local_hashes(tokens, BLOCK, Scope(), hashes)).tolist()
 

@@ -129,3 +129,27 @@ async def test_without_an_answer_of_the_indexer_a_mixed_pool_is_routed_by_load()
     await parts.select(selecting("a", routing(6, constraints=constraints(worker_id=1))))
     answer = await parts.select(selecting("b", routing(6)))
     assert (answer.overlap_blocks, answer.load_only) == (0, True)
+
+
+async def test_content_that_no_event_can_name_is_predicted_behind_the_blocks_of_the_index() -> None:
+    indexer = ResidentBlocks({(2, 0): 3})
+    parts = mixed(indexer, talking=(2,))
+    plain = await parts.select(selecting("a", routing(8)))
+    assert (plain.overlap_blocks, len(parts.router.predictions or ())) == (3, 0)
+    first = await parts.select(selecting("b", routing(8, indexed_blocks=3)))
+    assert (first.overlap_blocks, first.cursor.next_event_id) == (3, 7)
+    second = await parts.select(selecting("c", routing(8, tail=1, indexed_blocks=3)))
+    assert (second.overlap_blocks, second.cursor.next_event_id) == (8, 7)
+    other = await parts.select(selecting("d", routing(8, seed=1, indexed_blocks=3)))
+    assert other.overlap_blocks == 3
+    indexer.queued[2, 0] = 2  # The engine evicted a block before the content.
+    assert (await parts.select(selecting("e", routing(8, tail=1, indexed_blocks=3)))).overlap_blocks == 2
+    indexer.queued[2, 0], indexer.incarnation = 3, 2  # It restarted.
+    assert (await parts.select(selecting("f", routing(8, tail=1, indexed_blocks=3)))).overlap_blocks <= 3
+
+
+async def test_a_prediction_behind_the_index_ends_with_its_time() -> None:
+    parts = mixed(ResidentBlocks({(2, 0): 3}), talking=(2,))
+    await parts.select(selecting("a", routing(8, indexed_blocks=3)))
+    parts.now += PredictionLimits().ttl_seconds + 1
+    assert (await parts.select(selecting("b", routing(8, indexed_blocks=3)))).overlap_blocks == 3

@@ -88,8 +88,7 @@ def generate_request(
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
     request.conversation_id = body.conversation_id
-    for token_index, content_hash in () if body.media is None else body.media.hashes:
-        request.multimodal_hashes.add(token_index=token_index, hash=content_hash)
+    request.multimodal_hashes.extend(() if body.media is None else body.media.hashes)
     if body.dp_rank is not None:
         request.constraints.dp_rank = body.dp_rank
     if body.salted_path:

@@ -20,6 +20,7 @@ from blake3 import blake3
 from kvrouter.core import multimodal_hash
 from kvrouter.engines.media import Medium, MediumKind, VllmImageId, read_image_header, read_medium
 from kvrouter.frontend.text.client_work import Slices
+from kvrouter.v1.common_pb2 import MultimodalHash
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 
 MAX_MEDIA = 1024
@@ -86,6 +87,8 @@ class MediaRules:
 class _Placed:
     medium: Medium
     id: str = ""
+    is_indexed: bool = False
+    """Whether the engine's events have the id."""
     size: Hashable = None
     """Equal for media of which an engine makes equally many tokens."""
     length: int = ASSUMED_TOKENS
@@ -98,8 +101,8 @@ class PromptMedia:
 
     def __init__(self, options: bytes = b"") -> None:
         """``options``: fields of the body by which the engine changes media, as they are; empty for none."""
-        self.hashes: list[tuple[int, int]] = []
-        """Position in tokens and hash of each medium, once placed."""
+        self.hashes: list[MultimodalHash] = []
+        """Place and hash of each medium, once placed."""
         self._options = options
         self._media: list[_Placed] = []
         self._lengths: MediaLengths | None = None
@@ -132,7 +135,7 @@ class PromptMedia:
         for placed in self._media:
             medium = placed.medium
             if medium.uuid and rules.engine == "vllm" and not self._options:
-                placed.id = medium.uuid
+                placed.id, placed.is_indexed = medium.uuid, True
             elif medium.base64:
                 yield from self._identify_content(placed, rules)
             else:
@@ -164,7 +167,8 @@ class PromptMedia:
                 placed.length, placed.is_known = known, True
             placeholder = tokens[position : position + _TOKEN_BYTES]
             length += (position - end) // _TOKEN_BYTES
-            self.hashes.append((length, multimodal_hash(placed.id)))
+            content_hash = multimodal_hash(placed.id)
+            self.hashes.append(MultimodalHash(token_index=length, hash=content_hash, unindexed=not placed.is_indexed))
             length += placed.length
             if length > limit:
                 raise PromptTooLong(length, limit, field="messages")
@@ -214,7 +218,7 @@ class PromptMedia:
                 image_id.update(piece)
                 if number % _PIECES_OF_SLICE == 0:
                     yield
-            placed.id = image_id.hexdigest()
+            placed.id, placed.is_indexed = image_id.hexdigest(), True
         except msgspec.ValidationError:
             yield from self._identify_text(placed, content)  # The engine refuses it.
 

@@ -134,6 +134,17 @@ class Overlaps(NamedTuple):
         listed = ListedRanks((*known, *added), incarnations)
         return self._replace(listed=listed, blocks=np.concatenate((self.blocks, predicted.blocks[places])))
 
+    def extended(self, predicted: Overlaps, indexed_blocks: int) -> Overlaps:
+        """Returns these overlaps with the predicted ones where they reach the end of the blocks an index can know."""
+        blocks = self.blocks.copy()
+        for rank, place in predicted.listed.place_of.items():
+            own = self.listed.place_of.get(rank)
+            if own is None or self.listed.incarnations[own] != predicted.listed.incarnations[place]:
+                continue
+            if blocks[own] >= indexed_blocks:
+                blocks[own] = max(blocks[own], predicted.blocks[place])
+        return self._replace(blocks=blocks)
+
     def on(self, worker_set: WorkerSet) -> Column:
         """Returns the leading blocks of each candidate, of its registered incarnation where known.
 

@@ -1,4 +1,4 @@
-"""Predicted blocks of the ranks that send no events, or of all of them (approximate mode).
+"""Predicted blocks of the ranks that send no events, of all of them (approximate mode), or of what no event can name.
 
 A rank is assumed to hold the blocks of each request booked on it, for ``ttl_seconds``. A new incarnation of a rank
 starts without blocks.
@@ -42,7 +42,8 @@ class _Prediction:
 class Predictions:
     """Predicts overlaps for every component. ``clock`` returns seconds.
 
-    ``everywhere`` predicts those of all ranks; otherwise of those that publish no events.
+    ``everywhere`` predicts those of all ranks; otherwise of those that publish no events, and of prompts with content
+    whose id only the engine knows.
     """
 
     limits: PredictionLimits
@@ -81,8 +82,9 @@ class Predictions:
     def _placed(self, change: Booked | Moved) -> None:
         booking = change.booking
         candidate = booking.pool.worker_set.candidate(booking.rank)
-        is_predicted = candidate is not None and (self.everywhere or not candidate.publishes_events)
-        if candidate is not None and is_predicted and booking.prompt.local_hashes:
+        if candidate is None or not booking.prompt.local_hashes:
+            return
+        if self.everywhere or not candidate.publishes_events or booking.prompt.indexed_blocks is not None:
             self.record(booking.pool, booking.rank, candidate.incarnation, booking.prompt)
 
     def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:

@@ -29,6 +29,8 @@ class Prompt(NamedTuple):
     """Whether the number of tokens is an estimate."""
     sequences: int = 1
     """Number of sequences that the engine generates from it, each of which takes a slot."""
+    indexed_blocks: int | None = None
+    """Leading blocks that an index can know; further ones have content whose id only the engine knows. None for all."""
 
     def without_local_hashes(self) -> Prompt:
         """Returns the prompt as bookings keep it: load is counted by sequence hashes."""
@@ -95,7 +97,10 @@ def read_prompt(
         longest = min(max_prompt_tokens, max_model_len - 1) if max_model_len else max_prompt_tokens
         tokens = max(1, min(tokens, longest, largest_cache * block_size or tokens))
         local = local[: tokens // block_size * HASH_BYTES]
-    return Prompt(tokens, local, sequence_hashes(local), request.length_is_estimated, _sequences(request))
+    indexed_blocks = request.indexed_blocks if request.HasField("indexed_blocks") else None
+    return Prompt(
+        tokens, local, sequence_hashes(local), request.length_is_estimated, _sequences(request), indexed_blocks
+    )
 
 
 def _sequences(request: RoutingRequest) -> int:

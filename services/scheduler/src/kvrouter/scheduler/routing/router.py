@@ -99,9 +99,12 @@ class Router:
             timeout_seconds=self.indexer_timeout_seconds,
             deadline=deadline,
         )
-        if predictions is not None and predictions.some_of(pool):
-            return found.with_predicted(predictions.overlaps(pool, prompt))
-        return found
+        if predictions is None or not (predictions.some_of(pool) or prompt.indexed_blocks is not None):
+            return found
+        predicted = predictions.overlaps(pool, prompt)
+        if prompt.indexed_blocks is not None:
+            found = found.extended(predicted, prompt.indexed_blocks)
+        return found.with_predicted(predicted) if predictions.some_of(pool) else found
 
     def conversation(self, context: RequestContext) -> HeldBlocks | None:
         """Returns what the last request of the conversation left for this one; None without one."""
@@ -168,15 +171,16 @@ class Router:
         response: SelectWorkerResponse,
     ) -> bool:
         """Books a request on the decided rank. Returns False if its key is already booked."""
-        is_predicted = self.predictions is not None and self.predictions.some_of(context.pool)
+        prompt, has_unindexed = context.prompt, context.prompt.indexed_blocks is not None
+        is_predicted = self.predictions is not None and (has_unindexed or self.predictions.some_of(context.pool))
         queried_indexer = context.options.queries_indexer and not decision.load_only
         booking = Booking(
             key,
             context.pool,
-            context.prompt if is_predicted else context.prompt.without_local_hashes(),
+            prompt if is_predicted else prompt.without_local_hashes(),
             placement,
             response,
-            audited=queried_indexer and not decision.is_prefilled_remotely,
+            audited=queried_indexer and not has_unindexed and not decision.is_prefilled_remotely,
             most_overlap_blocks=decision.snapshot.most_overlap(is_retry=key[1] > 0),
             forecast_ms=decision.forecast_ms,
             session_id=context.booking.session_id,

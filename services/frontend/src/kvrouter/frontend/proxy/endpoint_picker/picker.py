@@ -172,7 +172,7 @@ class Picker:
             PoisonPrompt: workers died of its prompt.
         """
         model = self.views(body.model)[0].descriptor.model
-        content = () if body.media is None else [content_hash for _, content_hash in body.media.hashes]
+        content = () if body.media is None else [item.hash for item in body.media.hashes]
         prompt = with_content(body.token_ids, content)
         deaths = RequestDeaths(self._poison_prompts, tenant, model, prompt)
         deaths.check()
