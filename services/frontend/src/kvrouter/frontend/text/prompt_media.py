@@ -35,6 +35,9 @@ _TOKEN_BYTES = 4
 _PIECE = 64 << 10
 """Characters of base64 that are decoded at once, a multiple of 4: 50 us."""
 _PIECES_OF_SLICE = 16
+_SLICE = _PIECES_OF_SLICE * _PIECE
+_MEDIUM_WORK = 16 << 10
+"""Work of a medium besides its content, as characters of it."""
 _HEAD_PIECES = 4
 """Pieces in which the header of an image is looked for: photographs have up to 128 KiB of other data before it."""
 
@@ -132,8 +135,13 @@ class PromptMedia:
     def identify(self, rules: MediaRules) -> Slices[None]:
         """Computes the id of each medium, in slices."""
         self._lengths = rules.lengths
+        work = 0
         for placed in self._media:
             medium = placed.medium
+            work += len(medium.base64) + _MEDIUM_WORK
+            if work > _SLICE:
+                work = 0
+                yield
             if medium.uuid and rules.engine == "vllm" and not self._options:
                 placed.id, placed.is_indexed = medium.uuid, True
             elif medium.base64:
