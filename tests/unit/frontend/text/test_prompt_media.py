@@ -88,7 +88,6 @@ def test_a_client_can_name_an_image_to_vllm() -> None:
         media, _ = placed([part | {"uuid": "cat"}], rules())
         assert media.hashes == [MultimodalHash(token_index=0, hash=multimodal_hash("cat"))]
     media, _ = placed([image("https://a/b.png") | {"uuid": "cat"}], rules("sglang"))
-    assert media.hashes[0].unindexed
     assert media.hashes[0].hash != multimodal_hash("cat")
 
 
@@ -183,6 +182,19 @@ def test_lengths_are_learned_from_the_engines_counts(parts: list[Any], lengths: 
     assert media.is_counted
     assert len(tokens) == sum(1 if isinstance(part, int) else counts[MEDIA.index(part)] for part in parts)
     assert key(media, tokens) == computed(parts, counts)
+
+
+def test_overlaps_are_predicted_only_if_all_lengths_are_known() -> None:
+    known = rules()
+    parts = [1, embedded(PNG["file"]), image("https://a")]
+    assert not any(item.unindexed for item in placed(parts, known)[0].hashes)
+    media, tokens = placed([image("https://a")], known)
+    media.learn(len(tokens), 9)
+    assert [item.unindexed for item in placed([image("https://a")], known)[0].hashes] == [True]
+    assert not any(item.unindexed for item in placed(parts, known)[0].hashes)
+    media, tokens = placed(parts, known)
+    media.learn(len(tokens), 1 + 4 + 9)
+    assert [item.unindexed for item in placed(parts, known)[0].hashes] == [False, True]
 
 
 def test_several_unknown_media_are_learned_if_they_are_of_one_size() -> None:

@@ -168,15 +168,18 @@ class PromptMedia:
                 raise BadRequest(f"the chat template does not place each {kind} of the chat", field="messages")
             places += zip(positions, media, strict=True)
         places.sort(key=lambda place: place[0])
+        for placed in self._media:
+            if (known := rules.lengths.get(placed.size)) is not None:
+                placed.length, placed.is_known = known, True
+        # Predicted blocks of a prompt whose length is assumed could be more than its engine has.
+        is_predicted = self.is_counted
         parts: list[bytes] = []
         end = length = 0
         for position, placed in places:
-            if (known := rules.lengths.get(placed.size)) is not None:
-                placed.length, placed.is_known = known, True
             placeholder = tokens[position : position + _TOKEN_BYTES]
             length += (position - end) // _TOKEN_BYTES
-            content_hash = multimodal_hash(placed.id)
-            self.hashes.append(MultimodalHash(token_index=length, hash=content_hash, unindexed=not placed.is_indexed))
+            content_hash, is_unindexed = multimodal_hash(placed.id), is_predicted and not placed.is_indexed
+            self.hashes.append(MultimodalHash(token_index=length, hash=content_hash, unindexed=is_unindexed))
             length += placed.length
             if length > limit:
                 raise PromptTooLong(length, limit, field="messages")
