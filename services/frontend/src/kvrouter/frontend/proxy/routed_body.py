@@ -6,7 +6,6 @@ is routed on load: the engine knows more fields and contents, and refuses bad on
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.json_body import check_structure, decode_json
@@ -234,7 +234,7 @@ class RoutedBody:
     def unread(cls, body: bytes | bytearray) -> RoutedBody:
         """Returns a body other than JSON, which counts as much as an image."""
         form_model = _MODEL_PART.search(body)
-        digest = hashlib.shake_128(body[:LONG_BODY_BYTES]).digest(_MEDIUM_BYTES)
+        digest = blake3(body[:LONG_BODY_BYTES]).digest(_MEDIUM_BYTES)
         model = form_model[1].decode(errors="replace") if form_model else ""
         return cls(model=model, token_ids=digest, is_tokenized=False)
 
@@ -378,6 +378,6 @@ def _listed(fields: _Fields, *names: str) -> dict[str, bytes]:
 
 def _stand_in(prompt: bytes, limit: int) -> bytes:
     """Returns bytes in the place of tokens, four for each. An image is replaced by its digest, since it is long."""
-    prompt = _DATA_URL.sub(lambda found: hashlib.shake_128(found[0]).digest(_MEDIUM_BYTES), prompt)
+    prompt = _DATA_URL.sub(lambda found: blake3(found[0]).digest(_MEDIUM_BYTES), prompt)
     tokens = max(1, min(len(prompt) // TOKEN_BYTES, limit))
     return prompt.ljust(TOKEN_BYTES)[: tokens * TOKEN_BYTES]
