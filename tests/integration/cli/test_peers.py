@@ -25,14 +25,15 @@ REMOTE = "kvrouter_scheduler_remote_bookings"
 
 @asynccontextmanager
 async def peers(
-    logs: Path, *urls: str, one: tuple[str, ...] = (), two: tuple[str, ...] = ()
+    logs: Path, *urls: str, one: tuple[str, ...] = (), two: tuple[str, ...] = (), same_list: bool = False
 ) -> AsyncIterator[tuple[NoBroker, NoBroker]]:
-    """Runs two processes that name each other."""
+    """Runs two processes that name each other; with ``same_list`` also themselves."""
     first, second = (f"127.0.0.1:{port}" for port in free_ports(2))
+    named = {each: f"{first},{second}" if same_list else each for each in (first, second)}
     async with AsyncExitStack() as stack:
         systems = [
             await stack.enter_async_context(
-                serving(logs / name, *urls, options=("--peer", peer, *options), name=name, bind=bind)
+                serving(logs / name, *urls, options=("--peer", named[peer], *options), name=name, bind=bind)
             )
             for name, bind, peer, options in (("one", first, second, one), ("two", second, first, two))
         ]
@@ -66,13 +67,15 @@ def prompt(number: int) -> list[int]:
     return [1000 * number + each for each in range(2 * BLOCK + 1)]
 
 
-async def test_each_knows_the_requests_of_the_other(logs: Path) -> None:
+@pytest.mark.parametrize("same_list", [False, True])
+async def test_each_knows_the_requests_of_the_other(logs: Path, same_list: bool) -> None:
     running = engine()
-    async with running.started(clock_factor=1), peers(logs, running.url) as (one, two):
+    async with running.started(clock_factor=1), peers(logs, running.url, same_list=same_list) as (one, two):
         await asyncio.gather(one.ready(), two.ready())
         asked = asyncio.create_task(one.ask(prompt(1), max_tokens=80, ignore_eos=True))
         await counts(two, 1)
         assert await one.metric(REMOTE) == 0, "its own booking"
+        assert await one.metric("kvrouter_scheduler_peers") == 1
         assert (await asked).status == 200
         await counts(two, 0)
         assert (await two.ask(prompt(1))).overlap_blocks == 2, "each follows the events itself"

@@ -188,7 +188,7 @@ class LocalEnginesSettings(EngineSettings):
     """File with the URLs of more engines, one on each line, which may change while the process runs."""
     peer: tuple[Address, ...] = Field(default=(), max_length=64)
     """gRPC address, host:port, of another such process before the same engines, with which this one shares its
-    bookings. May be repeated."""
+    bookings. May be repeated; this process's own address is left out."""
     engine_events: tuple[str, ...] = ()
     """Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if its events are not
     to be used. By default the engine is asked."""

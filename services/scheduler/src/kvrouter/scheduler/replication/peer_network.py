@@ -59,7 +59,15 @@ class PeerNetwork:
         heartbeat_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """Does not connect yet. ``addresses`` are those of the peers' gRPC servers; ``clock`` returns seconds."""
+        """Does not connect yet.
+
+        Args:
+            addresses: Those of the peers' gRPC servers. This Scheduler's own may be among them, and is left out.
+            scheduler_id: Id of this Scheduler.
+            tls: Encrypts connections; None for plain text.
+            heartbeat_seconds: Interval of the peers' heartbeats.
+            clock: Returns seconds.
+        """
         self._peers = [_Peer(address) for address in addresses]
         self._scheduler_id = scheduler_id
         self._tls = tls
@@ -81,7 +89,7 @@ class PeerNetwork:
     async def run(self) -> None:
         """Follows the peers until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for peer in self._peers:
+            for peer in list(self._peers):
                 group.create_task(self._follow(peer), name=f"peer {peer.address}")
 
     async def open(self) -> None:
@@ -183,6 +191,9 @@ class PeerNetwork:
                     request = pb.FollowRequest(scheduler_id=self._scheduler_id)
                     async with aclosing(stub.follow(request, deadline=Deadline.never())) as responses:
                         async for response in responses:
+                            if response.scheduler_id == self._scheduler_id:
+                                self._peers.remove(peer)
+                                return
                             await self._take(peer, stub, response)
                             backoff.succeeded()
                 cause = "it closed the connection"
