@@ -281,6 +281,12 @@ def test_the_sample_of_an_inference_pool_fits_together(render: Callable[..., Doc
     assert isinstance(engines, LocalEnginesSettings)
     assert engines.pods == PoolName(pool["metadata"]["name"])
     assert front.endpoint_picker_bind == f"0.0.0.0:{ports[named]}"
+    (replicas,) = of_kind(documents, "StatefulSet").values()
+    peers = replicas["spec"]["serviceName"]
+    assert services[peers]["spec"]["selector"].items() <= picker["metadata"]["labels"].items()
+    names = [f"kvrouter-{number}.{peers}:{ports['peers']}" for number in range(replicas["spec"]["replicas"])]
+    assert list(engines.peer) == names
+    assert front.bind == f"0.0.0.0:{ports['peers']}"
     assert (front.http_bind, front.port) == (f"0.0.0.0:{ports['metrics']}", ports["http"])
     role = of_kind(render("-f", str(CHART / "ci/all.yaml")), "Role")["router-sidecar"]
     assert of_kind(documents, "Role")["kvrouter"]["rules"] == role["rules"]
