@@ -23,7 +23,7 @@ from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName
 
-from ...kube_api_server import as_in_a_pod, pod, pool
+from ...kube_api_server import as_in_a_pod, pod
 from ...unit.sidecar.kubernetes.test_discovery import finding, until
 
 BINARY = os.environ.get("KVROUTER_KUBE_APISERVER") or shutil.which("kube-apiserver") or ""
@@ -145,11 +145,13 @@ async def running_cluster(directory: Path, etcd: EtcdServer) -> AsyncIterator[Cl
         await cluster.start()
         await cluster.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", CRD)
         await cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-        await create_account(cluster)
-        rights = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}"
         for document in yaml.safe_load_all(SAMPLE.read_text()):
-            if document["kind"] in {"Role", "RoleBinding"}:
-                await cluster.call("POST", f"{rights}/{document['kind'].lower()}s", document)
+            group = document["apiVersion"]
+            if document["kind"] != "Namespace" and not group.startswith("gateway."):
+                plural = f"{document['kind'].lower()}s".replace("policys", "policies")
+                where = "api" if group == "v1" else "apis"
+                path = f"/{where}/{group}/namespaces/{NAMESPACE}/{plural}?fieldValidation=Strict"
+                await cluster.call("POST", path, document)
         yield cluster
     finally:
         await cluster.kill()
@@ -188,8 +190,8 @@ async def test_engines_are_followed_at_a_real_api_server(
             assert (await cluster.call("GET", f"{PODS}/one"))["metadata"]["deletionTimestamp"]
             await cluster.call("DELETE", f"{PODS}/one?gracePeriodSeconds=0")
 
-            wanted = pool("qwen", 8000, 8001, app="vllm") | {"apiVersion": "inference.networking.k8s.io/v1"}
-            await cluster.call("POST", POOLS, wanted | {"kind": "InferencePool"})
+            spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8000}, {"number": 8001}]}
+            await cluster.call("PATCH", f"{POOLS}/qwen", {"spec": spec})
             await pooled.until(two, two.replace("8000", "8001"))
 
             # Versions of before are gone from a server that starts again after a compaction.
