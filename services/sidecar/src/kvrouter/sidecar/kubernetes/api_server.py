@@ -24,8 +24,8 @@ T = TypeVar("T")
 Listing: TypeAlias = Callable[..., Awaitable[Any]]
 """A list call of kubernetes_asyncio, which takes further parameters of the query by name."""
 
-_PAGE = 500
-"""Objects of one answer to a list."""
+_PAGE = 100
+"""Objects of one answer to a list, which the event loop parses at once."""
 _ANSWER_SECONDS = 30.0
 _WATCH_SECONDS = 60
 """The server ends a watch after this time, so a connection that died in silence is noticed."""
