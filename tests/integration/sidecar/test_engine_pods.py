@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 from kvrouter.devtools.system.ports import free_port
+from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.net.etcd import connect
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.sidecar.app import running
@@ -81,3 +87,55 @@ async def test_workers_follow_pods(
         await until(lambda: [each.options.worker_id for each in engines.supervisors] == [first])
         async with connect(etcd_endpoint) as client:
             assert await client.get(ComponentName(namespace, "workers").worker_key(second).encode()) is None
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+async def test_requests_wait_while_the_sidecar_of_all_pods_is_replaced(
+    namespace: str, etcd_endpoint: str, nats_url: str, kube: KubeApiServer, tmp_path: Path, end: signal.Signals
+) -> None:
+    engine = replace(vllm(), bind=f"127.0.0.2:{free_port()}")
+    http = free_port()
+    where = ("--namespace", namespace, "--etcd", etcd_endpoint, "--nats", nats_url, "--drain-seconds", "1")
+    programs = {
+        "serve": ("--port", str(http), "--http-bind", ""),
+        "sidecar": ("--engine-pods", f"app=vllm:{engine.url.rpartition(':')[2]}", "--lease-seconds", "2"),
+    }
+    await kube.put(pod("one", "127.0.0.2"), namespace="mine")
+    async with engine.started(), AsyncExitStack() as stack, aiohttp.ClientSession() as session:
+
+        async def start(name: str) -> ManagedProcess:
+            arguments = (sys.executable, "-m", "kvrouter.cli.main", name, *where, *programs[name])
+            process = await ManagedProcess.start(Command(name, arguments, dict(os.environ)), tmp_path)
+            stack.push_async_callback(process.stop, 20)
+            return process
+
+        async def ask() -> int:
+            body = {"model": "m", "prompt": list(range(9)), "max_tokens": 2}
+            async with session.post(f"http://127.0.0.1:{http}/v1/completions", json=body) as response:
+                return response.status
+
+        await start("serve")
+        sidecar = await start("sidecar")
+        async with asyncio.timeout(60):
+            while True:
+                with suppress(aiohttp.ClientConnectorError):
+                    if await ask() == 200:
+                        break
+                await asyncio.sleep(0.05)
+        statuses: list[int] = []
+
+        async def ask_on() -> None:
+            while True:
+                statuses.append(await ask())
+
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(ask_on())
+            os.kill(sidecar.pid, end)
+            await sidecar.stop(20)
+            await start("sidecar")
+            log = tmp_path / "sidecar.log"
+            await until(lambda: log.read_text().count("registration.written") == 2)
+            answered = len(statuses)
+            await until(lambda: len(statuses) > answered + 3)
+            asking.cancel()
+        assert set(statuses) == {200}
