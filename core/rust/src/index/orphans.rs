@@ -5,6 +5,7 @@
 //! until it is stored again below a known parent.
 
 use std::collections::HashMap;
+use std::ops::RangeInclusive;
 
 use crate::hash::sequence_hash;
 use crate::index::Index;
@@ -73,10 +74,13 @@ impl Orphans {
         Some(block)
     }
 
-    /// Returns whether a place is resident in a tier up to `tier` (from 0).
-    pub fn holds(&self, sequence: u64, tier: u32) -> bool {
+    /// Returns whether a place is resident in one of some tiers (from 0).
+    pub fn holds(&self, sequence: u64, tiers: RangeInclusive<u32>) -> bool {
         self.places.get(&sequence).into_iter().flatten().any(|engine| {
-            self.get(*engine).is_some_and(|block| block.copies.iter().take(tier as usize + 1).any(|copies| *copies > 0))
+            let held = |block: &OrphanBlock| {
+                tiers.clone().any(|tier| block.copies.get(tier as usize).is_some_and(|some| *some > 0))
+            };
+            self.get(*engine).is_some_and(held)
         })
     }
 

@@ -6,6 +6,9 @@ use crate::index::tree::nodes::{Node, ROOT, ResidencyRange};
 use crate::index::tree::ranks::Rank;
 use crate::wire::Writer;
 
+/// Number of the tier of shared storage, from 0.
+const SHARED_TIER: u32 = 3;
+
 /// The part of a prompt that is in one node.
 struct Stretch {
     node: u32,
@@ -37,6 +40,28 @@ impl Index {
             self.add_orphans(locals, tier, &mut overlaps);
         }
         overlaps
+    }
+
+    /// Returns the leading blocks in shared storage, whichever ranks stored them.
+    pub fn pooled(&self, locals: &[u64]) -> u32 {
+        let stretches = self.stretches(locals);
+        let sequences = if self.orphan_entries > 0 { sequences(locals) } else { Vec::new() };
+        let mut pooled = 0;
+        loop {
+            let before = pooled;
+            if let Some(stretch) = stretches.iter().find(|stretch| stretch.from <= pooled && pooled < stretch.to) {
+                let node = self.nodes.at(stretch.node);
+                let shared = node.residency_ranges.iter().filter(|range| range.rank_tier.tier() == SHARED_TIER);
+                pooled = self.leading(node, &shared.copied().collect::<Vec<_>>(), SHARED_TIER, pooled, stretch.to);
+            }
+            if let Some(&sequence) = sequences.get(pooled as usize) {
+                let mut ranks = self.ranks.in_order().filter_map(|(_, slot)| self.ranks.get(slot));
+                pooled += u32::from(ranks.any(|rank| rank.orphans.holds(sequence, SHARED_TIER..=SHARED_TIER)));
+            }
+            if pooled == before {
+                return pooled;
+            }
+        }
     }
 
     /// Returns the depth up to which all blocks of a node from `from` on are resident, at most `to`.
@@ -84,24 +109,24 @@ impl Index {
         }
     }
 
-    /// Extends the overlaps of ranks with orphan blocks.
-    fn add_orphans(&self, locals: &[u64], tier: u32, overlaps: &mut [u32]) {
+    /// Returns the parts of a prompt that are in the tree.
+    fn stretches(&self, locals: &[u64]) -> Vec<Stretch> {
         let mut stretches = Vec::new();
         self.for_stretches(locals, |_, stretch| {
             stretches.push(stretch);
             true
         });
-        let mut sequences = Vec::with_capacity(locals.len());
-        let mut sequence = 0;
-        for (depth, local) in (0u32..).zip(locals) {
-            sequence = sequence_hash(depth, sequence, *local);
-            sequences.push(sequence);
-        }
+        stretches
+    }
+
+    /// Extends the overlaps of ranks with orphan blocks.
+    fn add_orphans(&self, locals: &[u64], tier: u32, overlaps: &mut [u32]) {
+        let (stretches, sequences) = (self.stretches(locals), sequences(locals));
         for (_, slot) in self.ranks.in_order() {
             let Some(rank) = self.ranks.get(slot).filter(|rank| !rank.orphans.is_empty()) else { continue };
             let Some(overlap) = overlaps.get_mut(slot as usize) else { continue };
             while let Some(&sequence) = sequences.get(*overlap as usize) {
-                if rank.orphans.holds(sequence, tier) {
+                if rank.orphans.holds(sequence, 0..=tier) {
                     *overlap += 1;
                     continue;
                 }
@@ -147,6 +172,16 @@ impl Index {
     }
 }
 
+/// Returns the sequence hash of each block of a prompt.
+fn sequences(locals: &[u64]) -> Vec<u64> {
+    let links = (0u32..).zip(locals);
+    let chain = links.scan(0, |sequence, (depth, local)| {
+        *sequence = sequence_hash(depth, *sequence, *local);
+        Some(*sequence)
+    });
+    chain.collect()
+}
+
 impl Index {
     /// Returns the encoded FindMatchesResponse for a prompt.
     pub fn find_matches(&self, locals: &[u64]) -> Vec<u8> {
@@ -169,6 +204,7 @@ impl Index {
         response.packed(8, ranks.iter().map(|rank| rank.next_event_id));
         response.packed(9, ranks.iter().map(|rank| u64::from(rank.partial())));
         response.varint(10, locals.len() as u64);
+        response.varint(11, if self.slow_entries == 0 { 0 } else { u64::from(self.pooled(locals)) });
         response.0
     }
 }

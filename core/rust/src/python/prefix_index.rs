@@ -188,6 +188,11 @@ impl PrefixIndex {
         pack_overlaps(py, &overlaps)
     }
 
+    fn pooled(&self, py: Python<'_>, local_hashes: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let locals = buffers::words(local_hashes)?;
+        Ok(self.index.read(py, |index| work::query(index, locals.len()), |index| index.pooled(&locals)))
+    }
+
     fn slots<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let names = self.index.read(py, work::little, Index::names_by_slot);
         PyList::new(py, names)

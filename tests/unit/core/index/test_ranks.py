@@ -15,6 +15,7 @@ from ..batches import (
     HOST,
     LAST_ID,
     RANK,
+    SHARED,
     batch,
     cleared,
     device_overlap,
@@ -174,6 +175,19 @@ class TestQueries:
         scoped = index.overlaps_of_tokens(tokens, 16, scope, 2)
         assert plain == b"".join((2 if rank == RANK else 0).to_bytes(4, "little") for rank in slots)
         assert scoped == b"".join((2 if rank == OTHER else 0).to_bytes(4, "little") for rank in slots)
+
+    def test_shared_storage_has_what_any_rank_stored_there(self, index_class: type) -> None:
+        index = index_class()
+        index.apply(batch(0, stored([101, 102], [1, 2]), stored([101], [1], tier=SHARED)))
+        assert index.pooled(packed([1, 2, 3])) == 1
+        further = (stored([2], [2], parent=1, tier=SHARED), stored([3], [3], parent=2, tier=SHARED))
+        index.apply(batch(0, stored([1], [1]), *further, rank=OTHER))
+        assert index.pooled(packed([1, 2, 3, 4])) == 3, "the first block is one rank's, the others are another's"
+        assert matches(index, [1, 2, 3]) == {RANK: (2, 2, 2, 2), OTHER: (1, 1, 1, 3)}
+        answer = FindMatchesResponse.FromString(index.find_matches(packed([1, 2, 3, 4])))
+        assert answer.pooled_blocks == 3
+        index.apply(batch(2, removed(101, tier=SHARED)))
+        assert index.pooled(packed([1, 2, 3])) == 0
 
     def test_answers_carry_the_cursor(self, index_class: type) -> None:
         index = index_class()

@@ -102,6 +102,13 @@ class PrefixIndex(Protocol):
             ValueError: the tier is unknown or TIER_UNSPECIFIED, or the number of bytes is not a multiple of 8.
         """
 
+    def pooled(self, local_hashes: bytes) -> int:
+        """Returns the leading blocks in shared storage, whichever ranks stored them.
+
+        Raises:
+            ValueError: the number of bytes is not a multiple of 8.
+        """
+
     def overlaps_of_tokens(self, token_ids: TokenBuffer, block_size: int, scope: Scope = ..., tier: int = 1) -> bytes:
         """Returns ``overlaps`` of the hashes of tokens."""
 

@@ -7,6 +7,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -158,7 +159,7 @@ class PrefixIndex:
     def find_matches(self, local_hashes: bytes) -> bytes:
         """Returns the encoded FindMatchesResponse for a prompt."""
         places = unpack(sequence_hashes(local_hashes))
-        answer = FindMatchesResponse(prompt_blocks=len(places))
+        answer = FindMatchesResponse(prompt_blocks=len(places), pooled_blocks=self.pooled(local_hashes))
         for (worker_id, dp_rank), state in sorted(self._ranks.items()):
             device, host, disk, shared = state.blocks.overlaps(places)
             answer.worker_ids.append(worker_id)
@@ -189,6 +190,15 @@ class PrefixIndex:
         places = unpack(sequence_hashes(local_hashes))
         by_slot = [self._ranks[rank].blocks.overlaps(places)[tier - 1] if rank else 0 for rank in self._slots]
         return struct.pack(f"<{len(by_slot)}I", *by_slot)
+
+    @_locked
+    def pooled(self, local_hashes: bytes) -> int:
+        """Returns the leading blocks in shared storage, whichever ranks stored them."""
+        is_pooled = (
+            any(state.blocks.in_shared_storage(place) for state in self._ranks.values())
+            for place in unpack(sequence_hashes(local_hashes))
+        )
+        return sum(1 for _ in takewhile(bool, is_pooled))
 
     def overlaps_of_tokens(
         self,

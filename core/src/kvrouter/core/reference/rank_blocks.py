@@ -113,6 +113,10 @@ class RankBlocks:
                 overlaps[tier - 1] += 1
         return overlaps
 
+    def in_shared_storage(self, place: int) -> bool:
+        """Returns whether a place is resident in the slowest tier."""
+        return any(self._blocks[one].copies[-1] for one in self._at.get(place, ()))
+
     def digest(self) -> int:
         """Returns the digest of all entries, defined at KvEventBatch.digest."""
         if self._digest is None:
