@@ -152,6 +152,9 @@ class ResidentBlocks:
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     queries: list[bytes] = field(default_factory=list)
     """Local hashes of each query."""
+    lower: dict[Rank, tuple[int, int, int]] = field(default_factory=dict)
+    """Leading blocks down to host memory, disk and shared storage, where there are more than ``queued``."""
+    pooled: int = 0
 
     def __post_init__(self) -> None:
         self.may_answer.set()
@@ -167,11 +170,15 @@ class ResidentBlocks:
             raise DeadlineExceeded from None
         if self.failure is not None:
             raise self.failure
-        answer = FindMatchesResponse(prompt_blocks=len(local_hashes) // 8)
+        answer = FindMatchesResponse(prompt_blocks=len(local_hashes) // 8, pooled_blocks=self.pooled)
         for (worker_id, dp_rank), blocks in self.queued.items():
             answer.worker_ids.append(worker_id)
             answer.dp_ranks.append(dp_rank)
             answer.device_blocks.append(blocks)
+            host, disk, shared = self.lower.get((worker_id, dp_rank), (blocks, blocks, blocks))
+            answer.host_blocks.append(host)
+            answer.disk_blocks.append(disk)
+            answer.shared_blocks.append(shared)
             answer.incarnations.append(self.incarnation)
             answer.next_event_ids.append(7)
         return answer.SerializeToString()

@@ -45,6 +45,8 @@ class Setting:
     """Whether requests go to replicas by prompt prefix; otherwise at random."""
     regret: bool = True
     """Whether each choice is compared with the others in hindsight, which takes about a third of the time."""
+    sees_tiers: bool = True
+    """Whether routing counts blocks below device memory."""
     prefill_engines: Sequence[EngineConfig] = ()
     """Engines that compute prompts for the others, with the same block size; restarts do not concern them."""
 
@@ -68,7 +70,8 @@ class _Run:
         ranks = ranks_of(engines)
         self._engine_of = {rank: engine for engine, rank in enumerate(ranks)}
         block_size = setting.engines[0].block_size
-        self._events = CacheEvents(ranks, block_size, setting.event_lag_s) if follows else None
+        tiers = setting.sees_tiers and any(each.host.num_blocks or each.shared.num_blocks for each in engines)
+        self._events = CacheEvents(ranks, block_size, setting.event_lag_s, has_tiers=tiers) if follows else None
         schedulers = partial(
             Schedulers,
             events=self._events,

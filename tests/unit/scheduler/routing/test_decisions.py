@@ -31,6 +31,12 @@ class Draining:
     def overlap_of(self, rank: Rank) -> int:
         return 3 if rank == (1, 5) else 1
 
+    def lower_of(self, rank: Rank) -> None:
+        assert rank
+
+    def kv_source(self, rank: Rank) -> None:
+        assert rank
+
     def conversation_terms(self, rank: Rank) -> dict[str, float]:
         return {}
 

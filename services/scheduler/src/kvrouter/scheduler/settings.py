@@ -8,7 +8,14 @@ from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.overlap.predictions import PredictionLimits
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
-from kvrouter.scheduler.request.options import DEFAULT_MODE, MAX_WEIGHT, OF_POLICIES, RoutingOptions, Thresholds
+from kvrouter.scheduler.request.options import (
+    DEFAULT_MODE,
+    MAX_WEIGHT,
+    OF_POLICIES,
+    RoutingOptions,
+    Thresholds,
+    TierOptions,
+)
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
@@ -73,11 +80,27 @@ class SchedulerSettings(RoutingSettings):
     """Time in which a decode worker computes a prompt token, compared with the transfer, microseconds; learned from
     first tokens by default."""
     kv_bytes_per_token: int = Field(default=131_072, ge=0)
-    """KV cache of a token that a prefill worker transfers, in bytes."""
+    """KV cache of a token that a prefill worker transfers, or a rank loads from a lower tier, in bytes."""
     kv_transfer_gb_per_second: float = Field(default=25.0, gt=0, allow_inf_nan=False)
     """Bandwidth of transfers from prefill to decode workers, in 10^9 bytes per second, until measured."""
     kv_transfer_latency_ms: float = Field(default=5.0, ge=0, allow_inf_nan=False)
     """Time of a transfer besides that of its bytes, in milliseconds, until measured."""
+    host_cache_hit_weight: float = Field(
+        default=0.75, ge=0, le=1, validation_alias=AliasChoices("host_cache_hit_weight", "router_host_cache_hit_weight")
+    )
+    """Share of a block's computation that finding it in host memory saves, in modes other than forecast."""
+    disk_cache_hit_weight: float = Field(
+        default=0.25, ge=0, le=1, validation_alias=AliasChoices("disk_cache_hit_weight", "router_disk_cache_hit_weight")
+    )
+    """The same for a block on disk."""
+    shared_cache_multiplier: float = Field(default=0.5, ge=0, le=1)
+    """The same for a block in shared storage."""
+    host_load_gb_per_second: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    """Bandwidth at which mode forecast expects blocks from host memory, in 10^9 bytes per second, until measured."""
+    disk_load_gb_per_second: float = Field(default=5.0, gt=0, allow_inf_nan=False)
+    """The same for blocks on disk."""
+    shared_load_gb_per_second: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """The same for blocks in shared storage."""
     decisions_kept: int = Field(default=1024, ge=1)
     """Number of past decisions that Explain can show."""
 
@@ -107,7 +130,12 @@ class SchedulerSettings(RoutingSettings):
         thresholds = Thresholds(self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold)
         transfer = KvTransfer(self.kv_bytes_per_token, self.kv_transfer_gb_per_second, self.kv_transfer_latency_ms)
         prefill = RemotePrefillOptions(self.remote_prefill_min_tokens, self.prefill_us_per_token, transfer)
-        return RoutingOptions(self.router_mode, self.overlap_score_weight, self.router_temperature, thresholds, prefill)
+        tiers = TierOptions(
+            (self.host_cache_hit_weight, self.disk_cache_hit_weight, self.shared_cache_multiplier),
+            (self.host_load_gb_per_second, self.disk_load_gb_per_second, self.shared_load_gb_per_second),
+        )
+        weight, temperature = self.overlap_score_weight, self.router_temperature
+        return RoutingOptions(self.router_mode, weight, temperature, thresholds, prefill, tiers)
 
     def prediction_limits(self) -> PredictionLimits:
         """Returns the limits of predicted blocks."""

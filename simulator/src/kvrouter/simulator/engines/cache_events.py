@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from kvrouter.core import PrefixIndex, Rank, local_hashes
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.workers.candidates import ListedRanks
 from kvrouter.simulator.engines.fleet import RawEvent
@@ -19,14 +20,17 @@ from kvrouter.v1.events_pb2 import KvEventBatch
 
 # Read once: an enum lookup goes by name.
 _COUNTED = CopyCounting.COPY_COUNTING_COUNTED
+_LOWER = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
 _TIERS = {1: Tier.TIER_DEVICE, 2: Tier.TIER_HOST, 4: Tier.TIER_SHARED}
 
 
 class CacheEvents:
     """Connects the engines to the index."""
 
-    def __init__(self, ranks: Sequence[Rank], block_size: int, lag_seconds: float) -> None:
+    def __init__(self, ranks: Sequence[Rank], block_size: int, lag_seconds: float, *, has_tiers: bool = False) -> None:
+        """``has_tiers``: whether the engines have tiers below device memory."""
         self.index = PrefixIndex()
+        self._has_tiers = has_tiers
         self._ranks = ranks
         self._block_size = block_size
         self._lag = lag_seconds
@@ -40,8 +44,16 @@ class CacheEvents:
 
     def overlaps(self, prompt: Prompt) -> Overlaps:
         """Returns the leading blocks of a prompt that each rank can reuse by the index, in the order of the ranks."""
-        blocks = np.frombuffer(self.index.overlaps(prompt.reusable_hashes(self._block_size)), np.uint32)
-        return Overlaps(self._listed, blocks.astype(np.int64))
+        hashes = prompt.reusable_hashes(self._block_size)
+        if not self._has_tiers:
+            return Overlaps(self._listed, self._overlaps(hashes, Tier.TIER_DEVICE))
+        lower = np.array([self._overlaps(hashes, tier) for tier in _LOWER])
+        device = self._overlaps(hashes, Tier.TIER_DEVICE)
+        return Overlaps(self._listed, device, lower, self.index.pooled(hashes))
+
+    def _overlaps(self, hashes: bytes, tier: Tier) -> Column:
+        blocks: Column = np.frombuffer(self.index.overlaps(hashes, tier), np.uint32).astype(np.int64)
+        return blocks
 
     def restarted(self, engine: int) -> None:
         """Begins a new incarnation of an engine; its former blocks go with the first event of the new one."""

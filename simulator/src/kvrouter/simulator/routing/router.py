@@ -19,6 +19,7 @@ from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision, decide
+from kvrouter.scheduler.routing.router import measure
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage
@@ -41,6 +42,7 @@ def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float], first_i
             worker_id=worker_id,
             max_batched_tokens=config.max_batched_tokens,
             max_sequences=config.max_sequences,
+            reads_shared_storage=config.shared.num_blocks > 0,
             ranks=[RankRegistration(dp_rank=dp_rank, incarnation=1, total_blocks=config.num_blocks)],
         )
         for (worker_id, dp_rank), config in zip(ranks_of(configs, first_id), configs, strict=True)
@@ -184,7 +186,7 @@ class Router:
         prompt, prefill_tokens = request.prompt, decision.prefill_tokens
         if not self.pool.booked_load.book(key, rank, prompt, prefill_tokens, forecast_ms=decision.forecast_ms):
             raise ValueError(f"request {number} is booked already")
-        self.pool.booked_load.measure_prefill(key, rank, prefill_tokens)
+        measure(request, decision, key)
         if decision.is_prefilled_remotely and decision.prefill is not None:
             self._transfers[number] = decision.prefill.uncached_tokens
         self.announce(Announcement(key, 0, booked=(rank, prompt, prefill_tokens)))

@@ -13,6 +13,7 @@ from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.latency import LatencyCalibration
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.slots import BookingPeaks, TimeInFlight
+from kvrouter.scheduler.load.tier_loads import ExpectedLoad, TierLoads
 from kvrouter.scheduler.policies.interface import Amounts, Column
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors
@@ -170,6 +171,7 @@ class BookedLoad:
         self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
         self.prefill_times = PrefillTimes()
+        self.tier_loads = TierLoads()
         self.time_in_flight = TimeInFlight()
         self._peaks = BookingPeaks()
 
@@ -186,6 +188,7 @@ class BookedLoad:
         for rank in before - self._registered:
             self._forget_if_idle(rank)
         self._prefills.show(sorted(self._registered))
+        self.tier_loads.set_ranks(cached.rank for cached in registered)
         self._places = None
 
     def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> Loads:
@@ -291,6 +294,14 @@ class BookedLoad:
         if prefill_tokens and self._prefills.waiting(rank) == 1:
             self.prefill_times.expect(key, prefill_tokens, self.clock())
 
+    def measure_load(self, key: Key, load: ExpectedLoad) -> None:
+        """Measures the load of a booking made now by the time to its first token."""
+        self.tier_loads.expect(key, load, self.clock())
+
+    def load_factors(self) -> Amounts:
+        """Returns rows by lower tier of each registered rank's measured over modelled load times, in order of rank."""
+        return self.tier_loads.factors(self.clock())
+
     def prefill_factors(self) -> PrefillFactors:
         """Returns the measured times to compute and to receive prompts, over those of the models."""
         return self.prefill_times.factors(self.clock())
@@ -312,6 +323,7 @@ class BookedLoad:
         self._prefills.leave(rank, key, now)
         self.latency_calibration.first_token(key, now)
         self.prefill_times.first_token(key, now)
+        self.tier_loads.first_token(key, now)
         return self._sequences.prefill_complete(key)
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
@@ -337,9 +349,11 @@ class BookedLoad:
         if prefilled:
             self.latency_calibration.first_token(key, now)
             self.prefill_times.first_token(key, now)
+            self.tier_loads.first_token(key, now)
         else:
             self.latency_calibration.forget(key)
             self.prefill_times.forget(key)
+            self.tier_loads.forget(key)
         if further := self._further.pop(key, 0):
             self._further_of[rank] -= further
             if not self._further_of[rank]:

@@ -34,7 +34,9 @@ _MAX_EXPECTED = 1 << 16
 """Most prompts without a first token; beyond it the oldest are dropped."""
 
 
-class _Factor:
+class Factor:
+    """Measured over modelled times, of which the model counts as the first measurements."""
+
     def __init__(self) -> None:
         self.count = 0
         self._mean = 0.0
@@ -43,9 +45,11 @@ class _Factor:
         self._last = 0.0
 
     def value(self, now: float) -> float:
+        """Returns the factor at a time in seconds; 1 before anything is measured."""
         return math.exp(self._faded(now)[0])
 
     def observe(self, measured_ms: float, modelled: float, now: float) -> None:
+        """Adds a measurement; both times in ms, ``now`` in seconds."""
         if measured_ms <= 0 or modelled <= 0:
             return
         self.count += 1
@@ -66,7 +70,7 @@ class PrefillTimes:
     """The factors of one component. Pure: times are passed in."""
 
     def __init__(self) -> None:
-        self._compute, self._transfer = _Factor(), _Factor()
+        self._compute, self._transfer = Factor(), Factor()
         self._expected: dict[Hashable, tuple[int, float]] = {}
 
     def factors(self, now: float) -> PrefillFactors:

@@ -110,6 +110,10 @@ class Overlaps(NamedTuple):
     """The ranks, each with the incarnation of its cache."""
     blocks: Column = np.zeros(0, np.int64)
     """Leading blocks in device memory, at most those of the prompt."""
+    lower: Column | None = None
+    """Rows of leading blocks down to host memory, disk and shared storage; None if no rank has more than ``blocks``."""
+    pooled_blocks: int = 0
+    """Leading blocks in shared storage for ranks that read all of it."""
     next_event_ids: Sequence[int] = ()
     """Id of each rank's next event at the Indexer; ranks after the last one have predicted blocks."""
     prefill: Mapping[ComponentName, Overlaps] = MappingProxyType({})
@@ -132,7 +136,9 @@ class Overlaps(NamedTuple):
         places = list(added.values())
         incarnations = np.concatenate((self.listed.incarnations, predicted.listed.incarnations[places]))
         listed = ListedRanks((*known, *added), incarnations)
-        return self._replace(listed=listed, blocks=np.concatenate((self.blocks, predicted.blocks[places])))
+        held = predicted.blocks[places]
+        lower = None if self.lower is None else np.hstack((self.lower, np.tile(held, (len(self.lower), 1))))
+        return self._replace(listed=listed, blocks=np.concatenate((self.blocks, held)), lower=lower)
 
     def extended(self, predicted: Overlaps, indexed_blocks: int) -> Overlaps:
         """Returns these overlaps with the predicted ones where they reach the end of the blocks an index can know."""
@@ -155,6 +161,21 @@ class Overlaps(NamedTuple):
             return worker_set.zeros
         sources = worker_set.sources(self.listed)
         return self.blocks if sources.equal else self.blocks[sources.places] * sources.current
+
+    def lower_on(self, worker_set: WorkerSet, device: Column) -> Column | None:
+        """Returns the blocks that follow those of ``device`` on each candidate, as rows by lower tier.
+
+        These are host memory, disk and shared storage. None if no candidate can load a block.
+        """
+        if self.lower is None and not self.pooled_blocks:
+            return None
+        ends = np.tile(device, (4, 1))
+        if self.lower is not None:
+            sources = worker_set.sources(self.listed)
+            ends[1:] = self.lower[:, sources.places] * sources.current
+        ends[3] = np.maximum(ends[3], self.pooled_blocks * worker_set.reads_shared_storage)
+        blocks: Column = np.diff(np.maximum.accumulate(ends), axis=0)
+        return blocks if blocks.any() else None
 
     def is_indexed(self, rank: Rank) -> bool:
         """Returns whether an Indexer knows the cache of a rank."""
@@ -223,16 +244,22 @@ def read_answer(answer: bytes, most_blocks: int) -> Overlaps:
     try:
         response = PackedFindMatchesResponse.FromString(answer)
         listed = _decoded(response.worker_ids, response.dp_ranks, response.incarnations)
-        blocks = decode_varints(response.device_blocks)
+        columns = [decode_varints(response.device_blocks)]
+        if response.shared_blocks not in (b"", response.device_blocks):  # else no rank has blocks elsewhere
+            slower = (response.host_blocks, response.disk_blocks, response.shared_blocks)
+            columns += [decode_varints(column) for column in slower]
     except (DecodeError, ValueError):
         raise Internal("the Indexer sent a response that cannot be parsed") from None
     event_ids = response.next_event_ids
-    if not len(listed.incarnations) == len(blocks) == len(event_ids):
+    lengths = {len(listed.incarnations), len(event_ids), *map(len, columns)}
+    if len(lengths) > 1:
         raise Internal(
-            f"expected columns of one length, received {len(listed.incarnations)} ranks, {len(blocks)} overlaps and "
-            f"{len(event_ids)} event ids"
+            f"expected columns of one length, received {len(listed.incarnations)} ranks, "
+            f"{'/'.join(str(len(column)) for column in columns)} overlaps and {len(event_ids)} event ids"
         )
-    return Overlaps(listed, np.minimum(blocks, most_blocks, out=blocks), event_ids)
+    blocks = np.minimum(columns[0], most_blocks, out=columns[0])
+    lower = np.minimum(columns[1:], most_blocks) if len(columns) > 1 else None
+    return Overlaps(listed, blocks, lower, min(response.pooled_blocks, most_blocks), event_ids)
 
 
 @lru_cache(maxsize=_LISTS)

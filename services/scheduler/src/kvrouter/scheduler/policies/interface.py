@@ -43,7 +43,8 @@ class SchedulingContext(NamedTuple):
     """Last choice of this policy in the component; None before its first one."""
     ranks: tuple[Rank, ...]
     overlap_blocks: Column
-    """Leading blocks of the prompt in device memory; 0 everywhere if there is no overlap information."""
+    """Leading blocks of the prompt that the rank need not compute: those in device memory, and the share of those in
+    lower tiers that loading saves. 0 everywhere if there is no overlap information."""
     new_prefill_tokens: Column
     """Prompt tokens to compute on the rank."""
     prefill_tokens: Column
@@ -124,6 +125,8 @@ class Choice:
     forecast_ms: float | None = None
     """Forecast time to first token in ms at the component's speed, for latency calibration; None if there is none or it
     is unsuitable."""
+    idle_forecast_ms: float | None = None
+    """The same for a prompt of any length, on a rank that computes no other one; None if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,9 @@ class Policy(Protocol):
     """Whether ``overlap_blocks`` matters, and an Indexer is worth a query."""
     needs_worker: ClassVar[bool] = False
     """Whether the request must name its worker."""
+    token_ms: ClassVar[float | None] = None
+    """Time to compute a prompt token in ms, before latency calibration, to compare with loading it from a tier; None
+    to weigh these tiers by the routing options."""
     options: ClassVar[frozenset[str]] = frozenset()
     """Routing options in use; the others in ``kvrouter.scheduler.request.options.OF_POLICIES`` have no effect."""
 

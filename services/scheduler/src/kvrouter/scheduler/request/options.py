@@ -120,6 +120,16 @@ class ThresholdUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What blocks below device memory are worth: in host memory, on disk and in shared storage."""
+
+    weights: tuple[float, float, float] = (0.75, 0.25, 0.5)
+    """Share of a block's computation that finding it there saves, 0 to 1, in modes without a forecast."""
+    load_gb_per_second: tuple[float, float, float] = (20.0, 5.0, 10.0)
+    """Bandwidth of loads in 10^9 bytes per second, until measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingOptions:
     """Options by which a request is routed."""
 
@@ -133,11 +143,19 @@ class RoutingOptions:
     """Load above which a rank is busy."""
     remote_prefill: RemotePrefillOptions = field(default_factory=RemotePrefillOptions)
     """When a prefill worker computes the prompt of a request in stage decode."""
+    tiers: TierOptions = TierOptions()
+    """What blocks below device memory are worth."""
 
     @property
     def queues(self) -> bool:
         """Returns whether the policy queues requests without room."""
         return "max_queued_requests" in POLICIES[self.mode].options
+
+    @property
+    def load_ms_per_token(self) -> tuple[float, ...]:
+        """Returns the time to load a token's KV cache from each lower tier in ms, until measured."""
+        bytes_per_token = self.remote_prefill.transfer.bytes_per_token
+        return tuple(bytes_per_token / (bandwidth * 1e6) for bandwidth in self.tiers.load_gb_per_second)
 
     @property
     def queries_indexer(self) -> bool:

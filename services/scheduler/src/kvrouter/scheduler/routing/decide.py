@@ -13,6 +13,7 @@ import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.tracing import Attribute
 from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
+from kvrouter.scheduler.load.tier_loads import ExpectedLoad
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait, rank_label
@@ -99,9 +100,27 @@ class Decision(NamedTuple):
         If the policy chose to wait and the request is sent anyway, more work is ahead of it than the forecast assumes.
         After a remote prefill, the first token does not show the speed of the rank.
         """
-        if self.is_prefilled_remotely:
+        if self.is_prefilled_remotely or self.loads_blocks:
             return None
         return self.verdict.forecast_ms if isinstance(self.verdict, Choice) else None
+
+    def expected_load(self, request: RequestContext) -> ExpectedLoad | None:
+        """Returns what the rank loads, to measure by its first token; None if it loads nothing or has other work."""
+        forecast_ms = self.verdict.idle_forecast_ms if isinstance(self.verdict, Choice) else None
+        token_ms, blocks = POLICIES[self.mode].token_ms, self.snapshot.lower_blocks
+        if forecast_ms is None or token_ms is None or blocks is None or self.is_prefilled_remotely:
+            return None
+        place, load = self.snapshot.worker_set.place(self.rank), request.pool.booked_load
+        tokens = blocks[:, place] * load.block_size
+        modelled = tokens * np.array(request.options.load_ms_per_token)
+        computed = tokens * token_ms * load.latency_calibration.value
+        share = np.minimum(modelled * load.load_factors()[:, place], computed)
+        return ExpectedLoad(self.rank, tuple(tokens.tolist()), float(modelled.sum()), float(share.sum()), forecast_ms)
+
+    @property
+    def loads_blocks(self) -> bool:
+        """Whether the rank loads blocks of the prompt from a lower tier."""
+        return self.snapshot.lower_of(self.rank) is not None
 
     @property
     def is_prefilled_remotely(self) -> bool:
@@ -142,7 +161,12 @@ class Decision(NamedTuple):
         weighed = [] if self.context is None else [self._terms(index) for index in range(len(self.context.ranks))]
         excluded = self.snapshot.excluded(() if self.context is None else self.context.ranks)
         left_out = [
-            CandidateTerms(rank=rank_message(rank), excluded=why, overlap_blocks=self.snapshot.overlap_of(rank))
+            CandidateTerms(
+                rank=rank_message(rank),
+                excluded=why,
+                overlap_blocks=self.snapshot.overlap_of(rank),
+                lower_blocks=self.snapshot.lower_of(rank),
+            )
             for rank, why in excluded.items()
         ]
         return self._message(sorted([*weighed, *left_out], key=rank_of))
@@ -205,6 +229,7 @@ class Decision(NamedTuple):
             component=component_message(self.component),
             prefill=self.prefill,
             model_choice=self.model_choice,
+            kv_source=None if self.chosen is None else self.snapshot.kv_source(self.chosen),
         )
 
     def _terms(self, index: int) -> CandidateTerms:
@@ -213,6 +238,7 @@ class Decision(NamedTuple):
             rank=rank_message(self.context.ranks[index]),
             cost=float(self.explanation.costs[index]) if len(self.explanation.costs) else 0.0,
             overlap_blocks=self.snapshot.overlap_of(self.context.ranks[index]),
+            lower_blocks=self.snapshot.lower_of(self.context.ranks[index]),
             terms={name: float(column[index]) for name, column in self.explanation.terms.items()}
             | self.snapshot.conversation_terms(self.context.ranks[index]),
             formula=self.explanation.formula(index),

@@ -189,7 +189,7 @@ class Router:
         )
         if not self.booking_leases.book(booking, self.clock()):
             return False
-        context.pool.booked_load.measure_prefill(key, placement.rank, placement.prefill_tokens)
+        measure(context, decision, key)
         if queried_indexer:
             reachable = decision.snapshot.reachable_tokens(placement.rank, context.pool.booked_load.block_size)
             self.metrics.count_cached(context.pool.model, reachable)
@@ -238,8 +238,21 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
     response.queued_us = int(decision.queued_seconds * 1e6)
     if (prefill := decision.prefill) is not None:
         response.prefill.CopyFrom(prefill)
+    if (lower := decision.snapshot.lower_of(candidate.rank)) is not None:
+        response.lower_blocks.CopyFrom(lower)
+    if (source := decision.snapshot.kv_source(candidate.rank)) is not None:
+        response.kv_source.CopyFrom(source)
     overlaps.write_cursor(candidate.rank, response)
     return response
+
+
+def measure(context: RequestContext, decision: Decision, key: Key) -> None:
+    """Measures the computation, or the load, of a booking made now by its first token."""
+    booked_load = context.pool.booked_load
+    if not decision.loads_blocks:
+        booked_load.measure_prefill(key, decision.rank, decision.prefill_tokens)
+    elif (load := decision.expected_load(context)) is not None:
+        booked_load.measure_load(key, load)
 
 
 @lru_cache(maxsize=_TEMPLATES)

@@ -8,22 +8,27 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
+from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.load.booked_load import Loads
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.thresholds import Load
+from kvrouter.scheduler.load.tier_loads import saved_shares
 from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
+from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext, largest
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlaces, compute_ms, prefill_places, waits_ms
 from kvrouter.scheduler.routing.affinity import HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, Places, WorkerConstraints, WorkerSet, why_unfit
-from kvrouter.v1.common_pb2 import PrefillDecision, Stage
+from kvrouter.v1.common_pb2 import KvSource, LowerBlocks, PrefillDecision, Stage, Tier
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers
 
 # Read once: looking up an enum value by name takes a microsecond.
 _DECODE = Stage.STAGE_DECODE
+_DEVICE = Tier.TIER_DEVICE
+_LOWER = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
 
 RETRY_AFTER_MS = 1000
 """Retry delay if all candidates are busy: about the duration of a request; HTTP has whole seconds."""
@@ -38,6 +43,11 @@ class CandidateSnapshot(NamedTuple):
     loads: Loads
     """Loads, the request's own blocks included."""
     overlap_blocks: Column
+    """Leading blocks of the prompt, in any tier."""
+    lower_blocks: Column | None
+    """Those of them that each candidate would load, as rows by lower tier; None if there are none."""
+    saved_blocks: Column
+    """Leading blocks that each candidate need not compute, loads deducted."""
     new_prefill_tokens: Column
     """Prompt tokens for each candidate to compute itself."""
     free_slots: Amounts
@@ -57,6 +67,13 @@ class CandidateSnapshot(NamedTuple):
         """Returns a candidate's leading blocks of the prompt."""
         return int(self.overlap_blocks[self._place(rank)])
 
+    def lower_of(self, rank: Rank) -> LowerBlocks | None:
+        """Returns a candidate's blocks of the prompt below device memory; None if there are none."""
+        if self.lower_blocks is None or not (blocks := self.lower_blocks[:, self._place(rank)]).any():
+            return None
+        host, disk, shared = blocks.tolist()
+        return LowerBlocks(host=host, disk=disk, shared=shared)
+
     def most_overlap(self, *, is_retry: bool) -> int:
         """Returns the leading blocks of the prompt at the rank with most of them, workers that may be dead left out.
 
@@ -67,6 +84,21 @@ class CandidateSnapshot(NamedTuple):
             return largest(self.overlap_blocks)
         held = zip(self.worker_set.ranks, self.overlap_blocks, strict=True)
         return max((int(blocks) for rank, blocks in held if rank[0] not in failed), default=0)
+
+    def kv_source(self, rank: Rank) -> KvSource | None:
+        """Returns the rank with the longest part of the prompt; None if none has more than ``rank``.
+
+        Avoided and excluded workers, which may be dead, are left out.
+        """
+        held, gone = self.overlap_blocks, self.constraints.avoided.keys() | self.constraints.excluded
+        if gone:
+            held = np.where([worker_id in gone for worker_id, _ in self.worker_set.ranks], 0, held)
+        place = int(held.argmax())
+        if held[place] <= self.overlap_of(rank):
+            return None
+        lower = () if self.lower_blocks is None else self.lower_blocks[:, place].tolist()
+        tier = max((tier for tier, blocks in zip(_LOWER, lower, strict=False) if blocks), default=_DEVICE)
+        return KvSource(rank=rank_message(self.worker_set.ranks[place]), tier=tier, blocks=int(held[place]))
 
     def reachable_tokens(self, rank: Rank, block_size: int) -> ReachableTokens:
         """Returns the cached tokens of the prompt on a rank, on the best eligible rank, and on the best of all."""
@@ -140,8 +172,12 @@ def snapshot(
     """
     pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
     worker_set = pool.worker_set
-    overlap_blocks, conversation = _with_conversation(request, overlaps, conversation)
-    uncached = np.maximum(request.prompt.tokens - overlap_blocks * pool.booked_load.block_size, 0)
+    saved_blocks, conversation = _with_conversation(request, overlaps, conversation)
+    overlap_blocks, lower_blocks = saved_blocks, overlaps.lower_on(worker_set, saved_blocks)
+    if lower_blocks is not None:
+        overlap_blocks = saved_blocks + lower_blocks.sum(axis=0)
+        saved_blocks = saved_blocks + (lower_blocks * saved_by_loading(request)).sum(axis=0).astype(np.int64)
+    uncached = np.maximum(request.prompt.tokens - saved_blocks * pool.booked_load.block_size, 0)
     fit = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
     if request.prompt.is_estimated:
         fit = worker_set.with_room(fit, request.prompt.blocks)
@@ -164,6 +200,8 @@ def snapshot(
         thresholds,
         loads,
         overlap_blocks,
+        lower_blocks,
+        saved_blocks,
         new_tokens,
         free_slots,
         judged,
@@ -172,6 +210,15 @@ def snapshot(
         conversation,
         prefill,
     )
+
+
+def saved_by_loading(request: RequestContext) -> Amounts:
+    """Returns rows by lower tier of the share of a block's computation that each candidate saves by loading it."""
+    options, load = request.options, request.pool.booked_load
+    token_ms = POLICIES[options.mode].token_ms
+    if token_ms is None:
+        return np.array(options.tiers.weights)[:, None]
+    return saved_shares(options.load_ms_per_token, load.load_factors(), token_ms * load.latency_calibration.value)
 
 
 def _with_conversation(
@@ -245,7 +292,7 @@ def context_of(
     """
     pool, options, is_kept = request.pool, request.options, _is_kept(candidates, request, now)
     worker_set, loads, heads = candidates.worker_set, candidates.loads, candidates.loads.heads
-    overlap_blocks, new_prefill_tokens = candidates.overlap_blocks, candidates.new_prefill_tokens
+    overlap_blocks, new_prefill_tokens = candidates.saved_blocks, candidates.new_prefill_tokens
     if candidates.prefill is not None:
         # What a prefill worker computes costs its rank no more than the transfer.
         new_prefill_tokens = candidates.prefill.weighed_tokens

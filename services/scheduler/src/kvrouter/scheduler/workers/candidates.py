@@ -53,6 +53,8 @@ class Candidate:
     publishes_events: bool
     labels: Mapping[str, str]
     lora_names: frozenset[str]
+    reads_shared_storage: bool = False
+    """Whether it loads blocks from shared storage that others have stored."""
 
 
 def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...]:
@@ -70,6 +72,7 @@ def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...
             publishes_events=worker.publishes_events,
             labels=dict(worker.labels),
             lora_names=frozenset(worker.lora_names),
+            reads_shared_storage=worker.reads_shared_storage,
         )
         for worker in workers
         for rank in worker.ranks
@@ -222,6 +225,7 @@ class WorkerSet:
         self.incarnations = np.array([candidate.incarnation for candidate in candidates], np.uint64)
         self.without_events = frozenset(each.rank for each in candidates if not each.publishes_events)
         """Ranks whose cache no Indexer knows."""
+        self.reads_shared_storage = self._those_where(each.reads_shared_storage for each in candidates)
         self._worker_ids = np.array([worker_id for worker_id, _ in self.ranks], np.uint64)
         self._dp_ranks = np.array([dp_rank for _, dp_rank in self.ranks], np.uint32)
         self._place_of = {rank: place for place, rank in enumerate(self.ranks)}

@@ -15,6 +15,7 @@
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
     ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
     new       = prompt tokens less the overlap: the greater of the index's and the active one     [tokens]
+                A block in a lower tier is a part of a new one: time to load it / time to compute it, at most 1
     u, u'     = distinct active blocks / total blocks, without and with this request; u at most 1 [share]
     n         = requests in flight                                                                [requests]
     c         = latency calibration: measured time over forecast time, of the component           [1]
@@ -143,6 +144,7 @@ class ForecastPolicy(Policy):
 
     name: ClassVar[str] = "forecast"
     uses_overlap: ClassVar[bool] = True
+    token_ms: ClassVar[float | None] = PREFILL_N1_MS
     options: ClassVar[frozenset[str]] = frozenset({"max_queued_requests"})
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
@@ -203,12 +205,14 @@ class ForecastPolicy(Policy):
                 keeps_room=is_limited and not has_slot,
             )
         reason = "lowest cost" if is_open is None else "lowest cost of the ranks with a free slot"
+        forecast_ms = float(weighed.forecast[index] / weighed.relative[index])
         return Choice(
             index,
             Explanation(reason, costs, terms, formula),
             use_tokens,
             prefill_tokens=new_tokens,
-            forecast_ms=float(weighed.forecast[index] / weighed.relative[index]) if weighed.fit[index] else None,
+            forecast_ms=forecast_ms if weighed.fit[index] else None,
+            idle_forecast_ms=None if context.head_prefill_tokens[index] else forecast_ms,
         )
 
 

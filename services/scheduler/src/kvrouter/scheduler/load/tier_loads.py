@@ -1,0 +1,105 @@
+"""Learns how long the ranks of a component load blocks from the tiers below device memory, from first tokens.
+
+    share(w)  = sum over tiers of tokens to load * min(time to load one, time to compute one)  part of the forecast [ms]
+    loaded(w) = share(w) + measured time to first token - forecast, at least LEAST_MS          measured load        [ms]
+    factor    = as in ``kvrouter.scheduler.load.prefill_times``, of loaded(w) over the load at the configured bandwidth
+
+Measured are first tokens of prompts with at least LEAST_TOKENS to load, on ranks without another prompt. A request that
+loads from several tiers counts for each. The configured bandwidth counts as the first measurements, and as all of them
+again after a time without any: a rank whose loads were slow is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from kvrouter.core import Rank
+from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS, Factor
+from numpy.typing import NDArray
+
+LOWER_TIERS = ("host", "disk", "shared")
+"""Tiers below device memory, from the fastest: the rows of their columns."""
+REFRESH_SECONDS = 0.1
+"""Time for which the columns are reused."""
+LEAST_MS = 0.01
+"""Least measured load: loads of which nothing is seen, since they take place during computation, take no less."""
+_MAX_EXPECTED = 1 << 16
+"""Most loads without a first token; beyond it the oldest are dropped."""
+
+
+class ExpectedLoad(NamedTuple):
+    """Blocks that a rank loads for a request."""
+
+    rank: Rank
+    tokens: tuple[int, ...]
+    """Tokens by tier."""
+    modelled_ms: float
+    """Time at the configured bandwidth, ms."""
+    share_ms: float
+    """Part of the forecast, ms."""
+    forecast_ms: float
+    """Forecast time to first token, ms."""
+
+
+class TierLoads:
+    """The factors of one component. Pure: times are passed in, in seconds."""
+
+    def __init__(self) -> None:
+        self._factors: dict[tuple[Rank, int], Factor] = {}
+        self._places: dict[Rank, int] = {}
+        self._expected: dict[Hashable, tuple[ExpectedLoad, float]] = {}
+        self._columns: NDArray[np.float64] = np.ones((len(LOWER_TIERS), 0))
+        self._refresh_at = -math.inf
+
+    def set_ranks(self, registered: Iterable[Rank]) -> None:
+        """Replaces the registered ranks, in the order of the columns, and forgets all others."""
+        self._places = {rank: place for place, rank in enumerate(registered)}
+        self._factors = {key: factor for key, factor in self._factors.items() if key[0] in self._places}
+        self._refresh_at = -math.inf
+
+    def factors(self, now: float) -> NDArray[np.float64]:
+        """Returns rows by tier of the registered ranks' measured over modelled load times, at most 0.1 s old."""
+        if now >= self._refresh_at:
+            self._columns = np.ones((len(LOWER_TIERS), len(self._places)))
+            for (rank, tier), factor in self._factors.items():
+                self._columns[tier, self._places[rank]] = factor.value(now)
+            self._refresh_at = now + REFRESH_SECONDS
+        return self._columns
+
+    def expect(self, key: Hashable, load: ExpectedLoad, now: float) -> None:
+        """Records a dispatch to a rank that computes no other prompt."""
+        if sum(load.tokens) < LEAST_TOKENS:
+            return
+        if len(self._expected) >= _MAX_EXPECTED:
+            del self._expected[next(iter(self._expected))]
+        self._expected[key] = load, now
+
+    def first_token(self, key: Hashable, now: float) -> None:
+        """Measures an expected load."""
+        load, since = self._expected.pop(key, (None, now))
+        if load is None or load.rank not in self._places:
+            return
+        loaded_ms = max(LEAST_MS, load.share_ms + (now - since) * 1e3 - load.forecast_ms)
+        for tier, tokens in enumerate(load.tokens):
+            if tokens:
+                factor = self._factors.setdefault((load.rank, tier), Factor())
+                factor.observe(loaded_ms, load.modelled_ms, now)
+
+    def forget(self, key: Hashable) -> None:
+        """Drops a load without a first token."""
+        self._expected.pop(key, None)
+
+
+def saved_shares(load_ms: Sequence[float], factors: NDArray[np.float64], compute_ms: float) -> NDArray[np.float64]:
+    """Returns rows by tier of the share of a token's computation that each rank saves by loading it, 0 to 1.
+
+    Args:
+        load_ms: Time to load a token from each tier, ms.
+        factors: Measured over modelled load times, as rows by tier.
+        compute_ms: Time to compute a token, ms.
+    """
+    saved: NDArray[np.float64] = np.maximum(1.0 - np.array(load_ms)[:, None] * factors / compute_ms, 0.0)
+    return saved
