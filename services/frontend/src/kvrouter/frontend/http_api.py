@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -64,6 +64,7 @@ _COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 _ROUTED = web.RequestKey("routed", RoutedBody)
 """What was read of a body when its model was chosen, until it is forwarded."""
 _FORM_TYPE = "multipart/form-data"
+_JSON_TYPE = "application/json; charset=utf-8"
 _ADMIN_SECONDS = 10.0
 """Deadline of administrative calls: a few round trips to etcd."""
 
@@ -306,9 +307,7 @@ class HttpApi:
         await self._frontend.runner.run(
             completion_request.to_generate(), completion_request.prompt.token_ids, completion, deadline=Deadline.never()
         )
-        return web.Response(
-            body=completion.body(), headers=completion.frame.headers, content_type="application/json", charset="utf-8"
-        )
+        return self._whole(request, completion.body(), completion.frame.headers)
 
     async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
         parsed = await self._decoded(partial(self._parse, chosen=chosen_model("")), body)
@@ -410,11 +409,18 @@ class HttpApi:
         if not text_request.fields.stream:
             whole = WholeResponse(frame) if translated is None else translated.whole(frame)
             await run_all(self._frontend.runner, prepared, whole)
-            headers = frame.headers
-            return web.Response(body=whole.body(), headers=headers, content_type="application/json", charset="utf-8")
+            return self._whole(request, whole.body(), frame.headers)
         events = EventStream(request, self._writer)
         stream = StreamedResponse(frame, events) if translated is None else translated.streamed(frame, events)
         return await _streamed(request, events, stream, lambda: run_all(self._frontend.runner, prepared, stream))
+
+    def _whole(self, request: web.Request, body: bytes, headers: Mapping[str, str]) -> EventStream:
+        """Returns a response of JSON. It is written here: aiohttp takes three times as long."""
+        own = {"Content-Type": _JSON_TYPE, "Content-Length": str(len(body))}
+        response = EventStream(request, self._writer, headers={**headers, **own, **cross_origin_headers(request)})
+        response.write_bytes(body)
+        response.end()
+        return response
 
     async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
         events = EventStream(request, self._writer)

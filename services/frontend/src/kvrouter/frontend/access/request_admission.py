@@ -254,11 +254,11 @@ class RequestAdmission:
             if self._access is not None:
                 for _ in range(1, sequences):
                     self._access.count(0, call)
-            counted = self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
+            admitted.counted = self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
         except BaseException:
             admitted.end(0, sent=False)
             raise
-        return AdmittedRequest(grant, counted, prompt_tokens, max_output_tokens)
+        return admitted
 
 
 def _share_holder() -> tuple[str, float]:

@@ -11,8 +11,10 @@ less back to back than between the work making the events. All that one client g
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate
+from functools import lru_cache
 
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
@@ -144,7 +146,8 @@ class EventStream(web.StreamResponse):
         Raises:
             ValueError: one has a line break, and so would begin another one.
         """
-        if any("\r" in value or "\n" in value for value in headers.values()):
+        values = "".join(headers.values())
+        if "\r" in values or "\n" in values:
             raise ValueError("expected headers without line breaks")
         self._added.update(headers)
 
@@ -226,10 +229,15 @@ class EventStream(web.StreamResponse):
         lines = [
             f"HTTP/1.{int(self._is_new)} {self.status} {self.reason}",
             *(f"{name}: {value}" for name, value in self._added.items()),
-            f"Date: {formatdate(usegmt=True)}",
+            f"Date: {_date(int(time.time()))}",
         ]
         if self._chunked:
             lines.append("Transfer-Encoding: chunked")
         if not self._keeps_connection or not self._is_new:
             lines.append(f"Connection: {'keep-alive' if self._keeps_connection else 'close'}")
         return "\r\n".join([*lines, "", ""]).encode()
+
+
+@lru_cache(maxsize=1)
+def _date(unix_seconds: int) -> str:
+    return formatdate(unix_seconds, usegmt=True)
