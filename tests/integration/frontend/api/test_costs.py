@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,19 +98,30 @@ def fresh_frontend() -> Iterator[Process]:
 
 @contextmanager
 def running_frontend() -> Iterator[Process]:
-    worker, scheduler, address = (f"127.0.0.1:{free_port()}" for _ in range(3))
-    http = free_port()
-    listed = ["--static-workers", worker, "--static-model", MODEL]
+    worker = f"127.0.0.1:{free_port()}"
     mocker = ["--no-registration", "--bind", worker, "--http-bind", "", "--num-blocks", "200000", "--speed", "1000000"]
-    running = [subprocess.Popen([sys.executable, "-m", "kvrouter.mocker", *mocker], stderr=subprocess.DEVNULL)]
+    engine = subprocess.Popen([sys.executable, "-m", "kvrouter.mocker", *mocker], stderr=subprocess.DEVNULL)
     try:
-        routing = ["--router-mode", "round-robin", *listed]
-        command = ["-m", "kvrouter.scheduler", "--bind", scheduler, "--http-bind", "", *routing]
-        running.append(subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL))
-        gateway = [*listed, "--static-schedulers", scheduler, "--port", str(http)]
+        with routing_to("--static-workers", worker, "--static-model", MODEL) as process:
+            until_served(process.http)
+            yield process
+    finally:
+        engine.kill()
+        engine.wait()
+
+
+@contextmanager
+def routing_to(*listed: str, options: Sequence[str] = ()) -> Iterator[Process]:
+    """A Scheduler and a measured Frontend with the options of both that list workers, and options of the Frontend."""
+    scheduler, address = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    http = free_port()
+    routing = ["--bind", scheduler, "--http-bind", "", "--router-mode", "round-robin", *listed]
+    command = [sys.executable, "-m", "kvrouter.scheduler", *routing]
+    running = [subprocess.Popen(command, stderr=subprocess.DEVNULL)]
+    try:
+        gateway = [*listed, "--static-schedulers", scheduler, "--port", str(http), *options]
         process, measure_port = start("kvrouter.frontend.__main__", address, *gateway)
         running.append(process)
-        until_served(f"http://127.0.0.1:{http}")
         yield Process(measure_port, address, f"http://127.0.0.1:{http}")
     finally:
         for each in running:
@@ -118,9 +129,9 @@ def running_frontend() -> Iterator[Process]:
             each.wait()
 
 
-def until_served(http: str) -> None:
-    """Returns when a request has been served, and one with a text refused since there is no tokenizer."""
-    for prompt, expected in ((list(range(100)), 200), ("text", 400)):
+def until_served(http: str, *, text_status: int = 400) -> None:
+    """Returns when a request has been served, and one with a text answered: refused unless there is a tokenizer."""
+    for prompt, expected in ((list(range(100)), 200), ("text", text_status)):
         body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 1}).encode()
         for _ in range(600):
             if (found := status_of(http, body)) == expected:
@@ -165,8 +176,8 @@ HOSTILE_BODIES = {
 }
 
 
-async def post(http: str, body: bytes) -> tuple[int, str]:
-    async with aiohttp.ClientSession() as session, session.post(f"{http}/v1/completions", data=body) as response:
+async def post(http: str, body: bytes, path: str = "/v1/completions") -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.post(f"{http}{path}", data=body) as response:
         return response.status, await response.text()
 
 

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 from kvrouter.engines.chats import ChatRule
-from kvrouter.frontend.edge.json_body import invalid
+from kvrouter.frontend.edge.json_body import MAX_PARTS, invalid
 from kvrouter.frontend.text.chat_template import marked, until_mark
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.v1.errors import BadRequest
 
-MAX_MESSAGES = 65_536
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send an earlier message's reasoning."""
 _invalid_message = partial(invalid, advice="Correct the message.")
@@ -30,10 +29,10 @@ def template_messages(messages: Sequence[dict[str, Any]], media: PromptMedia | N
     Raises:
         BadRequest: there are none or too many, or one has no role, or contents of an unknown kind.
     """
-    if not 1 <= len(messages) <= MAX_MESSAGES:
+    if not 1 <= len(messages) <= MAX_PARTS:
         raise invalid(
             "messages",
-            f"expected 1 to {MAX_MESSAGES} messages, received {len(messages)}",
+            f"expected 1 to {MAX_PARTS} messages, received {len(messages)}",
             'Send at least one message, such as {"role": "user", "content": "Hello"}.',
         )
     return [_message(message, index, media) for index, message in enumerate(messages)]

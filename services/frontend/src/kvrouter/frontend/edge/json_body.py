@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,8 +15,10 @@ T = TypeVar("T")
 MAX_FIELDS_BYTES = 256 << 10
 """Maximum size of a body without its prompt, because the decoded Python objects take many times its size."""
 
-MAX_STRUCTURE = 2_000_000
+MAX_STRUCTURE = 1_000_000
 """Maximum number of brackets and commas of a chat, because an object takes a hundred times their size in memory."""
+MAX_PARTS = 65_536
+"""Maximum number of messages, items and tools of a chat, and of the parts of messages."""
 _COUNTED_BYTES = 256 << 10
 """Bytes in which brackets and commas are counted before another thread may have the GIL: some 0.2 ms."""
 _MAX_TEXT = 512
@@ -77,6 +79,19 @@ def check_structure(encoded: bytes | bytearray, field: str = "messages") -> None
     if found > MAX_STRUCTURE:
         message = f"body: more than {MAX_STRUCTURE} brackets and commas"
         raise BadRequest(message, field=field, advice="Send a shorter chat.")
+
+
+def check_parts(listed: Sequence[Mapping[str, Any]], field: str) -> None:
+    """Checks the number of messages, items or tools, with the parts of their contents, before they are translated.
+
+    Raises:
+        BadRequest: there are too many.
+    """
+    found = len(listed)
+    if found <= MAX_PARTS:
+        found += sum(len(content) for each in listed if isinstance(content := each.get("content"), list))
+    if found > MAX_PARTS:
+        raise invalid(field, f"expected at most {MAX_PARTS} with all their parts, received {found}", "Send fewer.")
 
 
 def convert_fields(fields: Mapping[str, Any], kind: type[T]) -> T:

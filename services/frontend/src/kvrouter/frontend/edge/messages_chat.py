@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from kvrouter.frontend.edge.json_body import invalid
+from kvrouter.frontend.edge.json_body import check_parts, invalid
 from kvrouter.frontend.edge.request_fields import Int32, OnlyDefault, UInt32
 from kvrouter.frontend.edge.translated_request import RoutingFields, named
 
@@ -103,6 +103,7 @@ def chat_messages(fields: PromptFields, conversation: Conversation | None = None
     """
     if not fields.messages:
         raise invalid("messages", "expected at least one message", "Send a message of the user.")
+    check_parts(fields.messages, "messages")
     conversation = conversation or Conversation()
     conversation.add_system(_system_text(fields.system, "system"))
     for index, message in enumerate(fields.messages):
@@ -132,6 +133,7 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     """
     if not tools:
         return None
+    check_parts(tools, "tools")
     functions = []
     for index, tool in enumerate(tools):
         path = f"tools.{index}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.edge.json_body import invalid
+from kvrouter.frontend.edge.json_body import check_parts, invalid
 from kvrouter.frontend.edge.request_fields import OnlyDefault, UInt32
 from kvrouter.frontend.edge.translated_request import RoutingFields, named
 
@@ -98,6 +98,7 @@ def chat_messages(fields: ResponsesFields) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     if isinstance(fields.input, str):
         return [*messages, {"role": "user", "content": fields.input}]
+    check_parts(fields.input, "input")
     for index, item in enumerate(fields.input):
         _add(messages, item, f"input.{index}")
     return messages
@@ -111,6 +112,7 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     """
     if not tools:
         return None
+    check_parts(tools, "tools")
     functions = []
     for index, tool in enumerate(tools):
         path = f"tools.{index}"

@@ -16,7 +16,7 @@ import msgspec
 from blake3 import blake3
 from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
-from kvrouter.frontend.edge.json_body import check_structure, decode_json
+from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, check_structure, decode_json, invalid
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, requested_rank
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
@@ -92,6 +92,22 @@ class _Fields(msgspec.Struct, frozen=True):
 TRANSLATED: Mapping[str, type[TranslatedRequest]] = {kind.path: kind for kind in (MessagesRequest, ResponsesRequest)}
 """APIs whose bodies become chats, by path."""
 
+
+class _Short(msgspec.Struct):
+    """The fields that are decoded as a whole, and long in no request that means well."""
+
+    model: _Raw = _Raw()
+    cache_salt: _Raw = _Raw()
+    conversation_id: _Raw = _Raw()
+    prompt_cache_key: _Raw = _Raw()
+    tool_choice: _Raw = _Raw()
+    reasoning_effort: _Raw = _Raw()
+    chat_template: _Raw = _Raw()
+    chat_template_kwargs: _Raw = _Raw()
+    truncate_prompt_tokens: _Raw = _Raw()
+
+
+_SHORT = msgspec.json.Decoder(_Short)
 # As lenient as the engines: what they would refuse is for them to refuse.
 _FIELDS = msgspec.json.Decoder(_Fields, strict=False)
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
@@ -177,6 +193,8 @@ class RoutedBody:
             BadRequest: it is not a JSON object, or one of these fields has an impossible type.
             PromptTooLong: the prompt has more token ids than the limit.
         """
+        if len(body) > MAX_FIELDS_BYTES:
+            _check_short(body)
         fields = decode_json(_FIELDS, body)
         if (fields.priority or 0) not in _PRIORITIES:
             raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
@@ -195,10 +213,10 @@ class RoutedBody:
         prompt = _given(fields.prompt)
         if _TOKEN_LIST.match(prompt):
             token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
-            listed = {"prompt": token_ids} | _listed(fields, "stop_token_ids")
+            listed = {"prompt": token_ids} | _listed(fields, max_prompt_tokens, "stop_token_ids")
             is_tokenized = not fields.is_rendered_by_engine
             return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
-        parsed = replace(parsed, listed_ids=_listed(fields, "prompt", "input", "stop_token_ids"))
+        parsed = replace(parsed, listed_ids=_listed(fields, max_prompt_tokens, "prompt", "input", "stop_token_ids"))
         source: PromptSource | None = None
         media: PromptMedia | None = None
         content = prompt or _given(fields.messages)
@@ -207,7 +225,7 @@ class RoutedBody:
             source, content = TranslatedPrompt(body, api, media), content or _given(fields.input)
         elif not fields.is_rendered_by_engine and prompt:
             source = _Text(fields)
-        elif not fields.is_rendered_by_engine:
+        elif not fields.is_rendered_by_engine and content:
             media = PromptMedia(bytes(fields.media_io_kwargs) + bytes(fields.mm_processor_kwargs))
             source = _Chat(fields, media)
         token_ids = _stand_in(content, max_prompt_tokens)
@@ -344,6 +362,18 @@ class _Chat(PromptSource):
         return (yield from prompt.slices(text, limit))
 
 
+def _check_short(body: bytes | bytearray) -> None:
+    """Checks that no field besides prompt, tools and unknown ones makes most of a long body.
+
+    Raises:
+        BadRequest: one does, or the body is malformed.
+    """
+    fields = decode_json(_SHORT, body, is_checked=True)
+    for name in fields.__struct_fields__:
+        if len(bytes(getattr(fields, name))) > MAX_FIELDS_BYTES:
+            raise invalid(name, f"longer than {MAX_FIELDS_BYTES} bytes", "Send a shorter value.")
+
+
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
@@ -361,18 +391,22 @@ def _objects(raw: _Raw) -> list[dict[str, Any]]:
     return decode_json(_OBJECTS, encoded, is_checked=True)
 
 
-def _listed(fields: _Fields, *names: str) -> dict[str, bytes]:
+def _listed(fields: _Fields, most: int, *names: str) -> dict[str, bytes]:
     """Returns the token ids in some fields, packed, of all lists of each.
 
     Raises:
         BadRequest: an element is no token id; the error has its position.
+        PromptTooLong: a field is a single list of more than ``most``.
     """
     listed = {}
     for name in names:
         raw = bytes(getattr(fields, name))
         if _TOKEN_LISTS.match(raw):
-            flat = b"[%b]" % raw.translate(None, b"[]")
-            listed[name] = Prompt.parse(flat, limit=len(flat), field=name).token_ids
+            limit = most
+            if raw.count(b"[") > 1:
+                raw = b"[%b]" % raw.translate(None, b"[]")
+                limit = len(raw)
+            listed[name] = Prompt.parse(raw, limit=limit, field=name).token_ids
     return listed
 
 
