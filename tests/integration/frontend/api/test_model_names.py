@@ -39,6 +39,10 @@ fallbacks = ["{MODEL}", "{OTHER}"]
 [models.{MODEL}]
 fallbacks = ["{OTHER}"]
 
+[models.pooled]
+serves = "{MODEL}"
+pools = ["spot", "workers"]
+
 [models.lost]
 serves = "absent-model"
 
@@ -65,16 +69,18 @@ async def system(nats_url: str, etcd_endpoint: str, namespace: str, names: Path)
         yield running
 
 
-async def start_other(system: System, worker_id: int = 20, **settings: Any) -> None:
-    """Starts a worker of another model."""
+async def start_other(
+    system: System, worker_id: int = 20, model: str = OTHER, component: str = "others", **settings: Any
+) -> None:
+    """Starts a worker of another model or pool."""
     fields = {"clock_factor": 20.0, "num_blocks": 512, "drain_seconds": 0.2, "mean_output_tokens": 0} | settings
-    mocker = MockerSettings(**system.where, worker_id=worker_id, model=OTHER, component="others", **fields)
+    mocker = MockerSettings(**system.where, worker_id=worker_id, model=model, component=component, **fields)
     worker = await system.stack.enter_async_context(mocker_app.running(mocker, new_registry()))
     await worker.registered()
     await until(lambda: any(worker_id in view.workers for view in system.runtime.directory.components.values()))
-    await until(lambda: bool(system.frontend.choices._is_ready(OTHER)))
+    await until(lambda: bool(system.frontend.choices._is_ready(model, component)))
     async with asyncio.timeout(30):
-        while (await complete(system, OTHER))[0] != 200:
+        while (await complete(system, model))[0] != 200:
             await asyncio.sleep(0.01)
 
 
@@ -86,9 +92,9 @@ async def complete(system: System, model: str, **headers: str) -> tuple[int, dic
         return response.status, await response.json(), response.headers.get("x-kvrouter-model-choice", "")
 
 
-def tries(system: System, name: str, model: str, reason: str) -> float:
+def tries(system: System, name: str, model: str, reason: str, pool: str = "") -> float:
     """Returns how many requests for a name were tried at a model."""
-    labels = {"name": name, "model": model, "reason": reason}
+    labels = {"name": name, "model": model, "reason": reason, "pool": pool}
     return system.runtime.registry.get_sample_value("kvrouter_frontend_model_choices_total", labels) or 0.0
 
 
@@ -122,6 +128,25 @@ async def test_the_next_model_serves_where_one_has_no_ready_worker(system: Syste
     await until(lambda: not system.frontend.choices._is_ready(MODEL))
     status, body, choice = await complete(system, MODEL)
     assert (status, body["model"], choice) == (200, OTHER, f"fallback for {MODEL}")
+
+
+async def test_the_next_pool_serves_where_one_has_no_ready_worker(system: System) -> None:
+    await system.start_worker(1)
+    status, body, choice = await complete(system, "pooled")
+    assert (status, choice) == (200, "fallback for pooled, pool workers")
+    await start_other(system, model=MODEL, component="spot")
+    for _ in range(4):
+        status, body, choice = await complete(system, "pooled")
+        assert (body["kvrouter"]["worker_id"], choice) == (20, "alias for pooled, pool spot")
+    assert tries(system, "pooled", MODEL, "alias", "spot") == 4
+    asked = FrontendServiceSelectWorkerRequest(request=RoutingRequest(model="pooled", token_ids=TokenIds(ids=[1])))
+    selection = (await system.client.select_worker(asked, deadline=Deadline.after(10))).selection
+    assert selection.component.name == "spot"
+    explain = ExplainRequest(decision_id=selection.decision_id)
+    explained = await system.scheduler.explain(explain, deadline=Deadline.after(10))
+    assert explained.decision.model_choice == "alias for pooled, pool spot"
+    async with aiohttp.ClientSession() as http, http.get(f"http://{system.http}/v1/models/pooled") as response:
+        assert (await response.json())["pools"] == ["spot", "workers"]
 
 
 async def test_a_name_without_any_worker_is_refused_as_its_model(system: System) -> None:
@@ -297,7 +322,7 @@ async def test_models_lists_names_with_what_serves_them(system: System) -> None:
     await system.start_worker(1)
     async with aiohttp.ClientSession() as http, http.get(f"http://{system.http}/v1/models") as response:
         models = {each["id"]: each for each in (await response.json())["data"]}
-    assert set(models) == {MODEL, OTHER, "alias", "safe", "mixed"}
+    assert set(models) == {MODEL, OTHER, "alias", "pooled", "safe", "mixed"}
     assert models["alias"]["root"] == MODEL
     assert models["alias"]["routes"] == models[MODEL]["routes"]
     assert models["safe"]["fallbacks"] == [MODEL, OTHER]

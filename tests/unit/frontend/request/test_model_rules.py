@@ -25,6 +25,14 @@ def test_models_are_in_order_and_each_is_there_once() -> None:
     assert models(ordered("x", ModelRule(), "", {}, 0.0)) == [("x", "name")]
 
 
+def test_pools_are_in_order_before_other_models() -> None:
+    rule = ModelRule(serves="a", pools=("p", "q"), fallbacks=("b", "a"), canary=Canary("c", share=0.5))
+    found = [(each.model, each.pool, each.reason) for each in ordered("x", rule, "", {}, 0.5)]
+    others = [("b", "", "fallback"), ("a", "", "fallback")]
+    assert found == [("a", "p", "alias"), ("a", "q", "fallback"), *others]
+    assert [each.pool for each in ordered("x", rule, "", {}, 0.0)] == ["", "p", "q", "", ""]
+
+
 @given(st.text(), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_share_moves_sessions_to_the_canary_only(session: str, low: float, high: float, draw: float) -> None:
     low, high = sorted((low, high))

@@ -17,7 +17,13 @@ from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.request_runner import RequestRunner
-from kvrouter.frontend.request.validation import check_routing, describe_models, pools_of_model, requested_tokens
+from kvrouter.frontend.request.validation import (
+    check_routing,
+    describe_models,
+    of_pool,
+    pools_of_model,
+    requested_tokens,
+)
 from kvrouter.frontend.schedulers.client_sessions import kept_session, open_session, scheduler_session_id
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
 from kvrouter.frontend.schedulers.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS
@@ -197,7 +203,7 @@ class FrontendService:
             DeadlineExceeded, DependencyAway.
         """
         asked = GetPotentialLoadsRequest(request=request.request)
-        scheduler = self._links.scheduler(self._resolve(asked.request, Stage.STAGE_WHOLE))
+        scheduler = self._links.scheduler(self._resolve(asked.request, Stage.STAGE_WHOLE)[0])
         answer = await scheduler.get_potential_loads(asked, deadline=deadline)
         return pb.FrontendServiceGetPotentialLoadsResponse(loads=answer.loads)
 
@@ -288,7 +294,7 @@ class FrontendService:
         """
         asked = RoutingRequest()
         asked.CopyFrom(request.request)
-        indexer = await self.indexers.indexer(self._resolve(asked, Stage.STAGE_WHOLE))
+        indexer = await self.indexers.indexer(self._resolve(asked, Stage.STAGE_WHOLE)[0])
         query = FindMatchesRequest(
             component=asked.component,
             block_size=asked.block_size,
@@ -386,9 +392,7 @@ class FrontendService:
 
     async def _resolve_pool(self, request: RoutingRequest, stage: Stage, deadline: Deadline) -> ComponentName:
         """Does the same as ``_resolve``, but of several components of the model takes the one where it costs least."""
-        is_named = request.HasField("component")
-        name = self._resolve(request, stage)
-        views = [] if is_named else pools_of_model(request.model, self._directory.components, stage)
+        name, views = self._resolve(request, stage)
         if len(views) <= 1:
             return name
 
@@ -402,21 +406,26 @@ class FrontendService:
         request.component.CopyFrom(view.descriptor.component)
         return view.name
 
-    def _resolve(self, request: RoutingRequest, stage: Stage) -> ComponentName:
-        """Checks a request, and sets its component where it names only a model. No Scheduler then looks it up again."""
+    def _resolve(self, request: RoutingRequest, stage: Stage) -> tuple[ComponentName, list[ComponentView]]:
+        """Checks a request, and sets its component where it names only a model. No Scheduler then looks it up again.
+
+        Returns:
+            The component, and all that can serve the request; none if it names one itself.
+        """
         check_routing(request, self.runner.limits)
         if request.HasField("component"):
             name = component_name(request.component)
             view = self._directory.components.get(name)
             self._check_access(request, "" if view is None else view.descriptor.model)
-            return name
+            return name, []
         request.ClearField("model_choice")
+        pool = ""
         if (choice := self.choices.first(request.model, request.conversation_id)) is not None:
-            request.model, request.model_choice = choice.model, choice.text
+            request.model, request.model_choice, pool = choice.model, choice.text, choice.pool
         self._check_access(request, request.model)
-        view = self._view(request.model, stage)
-        request.component.CopyFrom(view.descriptor.component)
-        return view.name
+        views = of_pool(pools_of_model(request.model, self._directory.components, stage), pool)
+        request.component.CopyFrom(views[0].descriptor.component)
+        return views[0].name, views
 
 
 async def _settled(requested: Awaitable[_Answer]) -> _Answer | KvRouterError:

@@ -52,6 +52,7 @@ def named_objects(models: Mapping[str, dict[str, Any]], rules: Mapping[str, Mode
             continue
         objects[name] = models[listed[0]] | {
             "id": name,
+            "pools": rule.pools,
             "fallbacks": listed[1:] if listed[:1] == [rule.serves or name] else listed,
             "canary": None if canary is None else {"model": canary.model, "share": canary.share},
         }

@@ -119,6 +119,8 @@ class RoutedBody:
 
     model: str
     """Name of the model or LoRA adapter; empty if the body names none."""
+    pool: str = ""
+    """Name of the component that must serve it; empty for any."""
     token_ids: bytes = field(default=b"", repr=False)
     """Prompt as packed token ids. While it is not tokenized, each four of its bytes stand for a token: that is its
     typical length, and prompts with the same beginning have the same first blocks. No engine reports such blocks, so

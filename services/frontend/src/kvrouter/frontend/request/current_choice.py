@@ -30,11 +30,14 @@ class ModelChoice(NamedTuple):
     """The name the client sent."""
     model: str
     reason: Reason
+    pool: str = ""
+    """Name of the component of the model that serves; empty for any."""
 
     @property
     def text(self) -> str:
-        """How the model was chosen, as Explain shows it; empty if it is the one the client named."""
-        return "" if self.reason is Reason.NAME else f"{self.reason} for {self.name}"
+        """How model and pool were chosen, as Explain shows it; empty if the model is the one the client named."""
+        pool = f", pool {self.pool}" if self.pool else ""
+        return "" if self.reason is Reason.NAME and not pool else f"{self.reason} for {self.name}{pool}"
 
 
 class _Current(NamedTuple):
@@ -68,6 +71,12 @@ def chosen_model(name: str) -> str:
     """Returns the model that was chosen for the name in the request: the name itself without an entry in the file."""
     current = _CURRENT.get()
     return name if current is None else current.choice.model
+
+
+def chosen_pool() -> str:
+    """Returns the name of the component that was chosen with the model; empty for any."""
+    current = _CURRENT.get()
+    return "" if current is None else current.choice.pool
 
 
 def named_model() -> str:

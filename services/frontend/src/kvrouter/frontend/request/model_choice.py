@@ -14,7 +14,7 @@ from kvrouter.frontend.access.following import changes
 from kvrouter.frontend.request.current_choice import FALLS_BACK, ModelChoice, running_at
 from kvrouter.frontend.request.model_rules import ModelFileError, ModelRule, ordered, read_model_rules
 from kvrouter.frontend.request.served_models import ServedModels
-from kvrouter.frontend.request.validation import can_take
+from kvrouter.frontend.request.validation import can_take, of_pool
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.net.secret_files import file_version
 from kvrouter.v1.common_pb2 import RoutingConstraints
@@ -59,9 +59,9 @@ class ModelChoices:
         ).set_function(lambda: int(self._rejected))
         self._chosen = Counter(
             "kvrouter_frontend_model_choices",
-            "Requests for a name of the file of models, by the model that was tried and why: name, alias, canary or"
-            " fallback.",
-            ["name", "model", "reason"],
+            "Requests for a name of the file of models, by the model that was tried, why (name, alias, canary or"
+            " fallback) and the component of it; empty for any.",
+            ["name", "model", "reason", "pool"],
             registry=registry,
         )
 
@@ -97,7 +97,7 @@ class ModelChoices:
         usable = [each for each in models if self._models.may_use(each.model)]
         if not usable:
             return models[:1]  # Its error says that the caller may not use it.
-        return tuple(each for each in usable if self._is_ready(each.model)) or (usable[0],)
+        return tuple(each for each in usable if self._is_ready(each.model, each.pool)) or (usable[0],)
 
     async def serve(
         self,
@@ -122,8 +122,16 @@ class ModelChoices:
             except FALLS_BACK as error:
                 if begun():
                     raise
-                further = choices[index + 1].model
-                log.info("request.falls_back", name=choice.name, left=choice.model, model=further, cause=error.message)
+                further = choices[index + 1]
+                log.info(
+                    "request.falls_back",
+                    name=choice.name,
+                    left=choice.model,
+                    left_pool=choice.pool,
+                    model=further.model,
+                    pool=further.pool,
+                    cause=error.message,
+                )
                 if (grant := current_grant()) is not None:
                     grant.begin_again()
         return await self._attempt(choices[-1], attempt, is_last=True)
@@ -144,9 +152,10 @@ class ModelChoices:
     def _count(self, choice: ModelChoice) -> None:
         self._chosen.labels(*choice).inc()
 
-    def _is_ready(self, model: str) -> bool:
+    def _is_ready(self, model: str, pool: str = "") -> bool:
         try:
             views, lora_name = self._models.resolve_all(model)
+            views = of_pool(views, pool)
         except KvRouterError:
             return False
         return any(

@@ -2,6 +2,7 @@
 
     [models.chat]                       # a name that clients send
     serves = "llama-3.3-70b"            # the model it stands for; without it, the model of that name
+    pools = ["reserved", "spot"]        # components of it that serve, in this order; without it all, the cheapest first
     fallbacks = ["llama-3.1-8b"]        # models that serve if it cannot, in this order
 
     [models.chat.canary]
@@ -67,6 +68,8 @@ class ModelRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     serves: Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")] = ""
     """The model the name stands for; empty if that is the model of this name."""
+    pools: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=8)] = ()
+    """Names of the components of this model that serve, those that are preferred first; all of them if empty."""
     fallbacks: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=8)] = ()
     canary: Canary | None = None
 
@@ -82,13 +85,18 @@ class ModelRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def ordered(
     name: str, rule: ModelRule, session: str, headers: Mapping[str, str], draw: float
 ) -> tuple[ModelChoice, ...]:
-    """Returns the models for a request, the preferred one first, each once; arguments as for ``Canary.takes``."""
-    first = ModelChoice(name, rule.serves or name, Reason.ALIAS if rule.serves else Reason.NAME)
-    further = [first.model, *rule.fallbacks]
+    """Returns the models for a request, the preferred one first, each once, or once for each of its pools.
+
+    The arguments are those of ``Canary.takes``.
+    """
+    serving = [(rule.serves or name, pool) for pool in rule.pools or ("",)]
+    further = dict.fromkeys([*serving, *((model, "") for model in rule.fallbacks)])
+    (model, pool), reason = serving[0], Reason.ALIAS if rule.serves else Reason.NAME
     if rule.canary is not None and rule.canary.takes(name, session, headers, draw):
-        first = ModelChoice(name, rule.canary.model, Reason.CANARY)
-    others = dict.fromkeys(model for model in further if model != first.model)
-    return (first, *(ModelChoice(name, model, Reason.FALLBACK) for model in others))
+        model, pool, reason = rule.canary.model, "", Reason.CANARY
+    further.pop((model, pool), None)
+    others = (ModelChoice(name, each, Reason.FALLBACK, pool) for each, pool in further)
+    return (ModelChoice(name, model, reason, pool), *others)
 
 
 def read_model_rules(path: Path) -> dict[str, ModelRule]:

@@ -10,8 +10,9 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_model
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.attempt_input import routing_request
+from kvrouter.frontend.request.current_choice import chosen_pool
 from kvrouter.frontend.request.prefill_stage import PrefillStage
-from kvrouter.frontend.request.validation import can_take, resolve_model
+from kvrouter.frontend.request.validation import can_take, of_pool, resolve_model
 from kvrouter.frontend.schedulers.link_pool import PoolChoice
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
@@ -53,20 +54,22 @@ class ServedModels:
     def resolve_all(self, model: str) -> tuple[list[ComponentView], str]:
         """Returns the components serving a model or LoRA adapter, and the adapter's name; empty for a base model.
 
+        If one was chosen with the model, it is that.
+
         Raises:
             UnknownModel: no component serves it.
+            NoWorkers: the chosen component does not exist.
         """
         if self._access is not None:
             # Texts are prepared, and requests forwarded, by their model before they are checked as a whole.
             self._access.enforce(lambda caller: check_model(caller, model), "")
         components = self._components()
-        resolved = self._resolved.get(model)
-        if resolved is not None:
-            return resolved
+        resolved, pool = self._resolved.get(model), chosen_pool()
         try:
-            # Only what is served is kept, so that clients cannot make it grow.
-            resolved = self._resolved[model] = resolve_model(model, components)
-            return resolved
+            if resolved is None:
+                # Only what is served is kept, so that clients cannot make it grow.
+                resolved = self._resolved[model] = resolve_model(model, components)
+            return (of_pool(resolved[0], pool), resolved[1]) if pool else resolved
         except UnknownModel as error:
             if self._access is None:
                 raise
@@ -98,7 +101,7 @@ class ServedModels:
         Raises:
             UnknownModel: no component serves it (any more).
         """
-        found, _ = resolve_model(model, self._components())
+        found = of_pool(resolve_model(model, self._components())[0], chosen_pool())
         if forwarding:
             return [view for view in found if view.name in self._forwarding] or found
         return [view for view in found if view.name not in self._only_forwarding] or found

@@ -12,7 +12,7 @@ from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1.common_pb2 import Role, RoutingConstraints, RoutingOverrides, RoutingRequest, Stage
-from kvrouter.v1.errors import BadRequest, PromptTooLong, UnknownModel
+from kvrouter.v1.errors import BadRequest, NoWorkers, PromptTooLong, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -58,6 +58,18 @@ def pools_of_model(
         only = Role.Name(unfit).removeprefix("ROLE_").lower() if any(view.workers for view in of_model) else ""
         raise UnknownModel(model, sorted(known), only)
     return _largest_first(serving)
+
+
+def of_pool(views: list[ComponentView], pool: str) -> list[ComponentView]:
+    """Returns those of a model's components that have a name; all of them for an empty one.
+
+    Raises:
+        NoWorkers: there is none.
+    """
+    found = [view for view in views if not pool or view.name.name == pool]
+    if not found:
+        raise NoWorkers(f"{views[0].descriptor.model} has no pool {pool}")
+    return found
 
 
 def _serves(view: ComponentView, unfit: Role) -> bool:

@@ -146,7 +146,7 @@ class GatewayRequest:
         self._routed = routed
         self._deaths = deaths = self._picker.deaths(routed, "" if self._caller is None else self._caller.tenant)
         self._admitted = self._admission.admit(
-            self._picker.views(routed.model),
+            self._picker.views(routed),
             routed.prompt_tokens,
             routed.max_output_tokens,
             "engine request",

@@ -22,7 +22,7 @@ from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, TRANSLATED, Rou
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.request.request_runner import RequestRunner
-from kvrouter.frontend.request.validation import describe_models, resolve_model
+from kvrouter.frontend.request.validation import describe_models, of_pool, resolve_model
 from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
@@ -156,10 +156,12 @@ class Picker:
             work, rename = self._texts.work, partial(renamed, body, choice.model)
             body = rename() if len(body) <= LONG_BODY_BYTES else await work.run(rename, Lane.BODIES, size=len(body))
             routed = replace(routed, model=choice.model)
+        if choice is not None:
+            routed = replace(routed, pool=choice.pool)
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
-        views = self.views(routed.model)
+        views = self.views(routed)
         if self.access is not None:
             check_salted(self.access, routed, views)
         model = views[0].descriptor.model
@@ -171,7 +173,7 @@ class Picker:
         Raises:
             PoisonPrompt: workers died of its prompt.
         """
-        model = self.views(body.model)[0].descriptor.model
+        model = self.views(body)[0].descriptor.model
         content = () if body.media is None else [item.hash for item in body.media.hashes]
         prompt = with_content(body.token_ids, content)
         deaths = RequestDeaths(self._poison_prompts, tenant, model, prompt)
@@ -200,7 +202,7 @@ class Picker:
             KvRouterError: the model is unknown, every eligible worker is busy, none is eligible, or no Scheduler
                 answers.
         """
-        views, lora_name = resolve_model(body.model, self._directory.components)
+        views, lora_name = self._resolve(body)
         offers = [_Offer.of(view, body, lora_name, allowed, self.addresses, self._health) for view in views]
         able = [offer for offer in offers if offer.endpoints] or [offers[0]]
         able = [offer for offer in able if offer.takes(body)] or [able[0]]
@@ -274,13 +276,17 @@ class Picker:
             log.warning("fallback.not_booked", request_id=request_id, served=served, cause=error.message)
             return pick
 
-    def views(self, model: str) -> list[ComponentView]:
-        """Returns the components of a model or LoRA adapter, at least one.
+    def views(self, body: RoutedBody) -> list[ComponentView]:
+        """Returns the components that may serve a request's model or LoRA adapter, at least one.
 
         Raises:
-            UnknownModel: no component serves it.
+            UnknownModel, NoWorkers: none may.
         """
-        return resolve_model(model, self._directory.components)[0]
+        return self._resolve(body)[0]
+
+    def _resolve(self, body: RoutedBody) -> tuple[list[ComponentView], str]:
+        views, lora_name = resolve_model(body.model, self._directory.components)
+        return of_pool(views, body.pool), lora_name
 
     def _only_model(self) -> str:
         """Returns the model of a request naming none, as engines take it; empty if several are served."""
