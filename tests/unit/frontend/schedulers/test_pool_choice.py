@@ -53,12 +53,12 @@ async def order(answers: dict[str, Answer]) -> list[str]:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-async def test_a_conversation_comes_before_room_and_room_before_the_cost(*, reverse: bool) -> None:
+async def test_room_comes_before_the_cost_and_the_cost_before_a_conversation(*, reverse: bool) -> None:
     answers: dict[str, Answer] = {
-        "conversation": SelectWorkerResponse(cost=90.0, would_queue=True, keeps_conversation=True),
-        "cheap": SelectWorkerResponse(cost=10.0),
-        "dear": SelectWorkerResponse(cost=20.0),
-        "full": SelectWorkerResponse(cost=1.0, would_queue=True),
+        "conversation": SelectWorkerResponse(cost=10.0, keeps_conversation=True),
+        "as-cheap": SelectWorkerResponse(cost=10.0),
+        "dear": SelectWorkerResponse(cost=20.0, keeps_conversation=True),
+        "full": SelectWorkerResponse(cost=1.0, would_queue=True, keeps_conversation=True),
     }
     expected = list(answers)
     given = dict(reversed(answers.items())) if reverse else answers

@@ -6,11 +6,12 @@ Each component's Scheduler names its cheapest rank and that rank's cost, without
 component where
 
 1. the Scheduler has a rank for it at all,
-2. the conversation's previous request went to that rank,
-3. the request would not be queued,
-4. the cost is lowest (in the policy's unit, blocks counted in tokens).
+2. the request would not be queued,
+3. the cost is lowest (in the policy's unit, blocks counted in tokens),
+4. the conversation's previous request went to that rank.
 
-Equal costs, and policies without a cost, leave the choice to chance, in proportion to the numbers of workers.
+What that request left in the rank's cache is a part of the cost, so a conversation has no rule before it. Otherwise
+equal costs, and policies without a cost, leave the choice to chance, in proportion to the numbers of workers.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class SchedulerLinks:
         return link
 
 
-_Rating = tuple[bool, bool, bool, float, float]
+_Rating = tuple[bool, bool, float, bool, float]
 """Sort key of components; the lowest is first."""
 
 
@@ -231,5 +232,5 @@ class PoolChoice:
                 SelectWorkerRequest(request=routing, compares=True), deadline=deadline
             )
         except KvRouterError:
-            return (True, False, False, 0.0, chance)
-        return (False, not selection.keeps_conversation, selection.would_queue, selection.cost, chance)
+            return (True, False, 0.0, False, chance)
+        return (False, selection.would_queue, selection.cost, not selection.keeps_conversation, chance)
