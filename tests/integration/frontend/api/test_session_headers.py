@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from kvrouter.devtools.system.ports import free_port
+from kvrouter.engines.routes import PASSED_ROUTES
 from kvrouter.frontend.settings import SESSION_HEADERS
 from kvrouter.scheduler.api import request_reader
 from kvrouter.v1.common_pb2 import RoutingRequest
@@ -47,9 +48,11 @@ def conversations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-async def check_each_route(system: System, conversations: list[str]) -> None:
+async def check_each_route(
+    system: System, conversations: list[str], bodies: Mapping[str, dict[str, Any]] = BODIES
+) -> None:
     async with aiohttp.ClientSession() as http:
-        for path, body in BODIES.items():
+        for path, body in bodies.items():
             for header in SESSION_HEADERS:
                 conversations.clear()
                 url, headers = f"http://{system.http}{path}", {header: f"of {path}"}
@@ -90,6 +93,8 @@ async def test_to_engines(
     async with running_system(nats_url, etcd_endpoint, namespace) as system:
         await start_engine(system, stack, 1, engine=kind)
         await check_each_route(system, conversations)
+        passed = {path: {"input": "x"} for path in PASSED_ROUTES if path.startswith("/v1/")}
+        await check_each_route(system, conversations, passed)
 
 
 async def test_behind_a_gateway(nats_url: str, etcd_endpoint: str, namespace: str, conversations: list[str]) -> None:
