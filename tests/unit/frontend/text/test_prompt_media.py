@@ -65,6 +65,12 @@ def placed(
     return media, array("I", media.place(array("I", tokens).tobytes(), known, LIMIT)).tolist()
 
 
+def learned(known: MediaRules, part: dict[str, Any], length: int) -> None:
+    """Lets the length of a medium be known."""
+    media, tokens = placed([part], known)
+    media.learn(len(tokens), length)
+
+
 def key(media: PromptMedia, tokens: Sequence[int]) -> list[int]:
     content = content_in_blocks(media.hashes, BLOCK)
     return array("Q", local_hashes(tokens, BLOCK, Scope(), content)).tolist()
@@ -76,7 +82,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def test_an_image_is_known_by_the_id_of_vllms_events_at_its_first_token() -> None:
     known = rules()
-    known.lengths.learn(("", b"", ("image", 9, 5)), 6)
+    learned(known, embedded(PNG["file"]), 6)
     media, tokens = placed([1, 2, embedded(PNG["file"]), 3], known)
     assert tokens == [1, 2, *[IMAGE] * 6, 3]
     assert media.hashes == [MultimodalHash(token_index=2, hash=multimodal_hash(PNG["id"]))]
@@ -159,8 +165,7 @@ def test_the_predicted_overlap_is_never_too_long(
     known = rules()
     for part, length in zip(MEDIA, believed, strict=True):
         if length is not None:
-            media, _ = placed([part], known)
-            known.lengths.learn(media._media[0].size, length)
+            learned(known, part, length)
     true = common(computed(prompt, lengths), computed(cached, lengths))
     predicted = common(key(*placed(prompt, known)), computed(cached, lengths))
     assert predicted <= true
@@ -215,7 +220,7 @@ def test_several_unknown_media_are_learned_if_they_are_of_one_size() -> None:
 
 def test_a_length_that_came_out_wrong_is_forgotten() -> None:
     known = rules()
-    known.lengths.learn(("", b"", ("image", 9, 5)), 6)
+    learned(known, embedded(PNG["file"]), 6)
     media, tokens = placed([embedded(PNG["file"])], known)
     media.learn(len(tokens), 6)
     assert placed([embedded(PNG["file"])], known)[0].is_counted
@@ -244,10 +249,9 @@ def test_bounds() -> None:
         media.take(image("https://a"))
     lengths = MediaLengths()
     for number in range(MAX_LENGTHS + 1):
-        lengths.learn(number, 1)
-        lengths.get(0)
+        lengths.learn(number.to_bytes(2), 1)
     assert len(lengths) == MAX_LENGTHS
-    assert (lengths.get(0), lengths.get(1)) == (1, None)
+    assert (lengths.get(bytes(2)), lengths.get(b"\0\1")) == (None, 1)
     media, known = PromptMedia(), rules()
     media.take(image("https://a"))
     completed(media.identify(known))

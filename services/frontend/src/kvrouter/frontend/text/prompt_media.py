@@ -9,8 +9,7 @@ too long.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -32,6 +31,7 @@ ASSUMED_TOKENS = 256
 _PIXELS_PER_TOKEN = 1024
 """Pixels of an image for each of its tokens, at least: models with tokens for patches have 784 or 1,024."""
 _TOKEN_BYTES = 4
+_SIZE_BYTES = 16
 _PIECE = 64 << 10
 """Characters of base64 that are decoded at once, a multiple of 4: 50 us."""
 _PIECES_OF_SLICE = 16
@@ -43,30 +43,26 @@ _HEAD_PIECES = 4
 
 
 class MediaLengths:
-    """Numbers of tokens engines make of media. The least recently used are forgotten."""
+    """Numbers of tokens engines make of media, by digests of what determines them. Any thread may read them."""
 
     def __init__(self) -> None:
         """Knows none."""
-        self._lengths: OrderedDict[Hashable, int] = OrderedDict()
+        self._lengths: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def get(self, size: Hashable) -> int | None:
+    def get(self, size: bytes) -> int | None:
         """Returns the tokens of a medium; None if they are unknown."""
-        length = self._lengths.get(size)
-        if length is not None:
-            self._lengths.move_to_end(size)
-        return length
+        return self._lengths.get(size)
 
-    def learn(self, size: Hashable, length: int) -> None:
-        """Records the tokens of a medium."""
+    def learn(self, size: bytes, length: int) -> None:
+        """Records the tokens of a medium, in the place of those recorded longest ago if there are too many."""
         self._lengths[size] = length
-        self._lengths.move_to_end(size)
         if len(self._lengths) > MAX_LENGTHS:
-            self._lengths.popitem(last=False)
+            del self._lengths[next(iter(self._lengths))]
 
-    def forget(self, sizes: Iterable[Hashable]) -> None:
+    def forget(self, sizes: Iterable[bytes]) -> None:
         """Forgets lengths with which a prompt came out wrong."""
         for size in sizes:
             self._lengths.pop(size, None)
@@ -92,8 +88,10 @@ class _Placed:
     id: str = ""
     is_indexed: bool = False
     """Whether the engine's events have the id."""
-    size: Hashable = None
-    """Equal for media of which an engine makes equally many tokens."""
+    pixels: tuple[int, int] | None = None
+    """Width and height of an image; None if they are unknown."""
+    size: bytes = b""
+    """Digest that is equal for media of which an engine makes equally many tokens."""
     length: int = ASSUMED_TOKENS
     """Its tokens; assumed ones unless they are known."""
     is_known: bool = False
@@ -148,7 +146,8 @@ class PromptMedia:
                 yield from self._identify_content(placed, rules)
             else:
                 yield from self._identify_text(placed, medium.url or medium.uuid)
-            placed.size = (rules.domain, self._options, placed.size or placed.id)
+            determined_by = (rules.domain, self._options, placed.pixels or placed.id)
+            placed.size = blake3(repr(determined_by).encode()).digest(_SIZE_BYTES)
 
     def place(self, tokens: bytes, rules: MediaRules, limit: int) -> bytes:
         """Returns a prompt with as many tokens for each medium as its engine makes; it has one for each, packed.
@@ -217,7 +216,7 @@ class PromptMedia:
             head = b"".join(islice(pieces, _HEAD_PIECES))
             header = read_image_header(head)
             if header is not None:
-                placed.size = ("image", header.width, header.height)
+                placed.pixels = header.width, header.height
                 placed.length = max(1, min(header.width * header.height // _PIXELS_PER_TOKEN, ASSUMED_TOKENS))
             if header is None or rules.engine != "vllm" or self._options:
                 yield from self._identify_text(placed, content)
