@@ -135,6 +135,9 @@ async def test_messages_and_responses_find_the_image_of_a_chat(system: NoBroker)
     messages = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
     seen = await ask(system, "/v1/messages", messages)
     assert (seen.worker, seen.predicted, seen.prompt) == (known.worker, known.predicted, known.prompt)
+    url = f"http://{system.http}/v1/messages/count_tokens"
+    async with system.session.post(url, json={"model": "m", "messages": messages["messages"]}) as response:
+        assert await response.json() == {"input_tokens": known.prompt}
     content = [
         {"type": "input_text", "text": BEFORE},
         {"type": "input_image", "image_url": embedded("PNG")},

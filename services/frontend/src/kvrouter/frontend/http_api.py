@@ -43,6 +43,7 @@ from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.text.client_work import Lane
+from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import BadRequest, KvRouterError, UnknownModel
@@ -278,9 +279,11 @@ class HttpApi:
         """Returns the number of tokens a message's prompt has."""
         self._check_text(len(body))
         chat = (await self._decoded(MessagesRequest.counted, body)).chat
-        limits = self._frontend.runner.limits
+        models, limits = self._frontend.models, self._frontend.runner.limits
         model = chosen_model(chat["model"])
-        tokens = await count_tokens(self._frontend.models, limits, model, chat_prompt(chat, len(body)))
+        # Only engines with an OpenAI API take images.
+        media = None if models.forwards_to(model) is None else PromptMedia()
+        tokens = await count_tokens(models, limits, model, chat_prompt(chat, len(body), media))
         return web.json_response({"input_tokens": tokens})
 
     async def set_busy_threshold(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
