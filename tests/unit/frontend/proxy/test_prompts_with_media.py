@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import tracemalloc
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvrouter.core import Scope, local_hashes, multimodal_hash
+from kvrouter.core import IMPLEMENTATION, Scope, local_hashes, multimodal_hash
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.translated_request import TranslatedRequest
@@ -42,7 +45,10 @@ def text(*, media: bool = True) -> ModelText:
 
 def tokenized(body: dict[str, Any] | bytes, api: type[TranslatedRequest] | None = None) -> RoutedBody:
     encoded = body if isinstance(body, bytes) else json.dumps({"model": "m"} | body).encode()
-    routed = RoutedBody.parse(encoded, max_prompt_tokens=LIMIT, api=api)
+    return rendered(RoutedBody.parse(encoded, max_prompt_tokens=LIMIT, api=api))
+
+
+def rendered(routed: RoutedBody) -> RoutedBody:
     assert routed.source is not None
     return replace(routed, token_ids=completed(routed.source.slices(text(), LIMIT)), source=None)
 
@@ -71,9 +77,12 @@ def test_all_apis_agree(parts: list[tuple[str, Any]], block_size: int) -> None:
     response = {"input": [{"role": "user", "content": items}]}
     expected = tokenized({"messages": [{"role": "user", "content": chat}]})
     assert expected.media is not None
+    parsed = RoutedBody.parse(messages, max_prompt_tokens=LIMIT, api=MessagesRequest)
+    translated, _, sent = parsed.as_chat(messages, api=MessagesRequest, max_prompt_tokens=LIMIT)
     for routed in (
         tokenized(messages, MessagesRequest),
-        tokenized(MessagesRequest.read(messages).engine_body()),
+        rendered(translated),
+        tokenized(sent),
         tokenized(response, ResponsesRequest),
     ):
         assert routed.token_ids == expected.token_ids
@@ -102,3 +111,30 @@ def test_a_template_for_texts_takes_no_media() -> None:
     assert source is not None
     with pytest.raises(BadRequest):
         completed(source.slices(text(media=False), LIMIT))
+
+
+SIZE = 4 << 20
+SHAPES = {
+    "an image": b"data:image/png;base64," + base64.b64encode(base64.b64decode(IMAGES[0]["file"]) + bytes(SIZE)),
+    "a JPEG without a picture": b"data:;base64," + base64.b64encode(b"\xff\xd8" + b"\xff\xe1\0\2" * (SIZE // 4)),
+    "no base64": b"data:;base64," + b"%" * SIZE,
+    "a mark at the end": b"data:" + b";" * SIZE + b";base64,",
+    "a URL": b"https://a/" + b"x" * SIZE,
+}
+
+
+@pytest.mark.skipif(IMPLEMENTATION != "native", reason="the reference reads JSON with more memory")
+@pytest.mark.parametrize("shape", [*SHAPES, "many images"])
+def test_hostile_media_cost_little_memory(shape: str) -> None:
+    part = b'{"type": "image_url", "image_url": {"url": "%b"}}'
+    parts = part % SHAPES[shape] if shape in SHAPES else b",".join([part % b"a"] * (SIZE // len(part)))
+    body = b'{"model": "m", "messages": [{"role": "user", "content": [%b]}]}' % parts
+    text()
+    tracemalloc.start()
+    try:
+        with suppress(BadRequest):
+            tokenized(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= 12 * len(body)
