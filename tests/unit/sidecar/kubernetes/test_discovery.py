@@ -135,6 +135,17 @@ async def test_a_cut_watch_loses_nothing(kube: KubeApiServer, last: bytes) -> No
         await until(lambda: found.is_up)
 
 
+async def test_a_server_is_back_without_any_change(kube: KubeApiServer) -> None:
+    async with finding() as found:
+        await found.until(ONE)
+        await until(lambda: kube.running == 1)
+        with capture_logs() as logs:
+            await kube.cut_watches()
+            await until(lambda: any(each["event"] == "kubernetes.back" for each in logs))
+        assert found.is_up
+        assert kube.lists == 1
+
+
 async def test_slow_answers_are_read_whole(kube: KubeApiServer) -> None:
     kube.slow_bytes = 3
     async with finding() as found:

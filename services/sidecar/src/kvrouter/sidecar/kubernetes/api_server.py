@@ -30,8 +30,10 @@ _ANSWER_SECONDS = 30.0
 _WATCH_SECONDS = 60
 """The server ends a watch after this time, so a connection that died in silence is noticed."""
 _LEAST_WATCH_SECONDS = 1.0
-"""A watch that ends earlier without an event is a failure, so that it is not opened again at once for ever."""
+"""A watch that ends earlier without an event is not opened again at once, since that could go on for ever."""
 _LONGEST_PAUSE_SECONDS = 5.0
+_MOST_OF_CAUSE = 300
+"""Characters of a cause that are logged."""
 _GONE = 410
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CUT = (aiohttp.ClientError, OSError, TimeoutError)
@@ -55,6 +57,8 @@ class FollowedObjects(Generic[T]):
         """Version of the last change; empty to list all objects anew."""
         self._failures = 0
         self._cause = ""
+        self._held = True
+        """Whether the last watch had an event, or lasted for a while."""
         self.is_current = False
         """Whether changes arrive: False until the first list, and while the API server is away or refuses."""
 
@@ -78,27 +82,45 @@ class FollowedObjects(Generic[T]):
     async def _follow(self, client: ApiClient, namespace: str) -> AsyncGenerator[Mapping[str, T]]:
         """Yields until the connection fails, or a watch ended at once."""
         listing = self._listing(client, namespace)
-        clock = asyncio.get_running_loop().time
-        began = -_LEAST_WATCH_SECONDS
-        while clock() - began >= _LEAST_WATCH_SECONDS:
+        self._held = True
+        while self._held:
             if not self._version:
                 await self._list(listing)
                 yield self._objects
-            began = clock()
-            watch = Watch("object").stream(
-                listing,
-                resource_version=self._version,
-                allow_watch_bookmarks=True,
-                timeout_seconds=_WATCH_SECONDS,
-                _request_timeout=aiohttp.ClientTimeout(total=_WATCH_SECONDS + _ANSWER_SECONDS, connect=_ANSWER_SECONDS),
-            )
+            self._held = False
+            async with aclosing(self._watch(listing)) as watching:
+                async for objects in watching:
+                    yield objects
+        self._failures += 1
+
+    async def _watch(self, listing: Listing) -> AsyncGenerator[Mapping[str, T]]:
+        """Yields until the server ends the watch."""
+        timer: asyncio.TimerHandle | None = None
+
+        async def opened(**query: Any) -> aiohttp.ClientResponse:
+            """Opens the watch, which holds if it neither ends nor fails soon."""
+            nonlocal timer
+            response: aiohttp.ClientResponse = await listing(**query)
+            if response.status == 200:
+                timer = asyncio.get_running_loop().call_later(_LEAST_WATCH_SECONDS, self._succeeded)
+            return response
+
+        watch = Watch("object").stream(
+            opened,
+            resource_version=self._version,
+            allow_watch_bookmarks=True,
+            timeout_seconds=_WATCH_SECONDS,
+            _request_timeout=aiohttp.ClientTimeout(total=_WATCH_SECONDS + _ANSWER_SECONDS, connect=_ANSWER_SECONDS),
+        )
+        try:
             async with watch:
                 async for event in watch:
                     if self._apply(event["type"], event["raw_object"]):
                         yield self._objects
-                    began = -_LEAST_WATCH_SECONDS
                     self._succeeded()
-        self._failures += 1
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _list(self, listing: Listing) -> None:
         objects: dict[str, T] = {}
@@ -135,16 +157,17 @@ class FollowedObjects(Generic[T]):
         if isinstance(error, ApiException) and error.status == _GONE and self._failures == 1:
             return  # The server has forgotten the version, as it may at any time.
         self.is_current = False
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        cause = f"{type(error).__name__}: {error}"
         if isinstance(error, ApiException):
             cause = f"the API server answers {error.status}: {error.reason}"
+        cause = cause.splitlines()[0][:_MOST_OF_CAUSE]
         if cause != self._cause:
             self._cause = cause
             log.warning("kubernetes.away", cause=cause, consequence="the engines stay as they are")
 
     def _succeeded(self) -> None:
         self._failures = 0
-        self.is_current = True
+        self._held = self.is_current = True
         if self._cause:
             self._cause = ""
             log.info("kubernetes.back")
