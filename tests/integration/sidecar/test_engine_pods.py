@@ -97,7 +97,7 @@ async def test_requests_wait_while_the_sidecar_of_all_pods_is_replaced(
     http = free_port()
     where = ("--namespace", namespace, "--etcd", etcd_endpoint, "--nats", nats_url, "--drain-seconds", "1")
     programs = {
-        "serve": ("--port", str(http), "--http-bind", ""),
+        "serve": ("--port", str(http), "--http-bind", "", "--pool-restart-seconds", "60"),
         "sidecar": ("--engine-pods", f"app=vllm:{engine.url.rpartition(':')[2]}", "--lease-seconds", "2"),
     }
     await kube.put(pod("one", "127.0.0.2"), namespace="mine")

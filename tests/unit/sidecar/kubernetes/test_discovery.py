@@ -114,6 +114,7 @@ async def test_a_watch_that_ends_continues_at_its_last_version(kube: KubeApiServ
 async def test_a_version_that_is_gone_is_listed_anew(kube: KubeApiServer) -> None:
     async with finding() as found:
         await found.until(ONE)
+        await until(lambda: kube.running == 1)
         with capture_logs() as logs:
             await kube.forget()
             await kube.put(pod("two", "10.0.0.2"))

@@ -35,6 +35,8 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _MOST_OF_CAUSE = 300
 """Characters of a cause that are logged."""
 _GONE = 410
+_USUAL_FAILURES = 3
+"""Failures in a row that a server may cause by forgetting versions."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CUT = (aiohttp.ClientError, OSError, TimeoutError)
 """Failures of a connection, after which a watch continues where it was. After others the objects are listed anew."""
@@ -154,7 +156,7 @@ class FollowedObjects(Generic[T]):
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
-        if isinstance(error, ApiException) and error.status == _GONE and self._failures == 1:
+        if isinstance(error, ApiException) and error.status == _GONE and self._failures <= _USUAL_FAILURES:
             return  # The server has forgotten the version, as it may at any time.
         self.is_current = False
         cause = f"{type(error).__name__}: {error}"
