@@ -204,7 +204,9 @@ async def test_faults_of_single_processes_raise_alerts(monitored: Monitored, tmp
         "relayed",
     )
     await monitored.start("relay", *engine)
-    await monitored.until_firing("KvrouterBookingsLeak", "KvrouterListedWorkersMissing", "KvrouterEngineAway")
+    await monitored.start("sidecar", "--engine-pods", "app=vllm")  # There is no API server.
+    missing = ("KvrouterListedWorkersMissing", "KvrouterEngineAway", "KvrouterPodsUnknown")
+    await monitored.until_firing("KvrouterBookingsLeak", *missing)
 
     async def guess() -> None:
         await asyncio.gather(*(monitored.request("guarded", key="kvr_guess.wrong") for _ in range(50)))
