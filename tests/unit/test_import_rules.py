@@ -178,7 +178,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "kubernetes": (),
         "engines_file": ("kubernetes",),
         "settings": ("engines_file", "kubernetes"),
-        "engine_options": ("settings",),
+        "engine_options": ("engines_file", "settings"),
         "served_engine": (),
         "supervisor": ("engine_options", "served_engine"),
         "metrics": ("supervisor",),

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from kvrouter.sidecar.engines_file import engines_in, read_engines
+from kvrouter.sidecar.engines_file import engines_in, read_engines, split_component
 from kvrouter.sidecar.kubernetes.pods import FoundEngine
 
 
@@ -18,9 +18,18 @@ def test_each_line_is_a_url_and_the_rest_of_it_a_comment(tmp_path: Path) -> None
     assert read_engines(path) == ()
 
 
+def test_a_component_may_precede_a_url(tmp_path: Path) -> None:
+    path = tmp_path / "engines"
+    path.write_text("small=http://a:1/\nhttp://a:1/x?y=z\n")
+    assert read_engines(path) == ("small=http://a:1", "http://a:1/x?y=z")
+    assert [split_component(each) for each in read_engines(path)] == [("small", "http://a:1"), ("", "http://a:1/x?y=z")]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"a b=http://a:1", "line 1 of .*: expected a name"),
+        (b"small=gpu-2:8000", "line 1 of .*: expected http://host:port, received 'gpu-2:8000'"),
         (b"http://a:1\ngpu-2:8000\n", "line 2 of .*: expected http://host:port, received 'gpu-2:8000'"),
         (b"http://me:secret@a:1", "line 1 of .*: expected no user and password"),
         (b"\xff\xfe", "is no UTF-8"),

@@ -12,7 +12,7 @@ from kvrouter.cli.running import Run, chosen_system
 
 engine_app = typer.Typer(help="Add engines to kvrouter serve --engine, and take them out.", no_args_is_help=True)
 
-Url = Annotated[str, typer.Argument(help="URL of the engine's HTTP API, http://host:port.")]
+Url = Annotated[str, typer.Argument(help="URL of the engine's HTTP API, http://host:port, or COMPONENT=URL.")]
 EnginesFile = Annotated[
     Path | None,
     typer.Option(
@@ -58,12 +58,16 @@ def drain_command(
     from kvrouter.cli.drain import drain
     from kvrouter.cli.top.sources import Where
     from kvrouter.sidecar.engine_options import worker_id_of
+    from kvrouter.sidecar.engines_file import split_component
 
     system = chosen_system(run, addresses={})
     if system is None or not system.scheduler:
         raise WrongUsage("no process of kvrouter serve --engine runs here")
     where = Where([system.scheduler], [], "", system.namespace)
-    run_interruptibly(drain(where, component, worker_id_of(url), migrate_after_seconds=timeout, wait_seconds=wait))
+    name, address = split_component(url)
+    if name:
+        component = f"{component.partition('/')[0]}/{name}"
+    run_interruptibly(drain(where, component, worker_id_of(address), migrate_after_seconds=timeout, wait_seconds=wait))
 
 
 def _file(run: str | None, given: Path | None) -> Path:

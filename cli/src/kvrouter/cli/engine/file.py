@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.sidecar.engines_file import checked_url, read_engines, url_in
+from kvrouter.sidecar.engines_file import checked_engine, read_engines, url_in
 
 
 def add(path: Path, url: str) -> bool:
@@ -41,7 +41,7 @@ def remove(path: Path, url: str) -> bool:
 
 def _checked(url: str) -> str:
     try:
-        return checked_url(url).rstrip("/")
+        return checked_engine(url).rstrip("/")
     except ValueError as error:
         raise WrongUsage(str(error)) from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from kvrouter.engines.events.translation import TranslationOptions
@@ -14,6 +14,7 @@ from kvrouter.net.tls.tls import is_loopback
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.tracing import tracer
+from kvrouter.sidecar.engines_file import split_component
 from kvrouter.sidecar.settings import EngineSettings, LocalEnginesSettings, SidecarSettings
 from kvrouter.v1.common_pb2 import CopyCounting, Transport
 from kvrouter.v1.names import ComponentName
@@ -26,6 +27,10 @@ _COPY_COUNTING = {"counted": CopyCounting.COPY_COUNTING_COUNTED, "set": CopyCoun
 class EngineOptions:
     """Options of one engine."""
 
+    name: str
+    """The engine as an option or a source of engines names it: its URL, or COMPONENT=URL."""
+    component: str
+    """Name of the component that it joins."""
     url: str
     """Address of its HTTP API."""
     advertised_url: str
@@ -54,7 +59,7 @@ class EngineOptions:
         """
         settings = self.settings
         return WorkerConfig(
-            component=ComponentName(settings.namespace, settings.component),
+            component=ComponentName(settings.namespace, self.component),
             model=engine.model,
             block_size=engine.block_size,
             ranks=engine.ranks,
@@ -109,6 +114,8 @@ def options_of_engines(settings: SidecarSettings) -> Iterator[EngineOptions]:
     for index, url in enumerate(settings.engine):
         worker_id = secrets.randbits(53) | 1 if settings.worker_id is None else settings.worker_id + index
         yield EngineOptions(
+            name=url.rstrip("/"),
+            component=settings.component,
             url=url.rstrip("/"),
             advertised_url=_of(settings.engine_advertise, index) or _reachable(url.rstrip("/"), settings.advertise),
             worker_id=worker_id,
@@ -125,18 +132,24 @@ def worker_id_of(url: str) -> int:
     return xxh3_64_intdigest(url.rstrip("/").encode()) >> 11 | 1
 
 
-def options_of_local_engine(settings: LocalEnginesSettings, url: str) -> EngineOptions:
+def options_of_local_engine(settings: LocalEnginesSettings, name: str) -> EngineOptions:
     """Returns the options of an engine whose worker only this process reaches. Its URL gives the worker's id."""
-    url = url.rstrip("/")
+    name = name.rstrip("/")
+    component, url = split_component(name)
     named = [each.rstrip("/") for each in settings.engine]
-    index = named.index(url) if url in named else None
+    index = named.index(name) if name in named else None
+    overrides = _overrides(settings, index, settings.engine_events, settings.engine_replay, needs_events=False)
+    if settings.engine_role and index is not None:
+        overrides = replace(overrides, role=settings.engine_role[index])
     return EngineOptions(
+        name=name,
+        component=component or settings.component,
         url=url,
         advertised_url=url,
         worker_id=worker_id_of(url),
         bind="127.0.0.1:0",
         advertise="",
-        overrides=_overrides(settings, index, settings.engine_events, settings.engine_replay, needs_events=False),
+        overrides=overrides,
         settings=settings,
     )
 
@@ -144,6 +157,8 @@ def options_of_local_engine(settings: LocalEnginesSettings, url: str) -> EngineO
 def options_of_pod(settings: SidecarSettings, url: str) -> EngineOptions:
     """Returns the options of an engine in a pod. Its URL gives the worker's id, and the worker has a free port."""
     return EngineOptions(
+        name=url,
+        component=settings.component,
         url=url,
         advertised_url=url,
         worker_id=worker_id_of(url),

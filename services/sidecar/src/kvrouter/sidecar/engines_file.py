@@ -1,4 +1,4 @@
-"""A file with the URLs of engines, one on each line, which changes while the process runs."""
+"""The URLs of engines with the components that they join, and a file of them that changes while the process runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import structlog
 from kvrouter.sidecar.kubernetes.pods import FoundEngine
+from kvrouter.v1.names import check_name
 
 log = structlog.get_logger(component="engines")
 
@@ -31,13 +32,32 @@ def checked_url(url: str) -> str:
     return url
 
 
+def split_component(engine: str) -> tuple[str, str]:
+    """Returns the component that an engine is to join, empty if it is not named, and its URL, from COMPONENT=URL."""
+    name, equals, url = engine.partition("=")
+    return (name, url) if equals and ":" not in name else ("", engine)
+
+
+def checked_engine(engine: str) -> str:
+    """Returns the URL of an engine, which the name of its component may precede: COMPONENT=URL.
+
+    Raises:
+        ValueError: the URL or the name is invalid.
+    """
+    component, url = split_component(engine)
+    if component:
+        check_name(component)
+    checked_url(url)
+    return engine
+
+
 def url_in(line: str) -> str:
     """Returns the URL in a line of a file, without a slash at its end; empty for none. It is not checked."""
     return line.partition("#")[0].strip().rstrip("/")
 
 
 def read_engines(path: Path) -> tuple[str, ...]:
-    """Returns the URLs in a file, without a slash at their ends, each once. Text after ``#`` is a comment. Blocks.
+    """Returns the engines in a file, without a slash at their ends, each once. Text after ``#`` is a comment. Blocks.
 
     Raises:
         ValueError: the file cannot be read, is longer than 1 MiB, or has something else; the message is one line.
@@ -56,7 +76,7 @@ def read_engines(path: Path) -> tuple[str, ...]:
     for number, line in enumerate(lines, start=1):
         try:
             if url := url_in(line):
-                urls.append(checked_url(url))
+                urls.append(checked_engine(url))
         except ValueError as error:
             raise ValueError(f"line {number} of {path}: {error}") from None
     return tuple(dict.fromkeys(urls))

@@ -99,7 +99,7 @@ class FollowedEngines:
         if self._wanted.pop(url, None) is None:
             return False
         for supervisor in self._supervisors:
-            if supervisor.options.url == url:
+            if supervisor.options.name == url:
                 supervisor.stop()
         return True
 
@@ -145,7 +145,7 @@ class FollowedEngines:
         if engine.url in self._wanted:
             self._wanted[engine.url] = engine
             for supervisor in self._supervisors:
-                if supervisor.options.url == engine.url:
+                if supervisor.options.name == engine.url:
                     supervisor.set_wanted(engine.is_ready)
         elif engine.is_ready:
             self.add(engine)
@@ -156,7 +156,7 @@ class FollowedEngines:
         http = EngineHttp(
             self._session,
             options.url,
-            key_headers=partial(self._keys.headers, self._settings.component),
+            key_headers=partial(self._keys.headers, options.component),
             answer_seconds=self._settings.answer_seconds,
         )
         supervisor = EngineSupervisor(options, http, partial(self._on_ready, url), self._system)

@@ -9,7 +9,7 @@ from kvrouter.engines.servers.description import NO_EVENTS
 from kvrouter.engines.servers.detection import EngineKindOption
 from kvrouter.runtime.config.fields import Address, EngineKeysFile, RoleOption, TransportOption, check_socket_endpoint
 from kvrouter.runtime.config.settings import Name, ServiceSettings
-from kvrouter.sidecar.engines_file import checked_url, read_engines
+from kvrouter.sidecar.engines_file import checked_engine, checked_url, read_engines, split_component
 from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName, read_pool_name, read_selection
 from pydantic import Field, field_validator, model_validator
 
@@ -124,7 +124,7 @@ class EngineSettings(ServiceSettings):
             if count not in {0, len(self.engine)}:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option}: expected one for each of {len(self.engine)} engines, received {count}")
-        if len(set(self.engine)) < len(self.engine):
+        if len({split_component(each)[1] for each in self.engine}) < len(self.engine):
             raise ValueError("--engine: the same engine is named twice")
         if self.engine_pods and self.inference_pool:
             raise ValueError("--inference-pool: its pods take the place of those of --engine-pods; name one of them")
@@ -180,12 +180,13 @@ class LocalEnginesSettings(EngineSettings):
     """Options of ``kvrouter serve`` for engines that it serves itself, without etcd and NATS."""
 
     section = "engines"
-    per_engine = ("engine_events", "engine_replay", "bootstrap_endpoint")
+    per_engine = ("engine_events", "engine_replay", "engine_role", "bootstrap_endpoint")
 
     engine: tuple[str, ...] = ()
-    """URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated."""
+    """URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated. Engines of
+    another model or role join a component of their own, which COMPONENT=URL names."""
     engines_file: Path | None = None
-    """File with the URLs of more engines, one on each line, which may change while the process runs."""
+    """File with more engines, one on each line as in --engine, which may change while the process runs."""
     peer: tuple[Address, ...] = Field(default=(), max_length=64)
     """gRPC address, host:port, of another such process before the same engines, with which this one shares its
     bookings. May be repeated; this process's own address is left out."""
@@ -194,8 +195,15 @@ class LocalEnginesSettings(EngineSettings):
     to be used. By default the engine is asked."""
     engine_replay: tuple[str, ...] = ()
     """Endpoint of rank 0's replay socket for each engine; only with --engine-events."""
+    engine_role: tuple[RoleOption, ...] = ()
+    """Role of each engine, if they differ and do not say it; in the place of --role."""
 
     _are_endpoints = field_validator("engine_events", "engine_replay")(check_event_sockets)
+
+    @field_validator("engine")
+    @classmethod
+    def _are_urls(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(checked_engine, engines))
 
     @model_validator(mode="after")
     def _is_usable(self) -> LocalEnginesSettings:

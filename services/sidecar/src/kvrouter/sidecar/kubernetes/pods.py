@@ -15,7 +15,7 @@ class FoundEngine:
     """An engine that a source names."""
 
     url: str
-    """URL of its HTTP API, without a slash at its end."""
+    """URL of its HTTP API, without a slash at its end; the component that it joins may precede it (COMPONENT=URL)."""
     incarnation: str = ""
     """Another one after each restart; empty if the source does not know."""
     is_ready: bool = True
