@@ -19,6 +19,8 @@ class Wire:
         self._listening: asyncio.Server | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._is_cut = False
+        self._passes = asyncio.Event()
+        self._passes.set()
 
     @property
     def address(self) -> str:
@@ -32,8 +34,13 @@ class Wire:
         for call in self._calls:
             call.cancel()
 
+    def silence(self) -> None:
+        """Holds back all bytes until ``mend``, as a network that loses packets does; nothing is closed."""
+        self._passes.clear()
+
     def mend(self) -> None:
         self._is_cut = False
+        self._passes.set()
 
     @asynccontextmanager
     async def laid(self) -> AsyncIterator[None]:
@@ -75,6 +82,7 @@ class Wire:
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while piece := await reader.read(_PIECE_BYTES):
+                await self._passes.wait()
                 writer.write(piece)
                 await writer.drain()
 

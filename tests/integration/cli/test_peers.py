@@ -13,8 +13,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from kvrouter.devtools.system.certificates import LOOPBACK, PEER_DOMAIN, DevelopmentAuthority
 from kvrouter.devtools.system.ports import free_ports
 
+from ...faults.wires import Wire
 from ..sidecar.rig import BLOCK, EngineServer, vllm
 from .no_broker import NoBroker, serving, until
 
@@ -137,6 +139,66 @@ async def test_one_that_starts_later_learns_the_bookings_of_the_other(logs: Path
             assert one.logged("peer.away"), "it was not there yet"
             asked.cancel()
             await counts(two, 0)
+
+
+async def test_a_silent_network_costs_the_bookings_of_the_other_until_it_passes_again(logs: Path) -> None:
+    running = engine()
+    first, second = free_ports(2)
+    wire = Wire(first)
+    async with (
+        running.started(clock_factor=0.1),  # so that the request runs until it is cancelled
+        wire.laid(),
+        serving(
+            logs / "one", running.url, options=("--peer", f"127.0.0.1:{second}"), name="one", bind=f"127.0.0.1:{first}"
+        ) as one,
+        serving(
+            logs / "two", running.url, options=("--peer", wire.address), name="two", bind=f"127.0.0.1:{second}"
+        ) as two,
+    ):
+        await asyncio.gather(one.ready(), two.ready())
+        asked = asyncio.create_task(one.ask(prompt(1), max_tokens=200, ignore_eos=True))
+        await counts(two, 1)
+        wire.silence()
+        await counts(two, 0)
+        assert not asked.done(), "the other one lives, only the network is silent"
+        wire.mend()
+        await counts(two, 1)
+        asked.cancel()
+        await counts(two, 0)
+
+
+def certificate(authority: DevelopmentAuthority, *roles: str) -> tuple[str, ...]:
+    """Returns the options of a process with a certificate that names roles, and requires one of callers."""
+    own = authority.issue(roles[0], (*LOOPBACK, *(f"{role}.{PEER_DOMAIN}" for role in roles[1:])))
+    files = ("--tls-cert-file", str(own.cert), "--tls-key-file", str(own.key), "--tls-ca-file", str(own.authority))
+    return (*files, "--tls-client-auth", "required", "--tls-peer-domain", PEER_DOMAIN)
+
+
+OF_A_PEER = ("scheduler", "indexer", "frontend", "worker")
+"""A process is all of them to its own workers and to its peers."""
+
+
+@pytest.mark.parametrize("caller", ["peer", "frontend", "stranger"])
+async def test_peers_show_certificates(logs: Path, caller: str) -> None:
+    authority = DevelopmentAuthority(logs / "authority")
+    one = certificate(authority, *OF_A_PEER)
+    other = DevelopmentAuthority(logs / "other") if caller == "stranger" else authority
+    two = certificate(other, *(OF_A_PEER if caller != "frontend" else ("frontend", "worker")))
+    running = engine()
+    async with running.started(clock_factor=1), peers(logs, running.url, one=one, two=two) as (first, second):
+
+        async def decided() -> bool:
+            if caller == "peer":
+                return first.logged("peer.connected") and second.logged("peer.connected")
+            return second.logged("peer.away") and (caller == "stranger" or first.logged("caller.refused"))
+
+        await until(decided)
+        await until(lambda: registered(second))
+        assert second.logged("peer.connected") == (caller == "peer")
+
+
+async def registered(system: NoBroker) -> bool:
+    return system.logged("sidecar.engine_registered")
 
 
 @pytest.mark.parametrize("is_same", [True, False])
