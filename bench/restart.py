@@ -81,7 +81,16 @@ async def engine(directory: Path, number: int, blocks: int) -> tuple[str, Manage
     port, live, replay = free_ports(3)
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
     events |= {"endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{replay}"}
-    options = ("--openai", "--bind", f"127.0.0.1:{port}", "--model", "m", "--num-blocks", str(blocks))
+    options = (
+        "--openai",
+        "--enable-prompt-tokens-details",
+        "--bind",
+        f"127.0.0.1:{port}",
+        "--model",
+        "m",
+        "--num-blocks",
+        str(blocks),
+    )
     more = ("--block-size", str(BLOCK), "--clock-factor", "1000", "--kv-events-config", json.dumps(events))
     module = (sys.executable, "-m", "kvrouter.mocker")
     process = await ManagedProcess.start(
