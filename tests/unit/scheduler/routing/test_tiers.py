@@ -7,7 +7,7 @@ from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import read_answer
 from kvrouter.scheduler.policies.forecast.policy import PREFILL_N1_MS
 from kvrouter.scheduler.request.options import RoutingOptions, TierOptions
-from kvrouter.v1.common_pb2 import KvSource, LowerBlocks, Rank, Tier
+from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, SelectWorkerResponse
 
@@ -56,8 +56,8 @@ async def test_kv_weighs_each_tier(held: tuple[int, int, int, int], tiers: TierO
     assert response.prefill_tokens == (BLOCKS - saved) * BLOCK + 1
     assert response.overlap_blocks == held[3], "what the engine finds, wherever it is"
     device, host, disk, shared = held
-    lower = LowerBlocks(host=host - device, disk=disk - host, shared=shared - disk)
-    assert (response.lower_blocks if response.HasField("lower_blocks") else LowerBlocks()) == lower
+    lower = LowerTiers(host=host - device, disk=disk - host, shared=shared - disk)
+    assert (response.lower_blocks if response.HasField("lower_blocks") else LowerTiers()) == lower
     assert response.HasField("lower_blocks") == (shared > device)
 
 
@@ -102,7 +102,7 @@ async def test_blocks_in_shared_storage_count_for_every_rank_that_reads_it() -> 
     scheduler = parts({1: (0, 0, 0, 0), 2: (3, 3, 3, 3), 3: (0, 0, 0, 0)}, pooled=30, reads=3)
     response = await chosen(scheduler)
     assert (response.rank.worker_id, response.overlap_blocks) == (3, 30)
-    assert response.lower_blocks == LowerBlocks(shared=30)
+    assert response.lower_blocks == LowerTiers(shared=30)
 
 
 async def test_the_longest_prefix_of_another_rank_is_returned() -> None:
@@ -112,7 +112,7 @@ async def test_the_longest_prefix_of_another_rank_is_returned() -> None:
     assert response.kv_source == KvSource(rank=Rank(worker_id=2), tier=Tier.TIER_HOST, blocks=12)
     decision = scheduler.decisions.newest(1)[0].to_message()
     assert decision.kv_source == response.kv_source
-    assert decision.candidates[1].lower_blocks == LowerBlocks(host=12)
+    assert decision.candidates[1].lower_blocks == LowerTiers(host=12)
     assert not decision.candidates[0].HasField("lower_blocks")
 
 

@@ -22,7 +22,7 @@ from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlace
 from kvrouter.scheduler.routing.affinity import HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import Candidate, Places, WorkerConstraints, WorkerSet, why_unfit
-from kvrouter.v1.common_pb2 import KvSource, LowerBlocks, PrefillDecision, Stage, Tier
+from kvrouter.v1.common_pb2 import KvSource, LowerTiers, PrefillDecision, Stage, Tier
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers
 
 # Read once: looking up an enum value by name takes a microsecond.
@@ -67,12 +67,12 @@ class CandidateSnapshot(NamedTuple):
         """Returns a candidate's leading blocks of the prompt."""
         return int(self.overlap_blocks[self._place(rank)])
 
-    def lower_of(self, rank: Rank) -> LowerBlocks | None:
+    def lower_of(self, rank: Rank) -> LowerTiers | None:
         """Returns a candidate's blocks of the prompt below device memory; None if there are none."""
         if self.lower_blocks is None or not (blocks := self.lower_blocks[:, self._place(rank)]).any():
             return None
         host, disk, shared = blocks.tolist()
-        return LowerBlocks(host=host, disk=disk, shared=shared)
+        return LowerTiers(host=host, disk=disk, shared=shared)
 
     def most_overlap(self, *, is_retry: bool) -> int:
         """Returns the leading blocks of the prompt at the rank with most of them, workers that may be dead left out.
