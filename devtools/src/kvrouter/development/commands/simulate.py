@@ -194,7 +194,7 @@ def simulate_command(
                 max_batched_tokens=budget,
                 max_sequences=sequences,
                 speed=speeds[number % len(speeds)],
-                hash_seed=number,
+                hash_seed=0 if shared.num_blocks else number,
                 time_model=time_model,
                 host=host,
                 shared=shared,

@@ -57,7 +57,8 @@ class EngineConfig:
     host: TierConfig = TierConfig()
     """Host memory, to which computed blocks are copied."""
     shared: TierConfig = TierConfig()
-    """The engine's part of a storage that several engines read."""
+    """The engine's part of a storage that several engines read. They find each other's blocks if their hash seeds are
+    equal."""
     kv_bytes_per_token: int = 131_072
     """KV cache of a token that is loaded from a tier, in bytes, 0 or more."""
 
