@@ -13,7 +13,7 @@ import zmq.asyncio
 from kvrouter.engines.events.vllm_sglang_events import Dialect
 from kvrouter.engines.events.zmq_frames import EventMessage, encode_sequence, read_published, read_replayed
 from kvrouter.mocker.serving.http import ServedEngine
-from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.v1.common_pb2 import CopyCounting, Tier
 
 from ...unit.engines.events.engine_frames import Engine
 
@@ -82,9 +82,15 @@ def applied(messages: list[EventMessage], dialect: Dialect, copy_counting: CopyC
     return engine
 
 
-def blocks_of(engine: Engine) -> dict[int, int]:
-    """Returns the resident blocks and their copies."""
-    return {block.engine_hash: block.copies[0].copies for chunk in engine.rank.state_chunks() for block in chunk.blocks}
+def blocks_of(engine: Engine, tier: Tier = Tier.TIER_DEVICE) -> dict[int, int]:
+    """Returns the blocks resident in a tier and their copies."""
+    return {
+        block.engine_hash: each.copies
+        for chunk in engine.rank.state_chunks()
+        for block in chunk.blocks
+        for each in block.copies
+        if each.tier == tier
+    }
 
 
 class Subscription:

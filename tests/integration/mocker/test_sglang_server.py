@@ -20,7 +20,7 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.sglang.app import serving_sglang
 from kvrouter.mocker.sglang.load import base_endpoint
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from prometheus_client import CollectorRegistry
 
 from ...unit.engines.events.engine_frames import Engine
@@ -197,6 +197,20 @@ async def test_the_first_event_is_that_the_cache_is_empty(client: Client) -> Non
     (first,) = await replayed(f"tcp://127.0.0.1:{info['kv_events']['replay_endpoint_port_base']}")
     assert first.sequence == 0
     assert b"AllBlocksCleared" in first.payload
+
+
+async def test_offloaded_blocks_are_events_of_host_memory() -> None:
+    async with serving(num_blocks=12, host_blocks=30, dp_size=1) as client:
+        await generated(client)
+        for number in range(1, 3):
+            await generated(client, input_ids=list(range(100 * number, 100 * number + 40)))
+        assert (await follow(client)).overlap(PROMPT) == 0, "the device has others"
+        again = await generated(client)
+        assert again["meta_info"]["cached_tokens"] == 16
+        assert client.server.service.drivers[0].host_tokens_total == 16
+        engine, host = await follow(client), Tier.TIER_HOST
+        assert set(blocks_of(engine)) == set(cached(client)) <= set(blocks_of(engine, host))
+        assert 12 < len(blocks_of(engine, host)) <= 30
 
 
 async def test_adapters_and_salts_have_blocks_of_their_own(client: Client) -> None:

@@ -19,7 +19,7 @@ from kvrouter.mocker.serving.tokenizer import decode
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.vllm.app import serving_vllm
 from kvrouter.mocker.vllm.transfers import LEASE_SECONDS, KvTransfers
-from kvrouter.v1.common_pb2 import CopyCounting
+from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from prometheus_client import CollectorRegistry
 
 from ...unit.engines.events.engine_frames import Engine
@@ -272,6 +272,20 @@ async def test_events_amount_to_the_cache_of_each_rank(client: Client) -> None:
         engine = await follow(client, dp_rank)
         assert blocks_of(engine) == cached(client, dp_rank) != {}
         assert engine.overlap(PROMPT) == 4
+
+
+async def test_offloaded_blocks_are_events_of_host_memory() -> None:
+    async with serving(num_blocks=12, host_blocks=30, dp_size=1) as client:
+        await completed(client)
+        for number in range(1, 3):
+            await completed(client, prompt=list(range(100 * number, 100 * number + 40)))
+        assert (await follow(client)).overlap(PROMPT) == 0, "the device has others"
+        again = await completed(client)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+        assert client.server.service.drivers[0].host_tokens_total == 16
+        engine, host = await follow(client), Tier.TIER_HOST
+        assert set(blocks_of(engine)) == set(cached(client)) <= set(blocks_of(engine, host))
+        assert 12 < len(blocks_of(engine, host)) <= 30
 
 
 async def test_adapters_and_salts_have_blocks_of_their_own(client: Client) -> None:

@@ -12,6 +12,7 @@ from kvrouter.mocker.constrained.errors import Unsupported
 from kvrouter.mocker.driver import Emit, EngineDriver, Publish, Tokens
 from kvrouter.mocker.engine.types import (
     CacheEvent,
+    CacheTier,
     Cleared,
     DuplicateRequest,
     EngineRequest,
@@ -29,7 +30,7 @@ from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.outputs import RequestOutput
-from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.common_pb2 import LowerTiers, Stage, Tier
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason
@@ -44,21 +45,26 @@ _FINISH = {
 }
 
 
+TIERS = {CacheTier.DEVICE: Tier.TIER_DEVICE, CacheTier.HOST: Tier.TIER_HOST, CacheTier.SHARED: Tier.TIER_SHARED}
+"""The engine's tiers in the contract."""
+
+
 def publish_to(rank: Callable[[], RankPublisher]) -> Publish:
     """Returns the receiver of cache events. ``rank`` is called late, because the SDK creates it after the engine."""
 
     def publish(events: Iterable[CacheEvent]) -> None:
         for event in events:
             match event:
-                case Stored(parent_hash, engine_hashes, token_blocks, scope):
+                case Stored(parent_hash, engine_hashes, token_blocks, scope, tier):
                     rank().stored(
                         token_ids=memoryview(b"".join(token_blocks)).cast("I"),
                         engine_hashes=engine_hashes,
                         parent=parent_hash,
                         scope=CoreScope(*scope),
+                        tier=TIERS[tier],
                     )
-                case Removed(engine_hashes):
-                    rank().removed(engine_hashes)
+                case Removed(engine_hashes, tier):
+                    rank().removed(engine_hashes, tier=TIERS[tier])
                 case Cleared():
                     rank().cleared()
 
@@ -211,6 +217,9 @@ def _output(request_id: str, tokens: Tokens) -> RequestOutput:
     output = RequestOutput(request_id, tokens.token_ids, details=details)
     if tokens.first is not None:
         output.cached_tokens = tokens.first.cached_tokens
+        if tokens.first.host_tokens or tokens.first.shared_tokens:
+            lower = LowerTiers(host=tokens.first.host_tokens, shared=tokens.first.shared_tokens)
+            details.lower_cached_tokens.CopyFrom(lower)
         details.arrived_engine_ns = round(tokens.first.submitted_at * 1e9)
     if tokens.finish_reason is not None:
         output.finish_reason = _FINISH[tokens.finish_reason]

@@ -13,7 +13,7 @@ from kvrouter.mocker.adapter import MockEngine, emit_to, publish_to
 from kvrouter.mocker.answers import Answers
 from kvrouter.mocker.clock import EngineClock
 from kvrouter.mocker.driver import Emit, EngineDriver, Publish
-from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.engine.config import EngineConfig, TierConfig
 from kvrouter.mocker.engine.implementation import make_engines
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.logprobs import Logprobs
@@ -52,7 +52,10 @@ def engine_config(settings: MockerSettings, worker_id: int, dp_rank: int) -> Eng
         speed=settings.speed,
         vocabulary_size=settings.vocabulary_size,
         mean_output_tokens=settings.mean_output_tokens,
-        hash_seed=(worker_id * 0x9E3779B97F4A7C15 + dp_rank) % (1 << 64),
+        hash_seed=(worker_id * 0x9E3779B97F4A7C15 + (0 if settings.shared_blocks else dp_rank)) % (1 << 64),
+        host=TierConfig(settings.host_blocks, settings.host_gb_per_second, settings.host_latency_ms),
+        shared=TierConfig(settings.shared_blocks, settings.shared_gb_per_second, settings.shared_latency_ms),
+        kv_bytes_per_token=settings.kv_bytes_per_token,
     )
 
 
@@ -80,6 +83,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         tokenizer=settings.tokenizer,
         structured_output=_has_tokenizer(settings),
         publishes_events=settings.events,
+        reads_shared_storage=settings.shared_blocks > 0,
         max_batched_tokens=settings.max_batched_tokens,
         max_sequences=settings.max_sequences,
         vocabulary_size=max(_VOCABULARY, settings.vocabulary_size) if settings.tokenizer else None,

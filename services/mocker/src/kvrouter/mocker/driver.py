@@ -85,6 +85,10 @@ class EngineDriver:
         """Prompt tokens of requests with a first token."""
         self.cached_tokens_total = 0
         """Prompt tokens of those requests that were found in the cache."""
+        self.host_tokens_total = 0
+        """Those of them that were loaded from host memory."""
+        self.shared_tokens_total = 0
+        """Those of them that were loaded from shared storage."""
         self._publish = publish
         self._emit = emit
         self._arrivals: deque[tuple[float, EngineRequest]] = deque()
@@ -164,6 +168,8 @@ class EngineDriver:
                 pending.first = output
                 self.prompt_tokens_total += running.prompt_tokens
                 self.cached_tokens_total += output.cached_tokens
+                self.host_tokens_total += output.host_tokens
+                self.shared_tokens_total += output.shared_tokens
             if output.finish_reason is not None:
                 pending.finish_reason = output.finish_reason
                 del requests[output.request_id]

@@ -50,7 +50,9 @@ class _PrefixTokens(Collector):
         """Yields the counters."""
         for total, text in (
             ("prompt_tokens_total", "Prompt tokens of requests that got a first token."),
-            ("cached_tokens_total", "Those of them that came out of the cache."),
+            ("cached_tokens_total", "Those of them that came out of the cache, in any tier."),
+            ("host_tokens_total", "Those of the cached ones that were loaded from host memory."),
+            ("shared_tokens_total", "Those of the cached ones that were loaded from shared storage."),
         ):
             family = CounterMetricFamily(f"kvrouter_mocker_{total}", text, labels=["dp_rank"])
             for dp_rank, driver in self._drivers.items():

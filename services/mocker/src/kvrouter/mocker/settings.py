@@ -24,6 +24,18 @@ class MockerSettings(EngineServerSettings):
     """Number of data-parallel ranks, each a simulated engine of its own."""
     num_blocks: int = Field(default=16_384, ge=1)
     """Number of KV blocks of each rank."""
+    host_blocks: int = Field(default=0, ge=0)
+    """Number of KV blocks of each rank in host memory; 0 for none."""
+    host_gb_per_second: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    """Bandwidth at which a rank loads blocks from host memory, in 10^9 bytes per second."""
+    host_latency_ms: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    """Time of a load from host memory besides that of its bytes, in milliseconds."""
+    shared_blocks: int = Field(default=0, ge=0)
+    """Number of KV blocks that each rank stores in the storage that the ranks of the process share; 0 for none."""
+    shared_gb_per_second: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Bandwidth at which a rank loads blocks from shared storage, in 10^9 bytes per second."""
+    shared_latency_ms: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Time of a load from shared storage besides that of its bytes, in milliseconds."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens per KV block."""
     max_batched_tokens: int = Field(default=8192, ge=1)
@@ -57,7 +69,7 @@ class MockerSettings(EngineServerSettings):
     """How a worker with the role prefill hands prompts over: decode workers fetch them afterwards, or meet it while
     it computes them."""
     kv_bytes_per_token: int = Field(default=131_072, ge=0)
-    """KV cache of a token that a decode worker receives, in bytes."""
+    """KV cache of a token that a decode worker receives, or a rank loads from a lower tier, in bytes."""
     kv_transfer_gb_per_second: float = Field(default=25.0, gt=0)
     """Bandwidth at which a decode worker receives blocks, in 10^9 bytes per second."""
     kv_transfer_latency_ms: float = Field(default=5.0, ge=0)

@@ -107,6 +107,8 @@ class WorkerConfig:
 
     structured_output: bool = False
     """Whether the engine applies ``sampling_options.structured_output``. Requests with it are refused otherwise."""
+    reads_shared_storage: bool = False
+    """Whether the engine loads blocks from shared storage that other workers of the component have stored there."""
 
     bootstrap_endpoint: str = ""
     """Address at which decode workers meet this prefill worker, ``host:port``; empty for none."""
@@ -291,4 +293,5 @@ class WorkerConfig:
             bootstrap_endpoint=self.bootstrap_endpoint,
             tokenizer=self.tokenizer,
             serves_structured_output=self.structured_output,
+            reads_shared_storage=self.reads_shared_storage,
         )

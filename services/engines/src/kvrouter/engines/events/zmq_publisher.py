@@ -132,6 +132,27 @@ class ZmqPublisher:
             }
         )
 
+    def stored_known(self, engine_hashes: Sequence[EngineHash], *, tier: Tier) -> None:
+        """Publishes that published blocks are in another tier too, each by its hash alone, as vLLM's offloading does.
+
+        Raises:
+            InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
+        """
+        for engine_hash in engine_hashes_of(engine_hashes):
+            self._report(
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [engine_hash],
+                    "parent_block_hash": None,
+                    "token_ids": [],
+                    "block_size": 0,
+                    "lora_id": None,
+                    "medium": _medium(tier),
+                    "lora_name": None,
+                    "group_idx": 0,
+                }
+            )
+
     def removed(self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.TIER_DEVICE) -> None:
         """Publishes the removal of blocks, or of one physical copy of each, from a tier.
 

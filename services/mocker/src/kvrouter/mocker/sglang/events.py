@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 from kvrouter.engines.events.zmq_sockets import EventSockets
-from kvrouter.mocker.engine.types import CacheEvent, Cleared, Removed, Stored
+from kvrouter.mocker.engine.types import CacheEvent, CacheTier, Cleared, Removed, Stored
 from kvrouter.mocker.serving.kv_events import KvEventsConfig
+
+_MEDIA = {CacheTier.DEVICE: "GPU", CacheTier.HOST: "CPU_PINNED", CacheTier.SHARED: "EXTERNAL"}
 
 
 def make_sockets(config: KvEventsConfig, dp_rank: int, *, host: str) -> EventSockets:
@@ -36,7 +38,7 @@ class SglangPublisher:
         self._sockets = sockets
         self._dp_rank = dp_rank
         self._block_size = block_size
-        self._copies: Counter[int] = Counter()
+        self._copies: Counter[tuple[CacheTier, int]] = Counter()
         self._publish([{"type": "AllBlocksCleared"}])
 
     def publish(self, events: Iterable[CacheEvent]) -> None:
@@ -52,13 +54,13 @@ class SglangPublisher:
         match event:
             case Stored():
                 yield from self._stored(event)
-            case Removed(engine_hashes):
-                self._copies.subtract(engine_hashes)
-                gone = [each for each in reversed(engine_hashes) if not self._copies[each]]
+            case Removed(engine_hashes, tier):
+                self._copies.subtract((tier, each) for each in engine_hashes)
+                gone = [each for each in reversed(engine_hashes) if not self._copies[tier, each]]
                 for each in gone:
-                    del self._copies[each]
+                    del self._copies[tier, each]
                 if gone:
-                    yield {"type": "BlockRemoved", "block_hashes": list(map(_signed, gone)), "medium": "GPU"}
+                    yield {"type": "BlockRemoved", "block_hashes": list(map(_signed, gone)), "medium": _MEDIA[tier]}
             case Cleared():
                 self._copies.clear()
                 yield {"type": "AllBlocksCleared"}
@@ -68,8 +70,8 @@ class SglangPublisher:
         parent, run, tokens = event.parent_hash, list[int](), list[int]()
         run_parent = parent
         for engine_hash, block in zip(event.engine_hashes, event.token_blocks, strict=True):
-            self._copies[engine_hash] += 1
-            if self._copies[engine_hash] == 1:
+            self._copies[event.tier, engine_hash] += 1
+            if self._copies[event.tier, engine_hash] == 1:
                 run.append(engine_hash)
                 tokens += memoryview(block).cast("I")
             else:
@@ -87,7 +89,7 @@ class SglangPublisher:
             "token_ids": tokens,
             "block_size": self._block_size,
             "lora_id": None,
-            "medium": "GPU",
+            "medium": _MEDIA[event.tier],
         }
         # SGLang leaves fields out that have their defaults.
         if event.scope.cache_salt:

@@ -7,8 +7,9 @@ from typing import Any
 
 from kvrouter.core import Scope as CoreScope
 from kvrouter.engines.events.zmq_publisher import ZmqPublisher
+from kvrouter.mocker.adapter import TIERS
 from kvrouter.mocker.driver import Publish
-from kvrouter.mocker.engine.types import CacheEvent, Cleared, Removed, Stored
+from kvrouter.mocker.engine.types import CacheEvent, CacheTier, Cleared, Removed, Stored
 from kvrouter.mocker.serving.kv_events import KvEventsConfig
 from kvrouter.mocker.vllm.media import SimulatedMedia
 
@@ -34,6 +35,8 @@ def publish_to(publisher: ZmqPublisher, media: SimulatedMedia, block_size: int) 
         with publisher.batch():
             for event in events:
                 match event:
+                    case Stored(_, engine_hashes, tier=tier) if tier != CacheTier.DEVICE:
+                        publisher.stored_known(engine_hashes, tier=TIERS[tier])
                     case Stored(parent_hash, engine_hashes, token_blocks, scope):
                         tokens, starts = media.shown(memoryview(b"".join(token_blocks)).cast("I"), block_size)
                         publisher.stored(
@@ -43,9 +46,11 @@ def publish_to(publisher: ZmqPublisher, media: SimulatedMedia, block_size: int) 
                             scope=CoreScope(*scope),
                             multimodal=starts,
                         )
-                    case Removed(engine_hashes):
+                    case Removed(engine_hashes, CacheTier.DEVICE):
                         for engine_hash in engine_hashes:  # vLLM removes each block by itself.
                             publisher.removed([engine_hash])
+                    case Removed(engine_hashes, tier):
+                        publisher.removed(engine_hashes, tier=TIERS[tier])
                     case Cleared():
                         publisher.cleared()
 
