@@ -8,7 +8,7 @@ import pytest
 from kvrouter.cli.explain import candidates_table, comparison_table, lookups, matching_ids, remainder, summary
 from kvrouter.cli.terminal import PlainConsole
 from kvrouter.cli.top.tables import request_name, why
-from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.common_pb2 import KvSource, Rank, Tier
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision
 from rich.table import Table
 
@@ -135,3 +135,19 @@ def test_top_shows_what_evictions_add_to_the_cost() -> None:
     assert why(decision) == "forecast: lowest cost 40.0, 12.0 of it for evictions; next 2:0 50.0 (0 cached)"
     decision.candidates[0].terms["eviction_ms"] = 0.0
     assert why(decision) == "forecast: lowest cost 40.0; next 2:0 50.0 (0 cached)"
+
+
+def test_tiers_and_who_holds_more_are_shown() -> None:
+    decision = Decision(
+        mode="kv",
+        chosen=Rank(worker_id=1),
+        prompt_blocks=20,
+        candidates=[candidate(1, 1.0, 10), candidate(2, 2.0, 12)],
+        kv_source=KvSource(rank=Rank(worker_id=2), tier=Tier.TIER_HOST, blocks=12),
+    )
+    decision.candidates[1].lower_blocks.host = 5
+    assert "rank 2:0 has more of the prompt: 12 blocks, down to tier host" in summary(decision)
+    out = io.StringIO()
+    PlainConsole(file=out, width=120).print(candidates_table(decision))
+    assert "12 of 20, 5 host" in out.getvalue()
+    assert "10 of 20," not in out.getvalue()

@@ -13,6 +13,7 @@ from kvrouter.cli.terminal import SHORTENED, PlainConsole, may_stand_for, rank_n
 from kvrouter.cli.top.sources import Where, open_schedulers
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.errors import KvRouterError, NotFound
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision, ExplainRequest, GetStatusRequest
 from rich.table import Table
@@ -188,6 +189,11 @@ def summary(decision: Decision) -> list[str]:
         lines.append(f"prefill by {by}: {decision.prefill.reason}")
         compute, transfer = decision.prefill.compute_factor, decision.prefill.transfer_factor
         lines.append(f"measured over modelled time: {compute:.2f} to compute, {transfer:.2f} to transfer")
+    if decision.HasField("kv_source"):
+        source, tier = decision.kv_source, Tier.Name(decision.kv_source.tier).removeprefix("TIER_").lower()
+        lines.append(
+            f"rank {rank_name(source.rank)} has more of the prompt: {source.blocks:,} blocks, down to tier {tier}"
+        )
     if decision.load_only:
         lines.append("on load alone: no Indexer answered in time, cached blocks are unknown")
     return lines
@@ -271,7 +277,10 @@ def _made_of(candidate: CandidateTerms, differing: list[str]) -> str:
 
 
 def _cached(decision: Decision, candidate: CandidateTerms) -> str:
-    return f"{candidate.overlap_blocks:,} of {decision.prompt_blocks:,}"
+    lower = candidate.lower_blocks
+    tiers = (("host", lower.host), ("disk", lower.disk), ("shared", lower.shared))
+    where = "".join(f", {blocks:,} {tier}" for tier, blocks in tiers if blocks)
+    return f"{candidate.overlap_blocks:,} of {decision.prompt_blocks:,}{where}"
 
 
 def _why_left_out(decision: Decision, reason: str) -> str:

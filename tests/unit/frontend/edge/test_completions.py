@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.completion_request import CompletionRequest
+from kvrouter.frontend.edge.frame import describe_routing, routing_headers
 from kvrouter.frontend.edge.text_request import TextPrompt
 from kvrouter.frontend.edge.text_responses import WholeCompletion
 from kvrouter.frontend.edge.token_list import encode_token_ids
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.workers.output import DetailedOutput
-from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.common_pb2 import KvSource, Rank, Tier
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
@@ -144,6 +145,19 @@ def whole(request: CompletionRequest) -> Any:
     for piece in PIECES:
         completion.output(piece)
     return json.loads(completion.body())
+
+
+def test_a_response_says_where_more_of_the_prompt_is() -> None:
+    routing = RoutingInfo()
+    routing.CopyFrom(ROUTING)
+    assert "x-kvrouter-kv-source" not in routing_headers(routing)
+    assert not {"kv_source", "predicted_lower_blocks"} & describe_routing(routing).keys()
+    routing.kv_source.CopyFrom(KvSource(rank=Rank(worker_id=7, dp_rank=1), tier=Tier.TIER_HOST, blocks=12))
+    routing.predicted_lower_blocks.host = 1
+    assert routing_headers(routing)["x-kvrouter-kv-source"] == "7:1; tier=host; blocks=12"
+    described = describe_routing(routing)
+    assert described["kv_source"] == {"worker_id": 7, "dp_rank": 1, "tier": "host", "blocks": 12}
+    assert described["predicted_lower_blocks"] == {"host": 1, "disk": 0, "shared": 0}
 
 
 def test_a_whole_response_has_all_pieces() -> None:

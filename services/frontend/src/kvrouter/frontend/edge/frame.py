@@ -15,7 +15,7 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
-from kvrouter.v1.common_pb2 import Rank
+from kvrouter.v1.common_pb2 import Rank, Tier
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
 
@@ -32,6 +32,17 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
         "router_us": routing.router_us,
         "queued_us": routing.queued_us,
     }
+    if routing.HasField("predicted_lower_blocks"):
+        lower = routing.predicted_lower_blocks
+        routed["predicted_lower_blocks"] = {"host": lower.host, "disk": lower.disk, "shared": lower.shared}
+    if routing.HasField("kv_source"):
+        source = routing.kv_source
+        routed["kv_source"] = {
+            "worker_id": source.rank.worker_id,
+            "dp_rank": source.rank.dp_rank,
+            "tier": tier_name(source.tier),
+            "blocks": source.blocks,
+        }
     if routing.earlier_ranks:
         routed["earlier_ranks"] = [_rank_name(rank) for rank in routing.earlier_ranks]
         routed["migrations"] = routing.migrations
@@ -48,6 +59,11 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
     return routed
 
 
+def tier_name(tier: Tier) -> str:
+    """Returns a tier as responses contain it: ``device``, ``host``, ``disk`` or ``shared``."""
+    return Tier.Name(tier).removeprefix("TIER_").lower()
+
+
 def migration_notice(routing: RoutingInfo) -> bytes:
     """Returns a field for the first chunk of a stream's continuation; empty if the request has not migrated."""
     return b',"kvrouter":' + msgspec.json.encode(describe_routing(routing)) if routing.migrations else b""
@@ -61,6 +77,11 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
         "x-kvrouter-overlap-blocks": str(routing.predicted_overlap_blocks),
         "x-kvrouter-routed-on": routed_on_text(routing.routed_on),
     }
+    if routing.HasField("kv_source"):
+        source = routing.kv_source
+        headers["x-kvrouter-kv-source"] = (
+            f"{_rank_name(source.rank)}; tier={tier_name(source.tier)}; blocks={source.blocks}"
+        )
     if routing.model_choice:
         headers["x-kvrouter-model-choice"] = routing.model_choice
     if routing.HasField("prefill_rank"):

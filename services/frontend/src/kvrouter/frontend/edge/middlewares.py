@@ -17,7 +17,7 @@ _MAX_AGE_SECONDS = 600
 """Time for which browsers keep the answer to a preflight, seconds."""
 _EXPOSED = (
     "x-request-id, retry-after, x-kvrouter-worker, x-kvrouter-overlap-blocks, x-kvrouter-prefill-worker, "
-    "x-kvrouter-routed-on, x-kvrouter-model-choice"
+    "x-kvrouter-routed-on, x-kvrouter-model-choice, x-kvrouter-kv-source"
 )
 _HEADERS = web.RequestKey("cross_origin_headers", dict[str, str])
 

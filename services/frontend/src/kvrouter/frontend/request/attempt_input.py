@@ -12,7 +12,7 @@ from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import content_in_blocks, set_local_hashes
-from kvrouter.v1.common_pb2 import AvoidedWorker, Rank, RoutingRequest, Stage
+from kvrouter.v1.common_pb2 import AvoidedWorker, KvSource, Rank, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
@@ -60,6 +60,10 @@ def routing_info(
         mode=selection.mode,
         model_choice=choice_text(),
     )
+    if selection.HasField("lower_blocks"):
+        routing.predicted_lower_blocks.CopyFrom(selection.lower_blocks)
+    if selection.HasField("kv_source"):
+        routing.kv_source.CopyFrom(selection.kv_source)
     if selection.ignored_overrides:
         routing.ignored_overrides.extend(selection.ignored_overrides)
     if earlier_ranks:
@@ -190,12 +194,15 @@ class AttemptInput:
         avoided.extend((*unhealthy, *self._request.constraints.avoided_workers))
         avoided.extend(AvoidedWorker(worker_id=worker_id) for worker_id in others)
 
-    def for_worker(self, booking: LiveBooking, transfer_params: TransferParams | None) -> WorkerServiceGenerateRequest:
+    def for_worker(
+        self, booking: LiveBooking, transfer_params: TransferParams | None, kv_source: KvSource | None = None
+    ) -> WorkerServiceGenerateRequest:
         """Returns the worker's request, without the prompt.
 
         Args:
             booking: The booking of the attempt.
             transfer_params: Where the worker fetches the prompt's KV cache; None if it computes the prompt.
+            kv_source: Who holds more of the prompt; None if no other rank does.
         """
         request = self._request
         companions = trace_context.companions()
@@ -215,6 +222,8 @@ class AttemptInput:
         if transfer_params is not None:
             for_worker.stage = _DECODE
             for_worker.transfer_params.CopyFrom(transfer_params)
+        elif kv_source is not None:
+            for_worker.kv_source.CopyFrom(kv_source)
         for block, content_hash in content_in_blocks(request.multimodal_hashes, self.block_size):
             for_worker.multimodal_hashes.add(block_index=block, hash=content_hash)
         return for_worker

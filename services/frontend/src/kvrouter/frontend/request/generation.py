@@ -39,7 +39,7 @@ from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.tracing import Kind, span
-from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
+from kvrouter.v1.common_pb2 import BookingKey, KvSource, Rank, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.names import ComponentName
@@ -331,7 +331,7 @@ class Generation:
                 describe_attempt(attempt_span, booking, self._endpoint)
                 outcome: WorkerFailure | None = None
                 try:
-                    outcome = await self._run_on_worker(booking, progress, deadline)
+                    outcome = await self._run_on_worker(booking, selection, progress, deadline)
                 finally:
                     describe_outcome(attempt_span, progress, outcome)
                 return outcome
@@ -432,14 +432,14 @@ class Generation:
         return routing
 
     async def _run_on_worker(
-        self, booking: LiveBooking, progress: Progress, deadline: Deadline
+        self, booking: LiveBooking, selection: SelectWorkerResponse, progress: Progress, deadline: Deadline
     ) -> WorkerFailure | None:
         worker_id = booking.rank.worker_id
         was_sent, self.sent = self.sent, True
         dispatch = Dispatch(
             worker_id,
             self._endpoint,
-            self._worker_request(booking),
+            self._worker_request(booking, selection.kv_source if selection.HasField("kv_source") else None),
             self._input.prompt,
             progress.pass_on,
             deadline,
@@ -484,5 +484,5 @@ class Generation:
             for worker in self._workers.health.healthy(self._input.component)
         ) or (self._pools is not None and self._pools.has_healthy_worker(besides=self._input.component))
 
-    def _worker_request(self, booking: LiveBooking) -> WorkerServiceGenerateRequest:
-        return self._input.for_worker(booking, None if self._prefill is None else self._prefill.params)
+    def _worker_request(self, booking: LiveBooking, kv_source: KvSource | None = None) -> WorkerServiceGenerateRequest:
+        return self._input.for_worker(booking, None if self._prefill is None else self._prefill.params, kv_source)

@@ -106,6 +106,7 @@ def _candidate(message: CandidateTerms) -> Json:
         "rank": _name(message.rank),
         "cost": message.cost if math.isfinite(message.cost) else None,
         "overlap_blocks": message.overlap_blocks,
+        "lower_blocks": message.lower_blocks.host + message.lower_blocks.disk + message.lower_blocks.shared,
         "terms": {name: value if math.isfinite(value) else None for name, value in sorted(message.terms.items())},
         "excluded": message.excluded,
     }

@@ -335,6 +335,7 @@ function candidates(decision) {
     { name: "rank", isText: true, value: (c) => c.rank },
     { name: "cost", value: (c) => c.cost, text: (c) => cost(c.cost, decision.mode) },
     { name: "cached blocks", value: (c) => c.overlap_blocks, text: (c) => number(c.overlap_blocks) },
+    ...(decision.candidates.some((each) => each.lower_blocks) ? [{ name: "of them in lower tiers", value: (c) => c.lower_blocks, text: (c) => number(c.lower_blocks) }] : []),
     ...terms.map((name) => ({ name: name.replace(/_(ms|blocks|tokens)$/, ", $1").replaceAll("_", " "), value: (c) => c.terms[name] ?? null, text: (c) => (name in c.terms ? term(c.terms[name]) : "–") })),
     ...leftOut,
   ];
