@@ -147,6 +147,18 @@ def whole(request: CompletionRequest) -> Any:
     return json.loads(completion.body())
 
 
+def test_usage_tells_the_tiers_of_cached_tokens() -> None:
+    found = GenerateOutput(token_ids=[10], cached_tokens=48)
+    found.lower_cached_tokens.host, found.lower_cached_tokens.shared = 16, 32
+    completion = WholeCompletion(parse())
+    completion.routed(ROUTING)
+    completion.output(DetailedOutput.of(found))
+    details = json.loads(completion.body())["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 48, "host_cached_tokens": 16, "shared_cached_tokens": 32}
+    moved = DetailedOutput.of(found).without("cached_tokens")
+    assert (moved.cached_tokens, moved.lower_cached_tokens) == (None, None)
+
+
 def test_a_response_says_where_more_of_the_prompt_is() -> None:
     routing = RoutingInfo()
     routing.CopyFrom(ROUTING)

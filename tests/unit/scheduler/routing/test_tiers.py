@@ -11,7 +11,7 @@ from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, SelectWorkerResponse
 
-from ..harness import BLOCK, POOL, Parts, ResidentBlocks, key, routing, selecting, view, worker
+from ..harness import BLOCK, MODEL, POOL, Parts, ResidentBlocks, key, routing, selecting, view, worker
 
 BLOCKS = 40
 
@@ -96,6 +96,16 @@ async def test_the_time_of_loads_is_learned_from_first_tokens_by_rank_and_tier()
     assert load.latency_calibration.value == 1.0, "loads say nothing about computation"
     scheduler.now += 3600
     assert loads.factors(scheduler.now)[0][0] == pytest.approx(1.0, abs=1e-3), "it is tried again"
+
+
+async def test_tokens_to_load_are_counted_by_tier() -> None:
+    scheduler = parts({1: (4, 12, 24, 40)})
+    await chosen(scheduler)
+    counted = {
+        tier: scheduler.figure("kvrouter_scheduler_lower_tier_tokens_total", model=MODEL, tier=tier)
+        for tier in ("host", "disk", "shared")
+    }
+    assert counted == {"host": 8 * BLOCK, "disk": 12 * BLOCK, "shared": 16 * BLOCK}
 
 
 async def test_blocks_in_shared_storage_count_for_every_rank_that_reads_it() -> None:

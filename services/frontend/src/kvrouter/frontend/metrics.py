@@ -27,6 +27,8 @@ class ModelMetrics:
         self.prompt_tokens = metrics.prompt_tokens.of(model)
         self.predicted_cached_tokens = metrics.predicted_cached_tokens.of(model)
         self.cached_tokens = metrics.cached_tokens.of(model)
+        self.lower_cached_tokens = {tier: counter.of(model) for tier, counter in metrics.lower_cached_tokens.items()}
+        """By name of the tier."""
         self.output_tokens = metrics.output_tokens.of(model)
 
 
@@ -70,6 +72,12 @@ class MetricsByModel:
             "Prompt tokens of the same requests that were found in a cache and not computed, as reported by the"
             " workers.",
         )
+        self.lower_cached_tokens = {
+            tier: counter(
+                f"kvrouter_frontend_{tier}_cached_tokens", f"Those of the cached tokens that came from {where}."
+            )
+            for tier, where in (("host", "host memory"), ("disk", "disk"), ("shared", "shared storage"))
+        }
         self.output_tokens = counter("kvrouter_frontend_output_tokens", "Output tokens sent to clients.")
         self._models: dict[str, ModelMetrics] = {}
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvrouter.runtime.telemetry.counter import Count, LoopCounter
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
+from kvrouter.v1.common_pb2 import LowerTiers
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -112,6 +113,11 @@ class SchedulerMetrics:
             "best of any.",
             ["model", "rank"],
         )
+        self.lower_tier_tokens = of_each(
+            "kvrouter_scheduler_lower_tier_tokens",
+            "Prompt tokens that the index had on the chosen rank below device memory, at the booking.",
+            ["model", "tier"],
+        )
         self._cached: dict[str, tuple[Count, ...]] = {}
         self._audited: dict[str, tuple[Count, Count]] = {}
 
@@ -124,6 +130,13 @@ class SchedulerMetrics:
             self._cached[label] = counters
         for counter, count in zip(counters, tokens, strict=True):
             counter.inc(count)
+
+    def count_lower(self, model: str, blocks: LowerTiers, block_size: int) -> None:
+        """Counts the blocks that a booked request loads on its rank."""
+        label = model_label(model, self._cached)
+        for tier, count in (("host", blocks.host), ("disk", blocks.disk), ("shared", blocks.shared)):
+            if count:
+                self.lower_tier_tokens.of(label, tier).inc(count * block_size)
 
     def audit(self, model: str, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the worker's report."""

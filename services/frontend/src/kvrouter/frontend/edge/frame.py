@@ -15,7 +15,7 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
-from kvrouter.v1.common_pb2 import Rank, Tier
+from kvrouter.v1.common_pb2 import LowerTiers, Rank, Tier
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
 
@@ -134,13 +134,17 @@ class TokenCount:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
         self.cached_tokens: int | None = None
-        """Prompt tokens in the worker's cache; None if the worker does not report them."""
+        """Prompt tokens in the worker's cache, in any tier; None if the worker does not report them."""
+        self.lower_cached_tokens = LowerTiers()
+        """Those of them below device memory."""
 
     def add(self, output: Output) -> None:
         """Counts a piece of output."""
         self.output_tokens += output.tokens
         if self.cached_tokens is None:
             self.cached_tokens = output.cached_tokens
+            if output.lower_cached_tokens is not None:
+                self.lower_cached_tokens = output.lower_cached_tokens
 
 
 class ResponseFrame:
@@ -235,12 +239,16 @@ class ResponseFrame:
         prompt_tokens = sum(count.prompt_tokens for count in each)
         output_tokens = sum(count.output_tokens for count in self.counts)
         cached = [count.cached_tokens for count in each if count.cached_tokens is not None]
+        details = {"cached_tokens": sum(cached)}
+        for tier in ("host", "disk", "shared"):
+            if loaded := sum(getattr(count.lower_cached_tokens, tier) for count in each):
+                details[f"{tier}_cached_tokens"] = loaded
         return {
             "usage": {
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": output_tokens,
                 "total_tokens": prompt_tokens + output_tokens,
-                "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
+                "prompt_tokens_details": details if cached else None,
             },
             "kvrouter": None if self._routing is None else describe_routing(self._routing),
         }

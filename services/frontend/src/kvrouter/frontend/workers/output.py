@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
     GenerateOutput,
@@ -35,7 +36,9 @@ class Output:
 
     finish_reason: FinishReason = _UNFINISHED
     cached_tokens: int | None = None
-    """Prompt tokens in the worker's cache; None if unknown."""
+    """Prompt tokens in the worker's cache, in any tier; None if unknown."""
+    lower_cached_tokens: LowerTiers | None = None
+    """Those of them below device memory; None if there are none, or if unknown."""
     transfer_params: TransferParams | None = None
     """Hands the prompt's KV blocks over, in the output of a prefill."""
     logprobs: Sequence[float] = ()
@@ -49,7 +52,15 @@ class Output:
 class DetailedOutput(Output):
     """Tokens with more, such as the reason why the output ends."""
 
-    __slots__ = ("cached_tokens", "finish_reason", "logprobs", "message", "top_logprobs", "transfer_params")
+    __slots__ = (
+        "cached_tokens",
+        "finish_reason",
+        "logprobs",
+        "lower_cached_tokens",
+        "message",
+        "top_logprobs",
+        "transfer_params",
+    )
 
     def __init__(
         self,
@@ -59,6 +70,7 @@ class DetailedOutput(Output):
         *,
         finish_reason: FinishReason = _UNFINISHED,
         cached_tokens: int | None = None,
+        lower_cached_tokens: LowerTiers | None = None,
         transfer_params: TransferParams | None = None,
     ) -> None:
         self.tokens = tokens
@@ -66,6 +78,7 @@ class DetailedOutput(Output):
         self.raw = raw
         self.finish_reason = finish_reason
         self.cached_tokens = cached_tokens
+        self.lower_cached_tokens = lower_cached_tokens
         self.transfer_params = transfer_params
         self.logprobs = ()
         self.top_logprobs = ()
@@ -82,6 +95,7 @@ class DetailedOutput(Output):
             raw or WorkerServiceGenerateResponse(output=message).SerializeToString(),
             finish_reason=message.finish_reason,
             cached_tokens=message.cached_tokens if message.HasField("cached_tokens") else None,
+            lower_cached_tokens=message.lower_cached_tokens if message.HasField("lower_cached_tokens") else None,
             transfer_params=message.transfer_params if message.HasField("transfer_params") else None,
         )
         output.logprobs, output.top_logprobs, output.message = message.logprobs, message.top_logprobs, message
@@ -114,6 +128,8 @@ class DetailedOutput(Output):
             return DetailedOutput(self.tokens, self.token_ids, self.raw, finish_reason=self.finish_reason)
         rest = self.copy_message()
         rest.ClearField(field)
+        if field == "cached_tokens":
+            rest.ClearField("lower_cached_tokens")
         return DetailedOutput.of(rest)
 
     def copy_message(self) -> GenerateOutput:
