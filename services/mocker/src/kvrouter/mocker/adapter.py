@@ -12,7 +12,6 @@ from kvrouter.mocker.constrained.errors import Unsupported
 from kvrouter.mocker.driver import Emit, EngineDriver, Publish, Tokens
 from kvrouter.mocker.engine.types import (
     CacheEvent,
-    CacheTier,
     Cleared,
     DuplicateRequest,
     EngineRequest,
@@ -27,10 +26,11 @@ from kvrouter.mocker.engine.types import (
 from kvrouter.mocker.engine.types import RequestRefused as EngineRefused
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.logprobs import Logprobs
+from kvrouter.mocker.tiers import TIERS
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.outputs import RequestOutput
-from kvrouter.v1.common_pb2 import LowerTiers, Stage, Tier
+from kvrouter.v1.common_pb2 import LowerTiers, Stage
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason
@@ -43,10 +43,6 @@ _FINISH = {
     FinishReason.STOP: WireFinishReason.FINISH_REASON_STOP,
     FinishReason.ABORT: WireFinishReason.FINISH_REASON_ABORT,
 }
-
-
-TIERS = {CacheTier.DEVICE: Tier.TIER_DEVICE, CacheTier.HOST: Tier.TIER_HOST, CacheTier.SHARED: Tier.TIER_SHARED}
-"""The engine's tiers in the contract."""
 
 
 def publish_to(rank: Callable[[], RankPublisher]) -> Publish:

@@ -7,10 +7,10 @@ from typing import Any
 
 from kvrouter.core import Scope as CoreScope
 from kvrouter.engines.events.zmq_publisher import ZmqPublisher
-from kvrouter.mocker.adapter import TIERS
 from kvrouter.mocker.driver import Publish
 from kvrouter.mocker.engine.types import CacheEvent, CacheTier, Cleared, Removed, Stored
 from kvrouter.mocker.serving.kv_events import KvEventsConfig
+from kvrouter.mocker.tiers import TIERS
 from kvrouter.mocker.vllm.media import SimulatedMedia
 
 
