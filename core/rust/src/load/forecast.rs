@@ -150,23 +150,28 @@ pub struct PromptBlocks {
 pub fn prompt_blocks(request: &Request, candidates: &[Candidate]) -> Vec<PromptBlocks> {
     let reusable = (request.prompt_tokens - 1) / request.block_size;
     let held = |each: &Candidate| each.overlap_blocks.max(each.leading_active_blocks).min(reusable);
+    let mut blocks: Vec<PromptBlocks> =
+        candidates.iter().map(|each| PromptBlocks { held: held(each), copied: 0.0 }).collect();
     // Most candidates hold nothing of a prompt.
-    let mut ascending: Vec<i64> = candidates.iter().map(held).filter(|&blocks| blocks > 0).collect();
-    ascending.sort_unstable();
-    let mut ends = Vec::new();
-    let (mut end, mut copied, mut holders) = (0, 0.0, ascending.len());
-    for equal in ascending.chunk_by(|one, other| one == other) {
-        let next = equal.first().copied().unwrap_or(end);
-        copied += (next - end) as f64 * (holders as f64 - 1.0) / holders as f64;
-        ends.push((next, copied));
+    let mut holders: Vec<(i64, usize)> =
+        blocks.iter().enumerate().filter(|(_, each)| each.held > 0).map(|(place, each)| (each.held, place)).collect();
+    holders.sort_unstable();
+    let (mut end, mut copied, mut left) = (0, 0.0, holders.len());
+    for equal in holders.chunk_by(|(one, _), (other, _)| one == other) {
+        let next = equal.first().map_or(end, |&(held, _)| held);
+        copied += (next - end) as f64 * (left as f64 - 1.0) / left as f64;
+        for &(_, place) in equal {
+            if let Some(each) = blocks.get_mut(place) {
+                each.copied = copied;
+            }
+        }
         end = next;
-        holders -= equal.len();
+        left -= equal.len();
     }
-    let up_to = |blocks| ends.binary_search_by_key(&blocks, |&(end, _)| end).ok().and_then(|place| ends.get(place));
-    let lacking =
-        |blocks| if blocks > 0 { copied - up_to(blocks).map_or(copied, |&(_, before)| before) } else { copied };
-    let blocks = |held| PromptBlocks { held, copied: lacking(held) };
-    candidates.iter().map(held).map(blocks).collect()
+    for each in &mut blocks {
+        each.copied = copied - each.copied;
+    }
+    blocks
 }
 
 /// Quotient and remainder. A division takes as long as the rest of a term, and few ranks have more tokens than a step.

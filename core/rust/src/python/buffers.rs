@@ -46,6 +46,16 @@ impl Bytes<'_, '_> {
     }
 }
 
+/// Returns numbers as a packed buffer.
+pub fn packed<'py>(py: Python<'py>, numbers: &[f64]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, size_of_val(numbers), |to| {
+        for (to, number) in to.chunks_exact_mut(8).zip(numbers) {
+            to.copy_from_slice(&number.to_ne_bytes());
+        }
+        Ok(())
+    })
+}
+
 /// Returns the bytes of `bytes`, `bytearray`, or another contiguous buffer.
 pub fn bytes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
     if let Ok(exact) = object.cast::<PyBytes>() {

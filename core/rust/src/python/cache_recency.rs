@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::words;
+use super::buffers::{packed, words};
 use super::exclusive::Exclusive;
 use crate::index::tree::ranks::Name;
 use crate::load::cache_recency::{CachedRank, Recency};
@@ -40,11 +40,8 @@ impl CacheRecency {
         Ok(())
     }
 
-    fn reuse_chance<'py>(&self, py: Python<'py>, now: f64) -> Bound<'py, PyBytes> {
-        let packed: Vec<u8> = self.recency.with(py, false, |recency| {
-            recency.reuse_chance(now).iter().flat_map(|chance| chance.to_ne_bytes()).collect()
-        });
-        PyBytes::new(py, &packed)
+    fn reuse_chance<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyBytes>> {
+        packed(py, &self.recency.with(py, false, |recency| recency.reuse_chance(now).to_vec()))
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

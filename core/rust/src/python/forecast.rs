@@ -5,6 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use super::buffers::packed;
 use crate::load::forecast::{Candidate, Model, Request, prompt_blocks};
 
 /// Implements `kvrouter.core.interface.ForecastModel`.
@@ -115,11 +116,6 @@ impl ForecastModel {
                 }
             }
         }
-        PyBytes::new_with(py, size_of_val(rows.as_slice()), |to| {
-            for (to, value) in to.chunks_exact_mut(8).zip(&rows) {
-                to.copy_from_slice(&value.to_ne_bytes());
-            }
-            Ok(())
-        })
+        packed(py, &rows)
     }
 }
