@@ -82,15 +82,16 @@ class MessageEvents(NamedEvents):
 
     def _piece(self, piece: Piece) -> None:
         if piece.reasoning:
-            self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            if self._kind != "thinking":
+                self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             self._grow(piece.reasoning)
         # Text that belongs to the end of an output with calls follows them.
         if piece.text:
-            self._enter("text", {"type": "text", "text": ""})
+            if self._kind != "text":
+                self._enter("text", {"type": "text", "text": ""})
             self._grow(piece.text)
         for call in piece.tool_calls:
             if call.name:
-                self._leave()
                 self._enter("tool_use", _tool_use(call) | {"input": {}})
                 self._call, self._has_calls = call.index, True
             if call.arguments:
@@ -107,9 +108,7 @@ class MessageEvents(NamedEvents):
         return [named_event("error", anthropic_error(body))]
 
     def _enter(self, kind: str, block: dict[str, Any]) -> None:
-        """Begins a block unless one of its kind is open."""
-        if self._kind == kind:
-            return
+        """Begins a block."""
         self._leave()
         self._block, self._kind = self._block + 1, kind
         self._write_named("content_block_start", {"index": self._block, "content_block": block})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -122,49 +122,41 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
+    """None in the chunk with the usage."""
     usage: Usage | None = None
     error: Any = None
+    """The engine's error within a stream; None if there is none."""
 
 
 _ANSWER = msgspec.json.Decoder(_Answer, strict=False)
 
 
-class ChatAnswer(NamedTuple):
-    """What one chunk or response has."""
-
-    piece: Piece | None
-    """None if it has no output, as the chunk with the usage."""
-    usage: Usage | None
-    error: Any
-    """The engine's error within a stream; None if there is none."""
-
-
-def read_answer(data: bytes) -> ChatAnswer:
+def _read(data: bytes) -> _Answer:
     """Reads a chunk or a response.
 
     Raises:
         DependencyAway: it is none.
     """
     try:
-        answer = _ANSWER.decode(data)
+        return _ANSWER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise DependencyAway("its OpenAI API answers a chat with something else") from None
-    choice = answer.choices[0] if answer.choices else None
-    return ChatAnswer(None if choice is None else _piece(choice), answer.usage, answer.error)
 
 
 def _piece(choice: _Choice) -> Piece:
     message = choice.delta or choice.message or _Message()
     stop = choice.stop_reason if choice.stop_reason is not None else choice.matched_stop
+    calls = message.tool_calls
+    # By position, as one is made for each token.
     return Piece(
-        text=message.content or "",
-        token_ids=(),
-        logprobs=(),
-        top_logprobs=(),
-        finish_reason=choice.finish_reason,
-        stop_reason=stop if isinstance(stop, str) else None,
-        tool_calls=[_call(place, call) for place, call in enumerate(message.tool_calls or ())],
-        reasoning=message.reasoning_content or message.reasoning or "",
+        message.content or "",
+        (),
+        (),
+        (),
+        choice.finish_reason,
+        stop if isinstance(stop, str) else None,
+        [_call(place, call) for place, call in enumerate(calls)] if calls else (),
+        message.reasoning_content or message.reasoning or "",
     )
 
 
@@ -283,25 +275,25 @@ class TranslatedResponse(ForwardedResponse):
         data = data_of(event)
         if self._failed or not data.startswith(b"{"):
             return  # A comment, or the end.
-        answer = read_answer(data)
-        self._count(answer.usage)
+        answer = _read(data)
+        if answer.usage is not None:
+            self._count(answer.usage)
         if answer.error is not None:
             self.fail({"error": answer.error} if isinstance(answer.error, dict) else {"error": {}})
-        elif answer.piece is not None:
-            events.add(0, answer.piece)
+        elif answer.choices:
+            events.add(0, _piece(answer.choices[0]))
 
     def _whole(self, body: bytes) -> bytes:
-        answer = read_answer(body)
-        self._count(answer.usage)
-        if answer.piece is None:
+        answer = _read(body)
+        if answer.usage is not None:
+            self._count(answer.usage)
+        if not answer.choices:
             raise DependencyAway("its OpenAI API answers a chat without a choice")
         sink = self._translated.whole(self._frame)
-        sink.add(0, answer.piece)
+        sink.add(0, _piece(answer.choices[0]))
         return sink.body()
 
-    def _count(self, usage: Usage | None) -> None:
-        if usage is None:
-            return
+    def _count(self, usage: Usage) -> None:
         count = self._frame.counts[0]
         count.prompt_tokens = count.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         count.output_tokens = usage.completion_tokens or 0
