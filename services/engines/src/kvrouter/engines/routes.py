@@ -51,6 +51,10 @@ SERVED: Final[Mapping[EngineName, frozenset[str]]] = {
 """Inference routes by engine, as vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.3 have them, whatever the model can do."""
 
 
+TAKE_TOKEN_IDS: Final = frozenset({"vllm", "sglang"})
+"""Engines whose completions take token ids as a prompt."""
+
+
 def serves(engine: str, path: str) -> bool:
     """Returns whether an engine serves a path itself; an unknown one serves chats and completions."""
     return path in served_by(engine)

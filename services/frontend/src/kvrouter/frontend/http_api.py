@@ -11,6 +11,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from kvrouter.engines.fields import CHATS, MESSAGES, RESPONSES
+from kvrouter.engines.routes import TAKE_TOKEN_IDS
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
@@ -36,7 +37,7 @@ from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
 from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
-from kvrouter.frontend.proxy.engine_request import check_salted, permitted, serves_itself
+from kvrouter.frontend.proxy.engine_request import check_salted, permitted, serves_itself, with_token_ids
 from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse, TranslatedResponse
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
@@ -46,6 +47,7 @@ from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError, UnknownModel
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -372,6 +374,7 @@ class HttpApi:
         if access is not None:
             check_salted(access, routed, pools)
         routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
+        passed = await self._with_token_ids(routed, passed, pools)
         routed_on = routed.routed_on(view)
         response = (
             ForwardedResponse(request, self._writer, routed_on)
@@ -402,6 +405,15 @@ class HttpApi:
         finally:
             response.close()
         return response.stream
+
+    async def _with_token_ids(self, routed: RoutedBody, body: bytes, pools: Sequence[ComponentView]) -> bytes:
+        """Returns the body for an engine, with the token ids of its text if all engines of the model take them."""
+        if not (self._settings.forward_token_ids and routed.is_one_text and routed.is_tokenized):
+            return body
+        if any(worker.engine not in TAKE_TOKEN_IDS for view in pools for worker in view.workers.values()):
+            return body
+        encode = partial(with_token_ids, body, routed.token_ids)
+        return encode() if len(body) <= _LONG_BODY_BYTES else await self._work.run(encode, Lane.BODIES, size=len(body))
 
     async def _run_text(
         self, request: web.Request, text_request: TextRequest, translated: TranslatedRequest | None = None

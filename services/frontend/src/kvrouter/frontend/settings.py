@@ -80,6 +80,9 @@ class FrontendSettings(RoutingSettings):
     engine_routes: tuple[PassedRoute, ...] = PASSED_ROUTES
     """Further inference routes that are passed on to engines with an OpenAI API, separated by commas; empty for
     none."""
+    forward_token_ids: bool = False
+    """Whether a completion of one text is forwarded to vLLM and SGLang with its token ids, so they do not tokenize it
+    again. The Frontend's tokenizer must be the engine's."""
     models_file: str = ""
     """TOML file with a table `models`: names that stand for models, their fallbacks and canaries. It is followed, and
     may be the configuration file; empty for none."""

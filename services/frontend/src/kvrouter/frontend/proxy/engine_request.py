@@ -23,6 +23,7 @@ from kvrouter.engines.openai_server import connection_failure
 from kvrouter.engines.routes import serves
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_engine_request
+from kvrouter.frontend.edge.token_list import encode_token_ids
 from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, RoutedBody
 from kvrouter.frontend.text.client_work import ClientWork, Lane
 from kvrouter.net import trace_context
@@ -166,6 +167,11 @@ def decode_body(body: bytes, params: TransferParams | None) -> bytes:
     payload = params.payload.strip()
     is_vllm = params.format == VLLM_TRANSFER
     return _with_fields(body, b'"kv_transfer_params":' + payload if is_vllm else payload[1:-1])
+
+
+def with_token_ids(body: bytes, token_ids: bytes) -> bytes:
+    """Returns the body of a completion with token ids, a packed buffer, in the place of its prompt."""
+    return msgspec.json.encode(_FIELDS.decode(body) | {"prompt": encode_token_ids(token_ids)})
 
 
 def transfer_params(response: bytes | bytearray) -> TransferParams | None:

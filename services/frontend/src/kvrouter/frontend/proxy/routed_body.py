@@ -82,11 +82,20 @@ class _Fields(msgspec.Struct, frozen=True):
     truncate_prompt_tokens: Any = None
     stop_token_ids: _Raw = _Raw()
     input: _Raw = _Raw()
+    # With them a response depends on the text of its prompt.
+    echo: Any = None
+    suffix: Any = None
+    prompt_logprobs: Any = None
 
     @property
     def is_rendered_by_engine(self) -> bool:
         """Whether only the engine knows the tokens."""
         return any((self.chat_template, self.prompt_embeds, self.truncate_prompt_tokens))
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the response may depend on more of the prompt than its tokens."""
+        return bool(self.echo) or self.suffix is not None or self.prompt_logprobs is not None
 
 
 TRANSLATED: Mapping[str, type[TranslatedRequest]] = {kind.path: kind for kind in (MessagesRequest, ResponsesRequest)}
@@ -128,6 +137,8 @@ class RoutedBody:
     is_tokenized: bool = True
     """Whether the token ids are those the engine computes with."""
     has_prompt: bool = True
+    is_one_text: bool = False
+    """Whether it is a completion of one text, and nothing but its tokens counts: an engine may get these instead."""
     media: PromptMedia | None = field(default=None, repr=False)
     """Its images, sounds and videos, which are found when the prompt is tokenized; None if it can have none."""
     source: PromptSource | None = field(default=None, repr=False)
@@ -227,6 +238,7 @@ class RoutedBody:
             source, content = TranslatedPrompt(body, api, media), content or _given(fields.input)
         elif not fields.is_rendered_by_engine and prompt:
             source = _Text(fields)
+            parsed = replace(parsed, is_one_text=prompt.startswith(b'"') and not fields.needs_text)
         elif not fields.is_rendered_by_engine and content:
             media = PromptMedia(bytes(fields.media_io_kwargs) + bytes(fields.mm_processor_kwargs))
             source = _Chat(fields, media)
