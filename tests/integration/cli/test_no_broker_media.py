@@ -35,18 +35,26 @@ class Seen:
 
 
 async def ask(system: NoBroker, path: str, body: dict[str, Any]) -> Seen:
+    """Sends a request. Returns when the index has the blocks of its prompt."""
     async with system.session.post(f"http://{system.http}{path}", json={"model": "m"} | body) as response:
         answer: Any = await response.json()
         assert response.status == 200, answer
         headers, usage = response.headers, answer["usage"]
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-        return Seen(
+        seen = Seen(
             headers["x-kvrouter-worker"],
             headers["x-kvrouter-routed-on"],
             int(headers["x-kvrouter-overlap-blocks"]) * BLOCK,
             details.get("cached_tokens", -1),
             usage.get("prompt_tokens", usage.get("input_tokens")),
         )
+    worker_id = int(seen.worker.partition(":")[0])
+
+    async def is_indexed() -> bool:
+        return (await system.ranks())[worker_id].blocks >= seen.prompt // BLOCK
+
+    await until(is_indexed)
+    return seen
 
 
 def image(source: str) -> dict[str, Any]:
