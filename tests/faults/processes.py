@@ -121,12 +121,16 @@ class Processes:
 
     async def deciding(self, frontends: int, names: tuple[str, str] = SCHEDULERS) -> tuple[str, str]:
         """Of two processes, that whose Scheduler holds the sessions of all the Frontends, and the other one."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while True:
-                sessions = [(await self.status(name)).sessions for name in names]
-                if sorted(sessions) == [0, frontends]:
-                    return names if sessions[0] else (names[1], names[0])
-                await asyncio.sleep(0.05)
+        sessions: list[int] = []
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while True:
+                    sessions = [(await self.status(name)).sessions for name in names]
+                    if sorted(sessions) == [0, frontends]:
+                        return names if sessions[0] else (names[1], names[0])
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"{names} have {sessions} sessions, not all of {frontends} at one") from None
 
     async def until_booked(self, name: str, count: int, patience_seconds: float = PATIENCE_SECONDS) -> set[int]:
         """Returns when a Scheduler counts so many bookings: all the counts that it had on the way."""
