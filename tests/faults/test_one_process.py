@@ -6,7 +6,7 @@ import asyncio
 
 from kvrouter.v1.errors import KvRouterError
 
-from .processes import GRACE_SECONDS, Processes, cancelled, start_workers, streamed
+from .processes import GRACE_SECONDS, UNSHARDED, Processes, cancelled, start_workers, streamed
 from .rig import FULL
 
 STREAMS = 250 if FULL else 50
@@ -16,7 +16,7 @@ NAMES = ("both-0", "both-1")
 
 async def test_one_of_two_decides_and_bookings_of_a_killed_process_end(processes: Processes) -> None:
     grace = ("--session-grace-seconds", str(GRACE_SECONDS), "--lease-seconds", "2")
-    sync = ("--replica-sync", "--replica-heartbeat-seconds", "0.2")
+    sync = ("--replica-sync", "--replica-heartbeat-seconds", "0.2", *UNSHARDED)
     for name in NAMES:
         await processes.start("scheduler,frontend", name, *grace, *sync, "--port", "0", "--router-mode", "round-robin")
     await start_workers(processes, 0.02)

@@ -8,7 +8,17 @@ import signal
 import pytest
 from kvrouter.v1.errors import KvRouterError
 
-from .processes import GRACE_SECONDS, PATIENCE_SECONDS, SCHEDULERS, TOKENS, Processes, cancelled, start_system, streamed
+from .processes import (
+    GRACE_SECONDS,
+    PATIENCE_SECONDS,
+    SCHEDULERS,
+    TOKENS,
+    UNSHARDED,
+    Processes,
+    cancelled,
+    start_system,
+    streamed,
+)
 from .rig import FULL
 
 SYNC = ("--replica-sync", "--lease-seconds", "2", "--replica-heartbeat-seconds", "0.2")
@@ -137,8 +147,8 @@ async def test_schedulers_that_are_killed_and_join_under_load_agree(processes: P
             # The deciding one, then the other, and so on: both must have received everything.
             await processes.kill(live.pop(0))
             live.append(f"scheduler-{number + 2}")
-            grace = ("--session-grace-seconds", str(GRACE_SECONDS))
-            await processes.start("scheduler", live[-1], *grace, "--router-mode", "round-robin", *SYNC)
+            options = ("--session-grace-seconds", str(GRACE_SECONDS), *UNSHARDED)
+            await processes.start("scheduler", live[-1], *options, "--router-mode", "round-robin", *SYNC)
             await processes.ready("scheduler", live[-1])
             before = ended
             async with asyncio.timeout(PATIENCE_SECONDS):
