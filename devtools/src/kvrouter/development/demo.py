@@ -50,6 +50,8 @@ class DemoOptions:
     """Folder for the picture, the statistics and the logs; created if it is missing."""
     verbose: bool = False
     """Whether to print every statistic."""
+    host_blocks: int = 0
+    """KV blocks of each engine in host memory; 0 for none."""
 
 
 async def demo(options: DemoOptions, console: Console) -> list[RunStatistics]:
@@ -94,6 +96,7 @@ async def _run(mode: str, options: DemoOptions, console: Console) -> RunStatisti
             logs=logs,
             workers=options.workers,
             blocks=options.blocks,
+            host_blocks=options.host_blocks,
             block_size=options.block_size,
             clock=options.time_scale.clock,
             stream_interval=_STREAM_INTERVAL,

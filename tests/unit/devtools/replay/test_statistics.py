@@ -99,13 +99,20 @@ def test_records_take_pieces_as_they_come() -> None:
     first.output.token_engine_ns.extend([30_000_000, 41_000_000])
     first.output.arrived_engine_ns = 10_000_000
     first.output.cached_tokens = 32
+    first.output.lower_cached_tokens.host = 16
     second = FrontendServiceGenerateResponse()
     second.output.token_engine_ns.append(55_000_000)
     taken.take(first)
     taken.take(second)
     assert (taken.worker, taken.router_ms, taken.predicted_overlap_blocks) == ((9, 0), 1.5, 2)
     assert (taken.ttft_ms, taken.itl_ms, taken.output_tokens) == (26.0, [11.0, 14.0], 3)
-    assert taken.cached_tokens == 32
+    assert (taken.cached_tokens, taken.host_tokens, taken.shared_tokens) == (32, 16, 0)
+
+
+def test_what_was_loaded_from_lower_tiers_is_a_share_of_the_prompts() -> None:
+    run = run_statistics([record(0, host_tokens=16), record(1)])
+    assert run.host_rate == 0.08
+    assert math.isnan(run.shared_rate), "no row where there is no such tier"
 
 
 def test_failed_requests_are_counted_by_code_and_nowhere_else() -> None:

@@ -36,6 +36,7 @@ def demo_command(
     clock: Annotated[float, typer.Option(help="Engine seconds that pass in one second of wall time.")] = DEFAULT_CLOCK,
     workers: Workers = 8,
     blocks: Blocks = 16_384,
+    host_blocks: Annotated[int, typer.Option(min=0, help="KV blocks of each engine in host memory; 0 for none.")] = 0,
     block_size: BlockSize = 16,
     mode: Annotated[
         list[str] | None, typer.Option(help="Routing mode to run; by default round-robin, kv and forecast.")
@@ -58,6 +59,7 @@ def demo_command(
         modes=modes,
         workers=workers,
         blocks=blocks,
+        host_blocks=host_blocks,
         block_size=block_size,
         results=results,
         verbose=verbose,

@@ -28,6 +28,10 @@ class RequestRecord:
     """Message of its failure."""
     cached_tokens: int | None = None
     """Prompt tokens that the worker found in its cache; None if the worker did not report it."""
+    host_tokens: int = 0
+    """Those of them that it loaded from host memory."""
+    shared_tokens: int = 0
+    """Those of them that it loaded from shared storage."""
     ttft_ms: float | None = None
     """Time to the first token, engine milliseconds, from the arrival in the engine, or at the Scheduler if that queued
     the request. None without a token."""
@@ -87,6 +91,8 @@ class RequestRecord:
         output = piece.output
         if output.HasField("cached_tokens"):
             self.cached_tokens = output.cached_tokens
+            self.host_tokens = output.lower_cached_tokens.host
+            self.shared_tokens = output.lower_cached_tokens.shared
         self.preemptions = max(self.preemptions, output.preemptions)
         self._take_stamps(
             output.token_engine_ns, output.arrived_engine_ns if output.HasField("arrived_engine_ns") else None

@@ -56,10 +56,15 @@ _OUTPUT = _Row("output tokens per second", lambda run: run.output_tokens_per_eng
 _PEAK = _Row("prefill load, busiest / mean", lambda run: run.balance.peak, _plain, lower_is_better=True)
 _COMPLETED = _Row("requests completed", lambda run: run.completed, _count)
 
-_SUMMARY = ((_TTFT_P50, _TTFT_P99, _ITL_P50, _ITL_P99, _OUTPUT, _PEAK, _COMPLETED),)
+_HOST = _Row("loaded from host memory", lambda run: run.host_rate, _percent)
+_SHARED = _Row("loaded from shared storage", lambda run: run.shared_rate, _percent)
+
+_SUMMARY = ((_HOST, _SHARED, _TTFT_P50, _TTFT_P99, _ITL_P50, _ITL_P99, _OUTPUT, _PEAK, _COMPLETED),)
 """Rows after the hit rate."""
 _ALL: tuple[tuple[_Row, ...], ...] = (
     (
+        _HOST,
+        _SHARED,
         _TTFT_P50,
         _Row("time to first token, p90", lambda run: run.ttft_ms.p90, _milliseconds, lower_is_better=True),
         _TTFT_P99,

@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvrouter.devtools.replay.open_loop import ReplayResult
 from kvrouter.devtools.replay.pacing import TimeScale
@@ -74,8 +74,12 @@ class RunStatistics:
     """Message of the first failure by status code."""
     hit_rate: float
     """Cached prompt tokens divided by prompt tokens, as the workers count them."""
+    host_rate: float
+    """Those of them that were loaded from host memory, divided by prompt tokens; NaN if there are none."""
+    shared_rate: float
+    """The same for shared storage."""
     possible_hit_rate: float
-    """The same for one unlimited cache: see ``kvrouter.devtools.traces.reuse``. NaN if it is unknown."""
+    """``hit_rate`` of one unlimited cache: see ``kvrouter.devtools.traces.reuse``. NaN if it is unknown."""
     prediction_exact: float
     """Share of requests whose predicted overlap equals what the worker found in its cache; NaN in modes that do not
     predict. Below 1 under load, since caches change between decision and prefill."""
@@ -135,6 +139,12 @@ def hit_rate(records: Iterable[RequestRecord]) -> float:
     return cached / prompt if prompt else math.nan
 
 
+def loaded_rate(records: Sequence[RequestRecord], field: Literal["host_tokens", "shared_tokens"]) -> float:
+    """Returns the tokens loaded from a tier divided by all prompt tokens; NaN if none were."""
+    loaded = sum(getattr(record, field) for record in records)
+    return loaded / sum(record.prompt_tokens for record in records) if loaded else math.nan
+
+
 def expected_cached_tokens(overlap_blocks: int, prompt_tokens: int, block_size: int) -> int:
     """Returns the tokens that an engine takes from its cache if it has `overlap_blocks` leading blocks of a prompt.
 
@@ -184,6 +194,8 @@ def statistics_of_run(
         errors=dict(Counter(record.error for record in records if record.error is not None)),
         error_examples={record.error: record.error_message for record in reversed(records) if record.error is not None},
         hit_rate=hit_rate(completed),
+        host_rate=loaded_rate(completed, "host_tokens"),
+        shared_rate=loaded_rate(completed, "shared_tokens"),
         possible_hit_rate=possible_hit_rate,
         prediction_exact=_prediction_exact(completed, block_size) if mode in _PREDICTING_MODES else math.nan,
         ttft_ms=quantiles(record.ttft_ms for record in completed if record.ttft_ms is not None),

@@ -52,6 +52,8 @@ class StackOptions:
     """Number of simulated engines, each a process; at least 1."""
     blocks: int = 16_384
     """KV blocks of each engine, at least 1."""
+    host_blocks: int = 0
+    """KV blocks of each engine in host memory; 0 for none."""
     block_size: int = 16
     """Tokens per block, at least 1."""
     sequences: int = 256
@@ -207,6 +209,7 @@ class Stack:
                         str(number),
                     ),
                     *("--num-blocks", str(options.blocks), "--block-size", str(options.block_size)),
+                    *("--host-blocks", str(options.host_blocks)),
                     *("--max-sequences", str(options.sequences)),
                     *text,
                     *("--clock-factor", str(options.clock), "--stream-interval", str(options.stream_interval)),
