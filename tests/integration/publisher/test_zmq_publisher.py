@@ -230,3 +230,28 @@ def test_events_have_the_fields_of_a_recorded_vllm(context: zmq.Context[Any], sc
     # The number of an adapter is deprecated; its name counts.
     assert own == [like | {"token_ids": tokens, "block_size": BLOCK, "lora_id": None}, removals[0]]
     assert [list(event) for event in own] == [list(like), list(removals[0])]
+
+
+OFFLOADED = bytes.fromhex(
+    "93cb3ff80000000000009289a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739107b1706172656e745f626c6f636b"
+    "5f68617368c0a9746f6b656e5f69647390aa626c6f636b5f73697a6500a76c6f72615f6964c0a66d656469756da3435055a96c6f72615f6e61"
+    "6d65c0a967726f75705f6964780084a474797065ac426c6f636b52656d6f766564ac626c6f636b5f686173686573920708a66d656469756da3"
+    "435055a967726f75705f6964780000"
+)
+"""A message of the event classes of vLLM 0.32 with the values that its offloading connector gives them, built from its
+source, not recorded: a block stored in host memory, by its hash alone, and two removed there."""
+
+
+def test_offloaded_blocks_are_published_as_vllm_does(context: zmq.Context[Any]) -> None:
+    with publishing(context, dp_rank=0) as (publisher, consumer):
+        with publisher.batch():
+            publisher.stored_known([7], tier=Tier.TIER_HOST)
+            publisher.removed([7, 8], tier=Tier.TIER_HOST)
+        _, ours, _ = msgspec.msgpack.decode(consumer.receive().payload)
+        _, theirs, _ = msgspec.msgpack.decode(OFFLOADED)
+        assert ours == theirs
+        assert [list(event) for event in ours] == [list(event) for event in theirs], "in the same order"
+    store, removal = decode_batch(OFFLOADED).events
+    assert isinstance(store, Stored)
+    assert (store.block_hashes, store.token_ids, store.block_size, store.tier) == ([7], [], 0, Tier.TIER_HOST)
+    assert removal == Removed([7, 8], 0, Tier.TIER_HOST, 0, False)
