@@ -172,9 +172,11 @@ class Overlaps(NamedTuple):
         ends = np.tile(device, (4, 1))
         if self.lower is not None:
             sources = worker_set.sources(self.listed)
-            ends[1:] = self.lower[:, sources.places] * sources.current
+            ends[1:] = self.lower if sources.equal else self.lower[:, sources.places] * sources.current
         ends[3] = np.maximum(ends[3], self.pooled_blocks * worker_set.reads_shared_storage)
-        blocks: Column = np.diff(np.maximum.accumulate(ends), axis=0)
+        for slower, faster in zip(ends[1:], ends, strict=False):  # in a tenth of the time of numpy's accumulate
+            np.maximum(slower, faster, out=slower)
+        blocks: Column = np.diff(ends, axis=0)
         return blocks if blocks.any() else None
 
     def is_indexed(self, rank: Rank) -> bool:
