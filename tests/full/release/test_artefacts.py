@@ -87,9 +87,9 @@ def test_the_notes_are_those_of_the_changelog(release: Path) -> None:
     assert notes.count("\n") > 10
 
 
-def test_the_images_are_layouts_of_the_open_container_initiative(release: Path, base_images: bool) -> None:
-    if not base_images:
-        pytest.skip("images need buildah, podman and root")
+def test_the_images_are_layouts_of_the_open_container_initiative(release: Path) -> None:
+    if not any(release.glob("*.oci.tar")):
+        pytest.skip("the release has no images: they need buildah, podman and root")
     for name in ("kvrouter", "kvrouter-devstack"):
         with tarfile.open(release / f"{name}-{VERSION}-linux-amd64.oci.tar") as opened:
             assert {"./oci-layout", "./index.json"} <= set(opened.getnames())
