@@ -82,7 +82,7 @@ def test_hashes_may_be_signed() -> None:
 
 
 def test_local_hashes_are_those_of_dynamo() -> None:
-    """Vectors of its ``compute_block_hash_for_seq``: XXH3-64 of little-endian tokens with the seed 1337."""
+    """A vector of its block registry: XXH3-64 of little-endian tokens with the seed 1337."""
     assert local_hashes([1, 2, 3, 4], 4) == struct.pack("<Q", 14643705804678351452)
 
 

@@ -42,18 +42,26 @@ fleets = st.builds(
     speeds=st.lists(st.sampled_from([1.0, 0.5, 3.0]), min_size=1, max_size=3),
     model=st.sampled_from([TimeModel(), TimeModel(0.0, 0.0, 10.0, 0.0, 0.0, 10.0), TimeModel(decode_floor_ms=40.0)]),
     host=st.sampled_from([TierConfig(), TierConfig(6, 1e-3), TierConfig(40)]),
-    shared=st.sampled_from([TierConfig(), TierConfig(8, 1e-4, 3.0)]),
+    shared=st.sampled_from([TierConfig(), TierConfig(8, 1e-4, 3.0), TierConfig(60, 1e-4, 3.0)]),
 )
 # Steps of 10 ms meet arrivals at multiples of 10 ms: then all is at equal times.
 pauses = st.one_of(st.just(0.0), st.sampled_from([0.01, 0.02, 0.1]), st.floats(0, 0.2))
+# Random prompts seldom repeat one whose blocks left device memory: prefixes of three texts reach the lower tiers.
+prompts = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=24),
+    st.builds(
+        lambda first, length: [*range(first, first + length)], st.sampled_from([0, 100, 200]), st.integers(8, 24)
+    ),
+)
 scripts = st.lists(
     st.tuples(
         pauses,
         st.sampled_from(["submit", "submit", "submit", "submit", "restart"]),
         st.integers(0, 2),
-        st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        prompts,
         st.integers(1, 20),
     ),
+    min_size=1,
     max_size=30,
 )
 
