@@ -33,6 +33,8 @@ from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGetPotentialLoadsRequest
 
+from ...kube_api_server import serving_kube_api, write_kubeconfig
+
 pytestmark = pytest.mark.timeout(180)
 
 _ROOT = Path(__file__).parents[3]
@@ -102,7 +104,7 @@ async def test_services_together_answer_as_services_apart(
 
 
 async def test_every_metric_is_documented_and_exposed(
-    tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str
+    tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (_ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
@@ -114,10 +116,10 @@ async def test_every_metric_is_documented_and_exposed(
     }
     where = ("--namespace", namespace, "--nats", nats_url, "--etcd", etcd_endpoint)
     static = ("--static-workers", "127.0.0.1:1", "--static-model", "m", "--router-mode", "random")
-    ops = [f"127.0.0.1:{free_port()}" for _ in range(6)]
+    ops = [f"127.0.0.1:{free_port()}" for _ in range(7)]
     record = ("--record", str(tmp_path / "traffic.jsonl"))
-    picker = ("--endpoint-picker-bind", "127.0.0.1:0")
-    every = (*where, "--replica-sync", "--port", "0", "--http-bind", ops[0], *record, *picker)
+    ports = ("--port", "0", "--endpoint-picker-bind", "127.0.0.1:0", "--query-bind", "127.0.0.1:0")
+    every = (*where, "--replica-sync", *ports, "--http-bind", ops[0], *record)
     write_key_file(tmp_path / "keys.json", KeyFile())
     signing = ("--jwt-keys", "http://127.0.0.1:1/", "--jwt-issuer", "i", "--jwt-audience", "a")
     keys = ("--api-keys", str(tmp_path / "keys.json"), *signing)
@@ -133,7 +135,12 @@ async def test_every_metric_is_documented_and_exposed(
     commands.append(module("sidecar", "cli.main", "sidecar", *where, *beside))
     several = (*where, "--processes", "2", "--port", "0", "--http-bind", ops[4])
     commands.append(module("frontends", "frontend", *several))
-    async with processes(tmp_path, *commands), aiohttp.ClientSession() as session:
+    async with serving_kube_api() as kube, AsyncExitStack() as stack:
+        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", kube)))
+        pods = ("--component", "pods", "--engine-pods", "app=vllm", "--http-bind", ops[6])
+        commands.append(module("pods", "cli.main", "sidecar", *where, *pods))
+        await stack.enter_async_context(processes(tmp_path, *commands))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
         exposed = {name for address in ops for name in await metric_names(session, address)}
     assert listed == {
         name for name in exposed if name.startswith(("kvrouter_", "gen_ai_")) and not name.endswith("_created")
