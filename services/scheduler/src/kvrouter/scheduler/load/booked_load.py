@@ -203,6 +203,10 @@ class BookedLoad:
         heads = self._prefills.heads(self.clock())
         return Loads(active + added if added else active, prefill, requests, leading, heads)
 
+    def columns(self) -> Column:
+        """Returns the rows of ``loads`` without a prompt: active blocks, prefill tokens, requests, leading blocks."""
+        return self._registered_of(self._sequences.loads())
+
     def reuse_chance(self) -> Amounts:
         """Returns the mean chance over each registered rank's KV cache that a block is used again, in order of rank."""
         return np.ndarray((len(self._registered),), np.float64, self._recency.reuse_chance(self.clock()))
