@@ -29,8 +29,8 @@ SCRIPTS = {
     for name, entry in tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["scripts"].items()
 }
 MODULES = [
-    ".".join(path.parts[path.parts.index("kvrouter") :]).removesuffix(".py")
-    for path in sorted(ROOT.glob("*/**/src/kvrouter/**/__main__.py"))
+    str(path).partition("/src/")[2].removesuffix(".py").replace("/", ".")
+    for path in sorted(each.relative_to(ROOT) for each in ROOT.glob("*/**/src/kvrouter/**/__main__.py"))
 ]
 
 
