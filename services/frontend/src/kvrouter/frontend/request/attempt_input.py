@@ -202,7 +202,7 @@ class AttemptInput:
         Args:
             booking: The booking of the attempt.
             transfer_params: Where the worker fetches the prompt's KV cache; None if it computes the prompt.
-            kv_source: Who holds more of the prompt; None if no other rank does.
+            kv_source: Another rank that holds more of the prompt; None if none does.
         """
         request = self._request
         companions = trace_context.companions()
