@@ -43,7 +43,6 @@ from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
 from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.service import FrontendService
-from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
@@ -54,6 +53,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 log = structlog.get_logger(component="frontend")
 
 _T = TypeVar("_T")
+_Body = TypeVar("_Body", bytes, bytearray)
 _BodyHandler = Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]]
 """Handles a request whose body has been read."""
 
@@ -61,8 +61,6 @@ _MAX_BODY_BYTES = 64 << 20
 _MAX_TOKEN_BYTES = 8
 """Maximum size of a text tokenized here, bytes for each token a prompt may have. Escaped Chinese has six
 to eight. Decoding a text holds the GIL, about 1 ms for each MiB."""
-_LONG_BODY_BYTES = 64 << 10
-"""Maximum size of a body parsed on the event loop: about 0.3 ms of work."""
 _COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 _ROUTED = web.RequestKey("routed", RoutedBody)
 """What was read of a body when its model was chosen, until it is forwarded."""
@@ -318,11 +316,9 @@ class HttpApi:
         parsed = await self._decoded(partial(self._parse, chosen=chosen_model("")), body)
         return parsed.with_fields(with_headers(parsed.fields, request, self._sessions))
 
-    async def _decoded(self, parse: Callable[[bytearray], _T], body: bytearray) -> _T:
+    async def _decoded(self, parse: Callable[[_Body], _T], body: _Body) -> _T:
         """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
-        if len(body) <= _LONG_BODY_BYTES:
-            return parse(body)
-        return await self._work.run(partial(parse, body), Lane.BODIES, size=len(body))
+        return await self._work.run_body(partial(parse, body), size=len(body))
 
     def _parse(self, body: bytearray, chosen: str) -> CompletionRequest:
         return CompletionRequest.parse(
@@ -412,8 +408,7 @@ class HttpApi:
             return body
         if any(worker.engine not in TAKE_TOKEN_IDS for view in pools for worker in view.workers.values()):
             return body
-        encode = partial(with_token_ids, body, routed.token_ids)
-        return encode() if len(body) <= _LONG_BODY_BYTES else await self._work.run(encode, Lane.BODIES, size=len(body))
+        return await self._decoded(partial(with_token_ids, token_ids=routed.token_ids), body)
 
     async def _run_text(
         self, request: web.Request, text_request: TextRequest, translated: TranslatedRequest | None = None

@@ -24,8 +24,8 @@ from kvrouter.engines.routes import serves
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_engine_request
 from kvrouter.frontend.edge.token_list import encode_token_ids
-from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, RoutedBody
-from kvrouter.frontend.text.client_work import ClientWork, Lane
+from kvrouter.frontend.proxy.routed_body import RoutedBody
+from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.net import trace_context
 from kvrouter.net.budgets import loop_budget
 from kvrouter.net.calls import NotSent
@@ -211,10 +211,8 @@ async def permitted(
     """
     if access is None:
         return routed, bytes(body)
-    if len(body) <= LONG_BODY_BYTES:
-        return _permitted(access, routed, body, path)
     check = partial(copy_context().run, _permitted, access, routed, body, path)
-    return await work.run(check, Lane.BODIES, size=len(body))
+    return await work.run_body(check, size=len(body))
 
 
 def check_salted(access: Access, routed: RoutedBody, views: Iterable[ComponentView]) -> None:

@@ -26,7 +26,7 @@ from kvrouter.frontend.edge.translated_request import TranslatedPrompt, Translat
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.request.validation import check_vocabulary
-from kvrouter.frontend.text.client_work import ClientWork, Lane, Slices
+from kvrouter.frontend.text.client_work import LONG_BODY_BYTES, ClientWork, Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.frontend.text.text_models import TextModels
@@ -44,8 +44,6 @@ _MODEL_PART = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024
 _DATA_URL = re.compile(rb'"data:[^"]{512,}"')
 _MEDIUM_BYTES = 256 * TOKEN_BYTES
 """Bytes standing for an image or sound in an untokenized prompt: engines make some 256 tokens of one."""
-LONG_BODY_BYTES = 64 << 10
-"""Maximum size of a body parsed on the event loop: about 0.3 ms of work."""
 _MAX_TOKENS = (1 << 32) - 1
 _PRIORITIES = range(-(1 << 31), 1 << 31)
 
@@ -290,9 +288,7 @@ class RoutedBody:
         parse = partial(cls.unread, body)
         if is_json:
             parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens, api=api)
-        if len(body) <= LONG_BODY_BYTES:
-            return parse()
-        return await work.run(parse, Lane.BODIES, size=len(body))
+        return await work.run_body(parse, size=len(body))
 
     async def tokenized(self, texts: TextModels | None, model: str, *, max_prompt_tokens: int) -> RoutedBody:
         """Returns the body with the tokens of its prompt, as far as they can be known here. Checks those it lists.

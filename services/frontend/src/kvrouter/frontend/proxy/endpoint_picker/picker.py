@@ -18,12 +18,11 @@ from kvrouter.frontend.packed_prompt import hash_prompt, with_content
 from kvrouter.frontend.proxy.endpoint_picker.engines import EngineAddresses, EngineWatch, Pick
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted
 from kvrouter.frontend.proxy.forwarding import generate_request
-from kvrouter.frontend.proxy.routed_body import LONG_BODY_BYTES, TRANSLATED, RoutedBody
+from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.validation import describe_models, of_pool, resolve_model
-from kvrouter.frontend.text.client_work import Lane
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
@@ -153,8 +152,7 @@ class Picker:
         routed = routed.named(headers, session)
         choice = self._choices.first(routed.model, session, headers) if is_json else None
         if choice is not None and choice.model != choice.name:
-            work, rename = self._texts.work, partial(renamed, body, choice.model)
-            body = rename() if len(body) <= LONG_BODY_BYTES else await work.run(rename, Lane.BODIES, size=len(body))
+            body = await self._texts.work.run_body(partial(renamed, body, choice.model), size=len(body))
             routed = replace(routed, model=choice.model)
         if choice is not None:
             routed = replace(routed, pool=choice.pool)
