@@ -140,9 +140,7 @@ class EngineCalls:
         self._session = session
         self._workers = runner.workers
         self._worker_at = runner.models.worker_at
-        self._is_stream = routed.is_stream
         self._routed = routed
-        self._may_run_at = routed.may_run_at
         self._engine_error: web.Response | None = None
         """The error of the engine called last; None if it gave none the client may see."""
         self._engine_keys = runner.settings.engine_keys
@@ -155,7 +153,7 @@ class EngineCalls:
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker has an OpenAI API, and the request can be shared with it."""
-        return self._can_share and bool(worker.openai_endpoint) and self._may_run_at(worker)
+        return self._can_share and bool(worker.openai_endpoint) and self._routed.may_run_at(worker)
 
     def engine_error(self, error: KvRouterError) -> web.Response | None:
         """Returns the response of the engine that caused the error of this request; None if none did.
@@ -172,7 +170,7 @@ class EngineCalls:
         self._engine_error = None
         request, endpoint = dispatch.request, dispatch.endpoint
         is_prefill = request.stage == Stage.STAGE_PREFILL
-        shows_progress = is_prefill or self._is_stream
+        shows_progress = is_prefill or self._routed.is_stream
         health = self.health.begin(endpoint, dispatch.prompt_tokens if shows_progress else None)
         attempt = WorkerAttempt(dispatch, health, self._workers.metrics, max_tokens=_UNLIMITED_TOKENS)
         worker = None if is_prefill else self._view.workers.get(dispatch.worker_id)
@@ -213,7 +211,7 @@ class EngineCalls:
         if worker is None or not worker.openai_endpoint:
             receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} has no OpenAI API any more"))
             return
-        if not self._may_run_at(worker):
+        if not self._routed.may_run_at(worker):
             receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} does not separate caches by salt"))
             return
         headers = self._headers(dispatch.request.request_id)
