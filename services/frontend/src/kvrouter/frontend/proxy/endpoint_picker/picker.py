@@ -147,15 +147,15 @@ class Picker:
         routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json, api=api)
         if not routed.model:
             routed = replace(routed, model=self._only_model())
-        named = {"conversation_id": routed.conversation_id, "prompt_cache_key": routed.prompt_cache_key}
-        session = self._sessions.of(headers, **named)
+        session = self._sessions.of(
+            headers, conversation_id=routed.conversation_id, prompt_cache_key=routed.prompt_cache_key
+        )
         routed = routed.named(headers, session)
         choice = self._choices.first(routed.model, session, headers) if is_json else None
-        if choice is not None and choice.model != choice.name:
-            body = await self._texts.work.run_body(partial(renamed, body, choice.model), size=len(body))
-            routed = replace(routed, model=choice.model)
         if choice is not None:
-            routed = replace(routed, pool=choice.pool)
+            if choice.model != choice.name:
+                body = await self._texts.work.run_body(partial(renamed, body, choice.model), size=len(body))
+            routed = replace(routed, model=choice.model, pool=choice.pool)
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
