@@ -128,8 +128,9 @@ def _jpeg(head: bytes) -> ImageHeader | None:
 class VllmImageId:
     """Computes the id of an image in vLLM's KV events, from its file in pieces.
 
-    It is BLAKE3 over named values, each with its kind and length before it: the image, with the settings by which vLLM
-    makes it RGB unless it is, and the model. Settings of a server or request that change the image change the id.
+    It is BLAKE3 over named values, each preceded by its kind and length: the image and the model. An image that is not
+    RGB comes with the settings by which vLLM converts it. Settings of a server or request that change the image change
+    the id.
     """
 
     def __init__(self, model: str, header: ImageHeader, size: int) -> None:

@@ -115,7 +115,7 @@ class FrontendMetrics:
         self.in_flight = gauge("kvrouter_frontend_requests_in_flight", "Running requests.")
         self.ignored_sessions = counter(
             "kvrouter_frontend_ignored_sessions",
-            "Session ids that were ignored, longer than 256 bytes or not plain text, by source.",
+            "Session ids that were ignored because they are longer than 256 bytes or not plain text, by source.",
             ["source"],
         )
         self.retries = counter("kvrouter_frontend_retries", "Attempts without output that failed and were retried.")

@@ -61,7 +61,7 @@ class Backoff:
     def __init__(self, first_seconds: float, longest_seconds: float, rng: random.Random | None = None) -> None:
         self._first = first_seconds
         self._longest = longest_seconds
-        # The shared source: seeding one takes as long as a hundredth of a request, and each request has a backoff.
+        # The shared source: each request has a backoff, and to seed a source takes a hundredth of a request's time.
         self._uniform = random.uniform if rng is None else rng.uniform
         self.failures = 0
         """Number of consecutive failures."""

@@ -80,7 +80,7 @@ def pack_local_hashes(message: LocalHashes) -> bytes:
 
 
 def set_local_hashes(message: LocalHashes, packed: bytes) -> None:
-    """Sets the hashes of a message, which is mostly a part of another, to those of a packed buffer."""
+    """Sets the hashes of a message, usually a field of another message, to those of a packed buffer."""
     message.ParseFromString(PackedLocalHashes(hashes=packed).SerializeToString())
 
 

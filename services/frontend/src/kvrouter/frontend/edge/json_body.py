@@ -42,7 +42,7 @@ def decode_json(
         decoder: Decoder of the structure the body must have.
         body: UTF-8.
         advice: Returns the advice for an invalid field, by its path; the path is empty if the whole body is invalid.
-        is_checked: Whether it was decoded by this function before, so no field is there twice.
+        is_checked: Whether another call with this body checks that no field is there twice.
 
     Raises:
         BadRequest: it is not JSON, or a field is missing, unknown, out of range or there twice; the error names the

@@ -56,7 +56,7 @@ def renamed(body: bytes | bytearray, model: str) -> bytearray:
 def _without_prompt(body: bytes | bytearray) -> tuple[bytes | bytearray, bytes]:
     """Returns a body with null in the place of its prompt, and the prompt; empty if it has none.
 
-    The decoder passes over a list of token ids twenty times as slowly as it is cut out.
+    The decoder takes twenty times as long to skip a list of token ids as it takes to cut the list out.
     """
     found = find_json_value(body, _PROMPT) if b'"prompt"' in body else None
     if found is None:

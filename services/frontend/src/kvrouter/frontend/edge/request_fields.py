@@ -265,7 +265,7 @@ def with_headers(fields: _F, request: web.BaseRequest, sessions: SessionKeys) ->
 def session_of(
     request: web.BaseRequest, sessions: SessionKeys, conversation_id: str | None, prompt_cache_key: str | None
 ) -> str:
-    """Returns the session of a request, which is found once: each invalid id counts once."""
+    """Returns the session of a request. It is looked up once, so that an invalid id is counted once."""
     if _SESSION not in request:
         found = sessions.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
         request[_SESSION] = found

@@ -101,7 +101,7 @@ TRANSLATED: Mapping[str, type[TranslatedRequest]] = {kind.path: kind for kind in
 
 
 class _Short(msgspec.Struct):
-    """The fields that are decoded as a whole, and long in no request that means well."""
+    """The fields that are decoded as a whole. They are short in every request made in good faith."""
 
     model: _Raw = _Raw()
     cache_salt: _Raw = _Raw()
@@ -373,10 +373,10 @@ class _Chat(PromptSource):
 
 
 def _check_short(body: bytes | bytearray) -> None:
-    """Checks that no field besides prompt, tools and unknown ones makes most of a long body.
+    """Checks that a long body is long only by fields that are not decoded here, or whose size is checked elsewhere.
 
     Raises:
-        BadRequest: one does, or the body is malformed.
+        BadRequest: a field of ``_Short`` is too long, or the body is malformed.
     """
     fields = decode_json(_SHORT, body, is_checked=True)
     for name in fields.__struct_fields__:

@@ -59,8 +59,8 @@ class ModelChoices:
         ).set_function(lambda: int(self._rejected))
         self._chosen = Counter(
             "kvrouter_frontend_model_choices",
-            "Requests for a name of the file of models, by the model that was tried, why (name, alias, canary or"
-            " fallback) and the component of it; empty for any.",
+            "Requests for a name of the file of models, by the model that was tried, the reason (name, alias, canary or"
+            " fallback), and the pool that was tried, empty for any.",
             ["name", "model", "reason", "pool"],
             registry=registry,
         )

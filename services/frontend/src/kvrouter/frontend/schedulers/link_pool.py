@@ -10,8 +10,9 @@ component where
 3. the cost is lowest (in the policy's unit, blocks counted in tokens),
 4. the conversation's previous request went to that rank.
 
-What that request left in the rank's cache is a part of the cost, so a conversation has no rule before it. Otherwise
-equal costs, and policies without a cost, leave the choice to chance, in proportion to the numbers of workers.
+The cost already counts the cached blocks that the conversation's previous request left on the rank, so the conversation
+itself decides only between equal costs. Remaining ties, and policies without a cost, leave the choice to chance, in
+proportion to the numbers of workers.
 """
 
 from __future__ import annotations

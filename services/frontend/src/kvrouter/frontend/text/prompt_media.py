@@ -1,10 +1,10 @@
-"""Images, sound and video of one prompt: which they are, and how many tokens each has at its place.
+"""Images, sounds and videos of one prompt: the id of each, and the number of its tokens in the prompt.
 
-Nothing is fetched or decoded. A medium is known by an id, that of the engine's KV events where it can be computed here,
-and otherwise a digest of the content or URL. Its tokens are counted by the engine: a response reports the length of the
-prompt, of which the text is known here, so the rest is that of the media. Until then a length is assumed that hardly
-any engine goes below, and the blocks from there on match those of no engine: the predicted overlap is too short, never
-too long.
+Nothing is fetched or decoded. The id is that of the engine's KV events where it can be computed here, and otherwise a
+digest of the content or URL. The number of tokens is learned from the engine: its response reports the length of the
+prompt, and all tokens besides those of the text are the media's. Until then, a length is assumed that hardly any engine
+goes below. The blocks from such a medium on match those of no engine, so the predicted overlap is too short, never too
+long.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MediaLengths:
             del self._lengths[next(iter(self._lengths))]
 
     def forget(self, sizes: Iterable[bytes]) -> None:
-        """Forgets lengths with which a prompt came out wrong."""
+        """Forgets lengths that contradict an engine's count."""
         for size in sizes:
             self._lengths.pop(size, None)
 
@@ -170,7 +170,7 @@ class PromptMedia:
         for placed in self._media:
             if (known := rules.lengths.get(placed.size)) is not None:
                 placed.length, placed.is_known = known, True
-        # Predicted blocks of a prompt whose length is assumed could be more than its engine has.
+        # If a length is assumed, the prompt could have more blocks here than at its engine.
         is_predicted = self.is_counted
         parts: list[bytes] = []
         end = length = 0
@@ -206,7 +206,7 @@ class PromptMedia:
                 self._lengths.learn(sizes.pop(), length)
 
     def _identify_content(self, placed: _Placed, rules: MediaRules) -> Slices[None]:
-        """Computes the id of vLLM's events of an image, unless its header is unknown; otherwise one of our own."""
+        """Computes the id that an image has in vLLM's events, or a digest where that id cannot be known."""
         content = placed.medium.base64
         if placed.medium.kind != "image":
             yield from self._identify_text(placed, content)
