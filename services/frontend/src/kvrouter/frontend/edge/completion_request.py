@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
-from kvrouter.core import find_json_value
 from kvrouter.frontend.access.body_room import BodyTooLarge
-from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, decode_json, invalid
+from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, decode_json, invalid, without_prompt
 from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs, unsupported
 from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt, parse_prompts
 from kvrouter.frontend.edge.token_list import Prompt
@@ -54,9 +53,6 @@ class CompletionRequest(NamedTuple):
     ) -> CompletionRequest:
         """Parses a body. Uses up to four times its size in memory and stops at the first error.
 
-        The prompt is cut out before the other fields are decoded, because the decoder would pass over it as slowly as
-        it is parsed.
-
         Args:
             body: JSON.
             max_prompt_tokens: Maximum number of token ids of a prompt.
@@ -67,16 +63,10 @@ class CompletionRequest(NamedTuple):
             BodyTooLarge: the fields besides the prompt are too long.
             PromptTooLong: the prompt has more tokens than ``max_prompt_tokens``.
         """
-        text = b""
         prompt: Prompt | None = None
-        found = find_json_value(body, "prompt")
-        if found is not None:
-            start, end = found
-            with memoryview(body) as view:
-                text = bytes(view[start:end])
-                if not _TEXTS.match(text):
-                    prompt = Prompt.parse(text, limit=max_prompt_tokens)
-                body = b"".join((view[:start], b"[]", view[end:]))
+        body, text = without_prompt(body)
+        if text is not None and not _TEXTS.match(text):
+            prompt = Prompt.parse(text, limit=max_prompt_tokens)
         if len(body) > MAX_FIELDS_BYTES:
             raise BodyTooLarge(
                 f"body: {len(body)} bytes besides the prompt; the limit is {MAX_FIELDS_BYTES}",

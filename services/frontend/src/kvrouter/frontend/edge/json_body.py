@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from kvrouter.core import json_flaw
+from kvrouter.core import find_json_value, json_flaw
 from kvrouter.v1.errors import BadRequest
 
 T = TypeVar("T")
@@ -62,6 +62,19 @@ def decode_json(
     if not is_checked and (flaw := json_flaw(body)):
         raise BadRequest(f"body: {flaw}"[:_MAX_TEXT], advice="Send each field of an object once.")
     return decoded
+
+
+def without_prompt(body: bytes | bytearray) -> tuple[bytes | bytearray, bytes | None]:
+    """Returns a body with an empty list in the place of its prompt, and the prompt; None if it has none.
+
+    The decoder takes twenty times as long to skip a list of token ids as it takes to cut the list out.
+    """
+    found = find_json_value(body, "prompt") if b'"prompt"' in body else None
+    if found is None:
+        return body, None
+    start, end = found
+    with memoryview(body) as view:
+        return b"".join((view[:start], b"[]", view[end:])), bytes(view[start:end])
 
 
 def check_structure(encoded: bytes | bytearray, field: str = "messages") -> None:
