@@ -143,8 +143,9 @@ class Progress:
                 self._metrics.cached_tokens.inc(output.cached_tokens)
                 self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
                 self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
-                for tier, count in self._metrics.lower_cached_tokens.items():
-                    count.inc(getattr(output.lower_cached_tokens, tier, 0))
+                if output.lower_cached_tokens is not None:
+                    for tier, count in self._metrics.lower_cached_tokens.items():
+                        count.inc(getattr(output.lower_cached_tokens, tier))
             else:
                 # The client has received what the first worker found, of the prompt that it sent.
                 output = output.without("cached_tokens")
