@@ -166,7 +166,8 @@ class TranslatedPrompt(PromptSource):
             body: The body.
             kind: Its API.
             media: Takes its images.
-            chat: The chat it has become; None if an engine translates it: then it is translated when it is rendered.
+            chat: The chat it was translated to here; None if an engine translates it. Then it is translated here only
+                to be rendered.
         """
         self._body = body
         self._kind = kind
@@ -180,15 +181,16 @@ class TranslatedPrompt(PromptSource):
         Raises:
             BadRequest, PromptTooLong.
         """
-        check_structure(self._body)
         with shallow():
-            chat = self._chat
-            if chat is None:
-                template = None if text is None else text.template
-                late_systems = template is not None and template.takes_late_systems
-                chat = self._kind.engine_chat(self._body, late_systems=late_systems)
+            chat = self._engine_chat(text) if self._chat is None else self._chat
             prompt = chat_prompt(chat, self.characters, self._media)
         return (yield from prompt.slices(text, limit))
+
+    def _engine_chat(self, text: ModelText | None) -> Mapping[str, Any]:
+        check_structure(self._body)
+        template = None if text is None else text.template
+        late_systems = template is not None and template.takes_late_systems
+        return self._kind.engine_chat(self._body, late_systems=late_systems)
 
 
 def chat_prompt(chat: Mapping[str, Any], characters: int, media: PromptMedia | None = None) -> ChatPrompt:
