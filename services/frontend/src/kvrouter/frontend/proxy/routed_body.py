@@ -10,24 +10,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-import msgspec
 from blake3 import blake3
 from kvrouter.engines.fields import has_salt
-from kvrouter.frontend.edge.chat_prompt import ChatPrompt
-from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, check_structure, decode_json, invalid
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, requested_rank
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
-from kvrouter.frontend.edge.text_request import parse_prompts
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.proxy.routed_fields import PassedChat, PassedText, given, read_fields, read_token_lists
 from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.request.validation import check_vocabulary
-from kvrouter.frontend.text.client_work import LONG_BODY_BYTES, ClientWork, Slices
-from kvrouter.frontend.text.model_text import ModelText, PromptSource
+from kvrouter.frontend.text.client_work import LONG_BODY_BYTES, ClientWork
+from kvrouter.frontend.text.model_text import PromptSource
 from kvrouter.frontend.text.prompt_media import PromptMedia
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -37,8 +33,6 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _TOKEN_LIST = re.compile(rb'\[\s*[^"\[\]\s]')
 """The beginning of a list with no texts and no lists."""
-_TOKEN_LISTS = re.compile(rb'\[[\s\[]*[^"{\[\]\s]')
-"""The beginning of a list of token ids, or of a list of these: neither texts nor objects."""
 _MODEL_PART = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
 """The model in a form, as transcriptions of speech are requested."""
 _DATA_URL = re.compile(rb'"data:[^"]{512,}"')
@@ -47,77 +41,8 @@ _MEDIUM_BYTES = 256 * TOKEN_BYTES
 _MAX_TOKENS = (1 << 32) - 1
 _PRIORITIES = range(-(1 << 31), 1 << 31)
 
-_Raw = msgspec.Raw
-
-
-class _Fields(msgspec.Struct, frozen=True):
-    model: str | None = None
-    stream: bool | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    max_output_tokens: int | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    conversation_id: Any = None
-    prompt_cache_key: Any = None
-    prompt: _Raw = _Raw()
-    messages: _Raw = _Raw()
-    add_special_tokens: bool | None = None
-    tools: _Raw = _Raw()
-    tool_choice: Any = None
-    add_generation_prompt: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = None
-    documents: _Raw = _Raw()
-    media_io_kwargs: _Raw = _Raw()
-    mm_processor_kwargs: _Raw = _Raw()
-    # They change the prompt in a way that only the engine knows.
-    chat_template: Any = None
-    prompt_embeds: Any = None
-    truncate_prompt_tokens: Any = None
-    stop_token_ids: _Raw = _Raw()
-    input: _Raw = _Raw()
-    # With them a response depends on the text of its prompt.
-    echo: Any = None
-    suffix: Any = None
-    prompt_logprobs: Any = None
-
-    @property
-    def is_rendered_by_engine(self) -> bool:
-        """Whether only the engine knows the tokens."""
-        return any((self.chat_template, self.prompt_embeds, self.truncate_prompt_tokens))
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether the response may depend on more of the prompt than its tokens."""
-        return bool(self.echo) or self.suffix is not None or self.prompt_logprobs is not None
-
-
 TRANSLATED: Mapping[str, type[TranslatedRequest]] = {kind.path: kind for kind in (MessagesRequest, ResponsesRequest)}
 """APIs whose bodies become chats, by path."""
-
-
-class _Short(msgspec.Struct):
-    """The fields that are decoded as a whole. They are short in every request made in good faith."""
-
-    model: _Raw = _Raw()
-    cache_salt: _Raw = _Raw()
-    conversation_id: _Raw = _Raw()
-    prompt_cache_key: _Raw = _Raw()
-    tool_choice: _Raw = _Raw()
-    reasoning_effort: _Raw = _Raw()
-    chat_template: _Raw = _Raw()
-    chat_template_kwargs: _Raw = _Raw()
-    truncate_prompt_tokens: _Raw = _Raw()
-
-
-_SHORT = msgspec.json.Decoder(_Short)
-# As lenient as the engines: what they would refuse is for them to refuse.
-_FIELDS = msgspec.json.Decoder(_Fields, strict=False)
-_OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +129,7 @@ class RoutedBody:
             BadRequest: it is not a JSON object, or one of these fields has an impossible type.
             PromptTooLong: the prompt has more token ids than the limit.
         """
-        if len(body) > MAX_FIELDS_BYTES:
-            _check_short(body)
-        fields = decode_json(_FIELDS, body)
+        fields = read_fields(body)
         if (fields.priority or 0) not in _PRIORITIES:
             raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
         output = fields.max_completion_tokens or fields.max_output_tokens or fields.max_tokens or 0
@@ -221,25 +144,27 @@ class RoutedBody:
             conversation_id=_text(fields.conversation_id),
             prompt_cache_key=_text(fields.prompt_cache_key),
         )
-        prompt = _given(fields.prompt)
+        prompt = given(fields.prompt)
         if _TOKEN_LIST.match(prompt):
             token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
-            listed = {"prompt": token_ids} | _listed(fields, max_prompt_tokens, "stop_token_ids")
+            listed = {"prompt": token_ids} | read_token_lists(fields, max_prompt_tokens, "stop_token_ids")
             is_tokenized = not fields.is_rendered_by_engine
             return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
-        parsed = replace(parsed, listed_ids=_listed(fields, max_prompt_tokens, "prompt", "input", "stop_token_ids"))
+        parsed = replace(
+            parsed, listed_ids=read_token_lists(fields, max_prompt_tokens, "prompt", "input", "stop_token_ids")
+        )
         source: PromptSource | None = None
         media: PromptMedia | None = None
-        content = prompt or _given(fields.messages)
+        content = prompt or given(fields.messages)
         if api is not None:
             media = PromptMedia()
-            source, content = TranslatedPrompt(body, api, media), content or _given(fields.input)
+            source, content = TranslatedPrompt(body, api, media), content or given(fields.input)
         elif not fields.is_rendered_by_engine and prompt:
-            source = _Text(fields)
+            source = PassedText(fields)
             parsed = replace(parsed, is_one_text=prompt.startswith(b'"') and not fields.needs_text)
         elif not fields.is_rendered_by_engine and content:
             media = PromptMedia(bytes(fields.media_io_kwargs) + bytes(fields.mm_processor_kwargs))
-            source = _Chat(fields, media)
+            source = PassedChat(fields, media)
         token_ids = _stand_in(content, max_prompt_tokens)
         return replace(
             parsed, token_ids=token_ids, is_tokenized=False, has_prompt=bool(content), source=source, media=media
@@ -326,98 +251,8 @@ class RoutedBody:
             self.media.learn(self.prompt_tokens, prompt_tokens)
 
 
-class _Text(PromptSource):
-    """The prompt of a completion: a text, or a list, whose first element decides."""
-
-    field = "prompt"
-
-    def __init__(self, fields: _Fields) -> None:
-        self._prompt = bytes(fields.prompt)
-        self._add_special_tokens = fields.add_special_tokens is not False
-        self.characters = len(self._prompt)
-
-    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
-        if self._prompt[:1] not in (b'"', b"["):
-            raise BadRequest("prompt: expected a text or a list", field="prompt")
-        prompts = parse_prompts(self._prompt, add_special_tokens=self._add_special_tokens, limit=limit)
-        return (yield from prompts[0].slices(text, limit))
-
-
-class _Chat(PromptSource):
-    """The messages of a chat, which are decoded only to be rendered."""
-
-    field = "messages"
-
-    def __init__(self, fields: _Fields, media: PromptMedia) -> None:
-        self._fields = fields
-        self._media = media
-        self.characters = len(bytes(fields.messages)) + len(bytes(fields.tools))
-
-    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
-        fields = self._fields
-        if fields.add_special_tokens:
-            raise BadRequest("add_special_tokens: not known for a chat", field="add_special_tokens")
-        prompt = ChatPrompt(
-            _objects(fields.messages),
-            tools=_objects(fields.tools),
-            tool_choice=fields.tool_choice,
-            documents=_objects(fields.documents),
-            add_generation_prompt=fields.add_generation_prompt,
-            continue_final_message=bool(fields.continue_final_message),
-            options=fields.chat_template_kwargs,
-            reasoning_effort=fields.reasoning_effort,
-            characters=self.characters,
-            media=self._media,
-        )
-        return (yield from prompt.slices(text, limit))
-
-
-def _check_short(body: bytes | bytearray) -> None:
-    """Checks that a long body is long only by fields that are not decoded here, or whose size is checked elsewhere.
-
-    Raises:
-        BadRequest: a field of ``_Short`` is too long, or the body is malformed.
-    """
-    fields = decode_json(_SHORT, body, is_checked=True)
-    for name in fields.__struct_fields__:
-        if len(bytes(getattr(fields, name))) > MAX_FIELDS_BYTES:
-            raise invalid(name, f"longer than {MAX_FIELDS_BYTES} bytes", "Send a shorter value.")
-
-
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _given(raw: _Raw) -> bytes:
-    encoded = bytes(raw)
-    return b"" if encoded == b"null" else encoded
-
-
-def _objects(raw: _Raw) -> list[dict[str, Any]]:
-    encoded = _given(raw)
-    if not encoded:
-        return []
-    check_structure(encoded)
-    return decode_json(_OBJECTS, encoded, is_checked=True)
-
-
-def _listed(fields: _Fields, most: int, *names: str) -> dict[str, bytes]:
-    """Returns the token ids in some fields, packed, of all lists of each.
-
-    Raises:
-        BadRequest: an element is no token id; the error has its position.
-        PromptTooLong: a field is a single list of more than ``most``.
-    """
-    listed = {}
-    for name in names:
-        raw = bytes(getattr(fields, name))
-        if _TOKEN_LISTS.match(raw):
-            limit = most
-            if raw.count(b"[") > 1:
-                raw = b"[%b]" % raw.translate(None, b"[]")
-                limit = len(raw)
-            listed[name] = Prompt.parse(raw, limit=limit, field=name).token_ids
-    return listed
 
 
 def _stand_in(prompt: bytes, limit: int) -> bytes:

@@ -1,0 +1,195 @@
+"""The fields of an OpenAI request body that routing reads, and the prompt among them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from kvrouter.frontend.edge.chat_prompt import ChatPrompt
+from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, check_structure, decode_json, invalid
+from kvrouter.frontend.edge.text_request import parse_prompts
+from kvrouter.frontend.edge.token_list import Prompt
+from kvrouter.frontend.text.client_work import Slices
+from kvrouter.frontend.text.model_text import ModelText, PromptSource
+from kvrouter.frontend.text.prompt_media import PromptMedia
+from kvrouter.v1.errors import BadRequest
+
+_TOKEN_LISTS = re.compile(rb'\[[\s\[]*[^"{\[\]\s]')
+"""The beginning of a list of token ids, or of a list of these: neither texts nor objects."""
+
+_Raw = msgspec.Raw
+
+
+class RoutedFields(msgspec.Struct, frozen=True):
+    """The fields. Long ones are decoded later, if they are needed."""
+
+    model: str | None = None
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_output_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    conversation_id: Any = None
+    prompt_cache_key: Any = None
+    prompt: _Raw = _Raw()
+    messages: _Raw = _Raw()
+    add_special_tokens: bool | None = None
+    tools: _Raw = _Raw()
+    tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    documents: _Raw = _Raw()
+    media_io_kwargs: _Raw = _Raw()
+    mm_processor_kwargs: _Raw = _Raw()
+    # They change the prompt in a way that only the engine knows.
+    chat_template: Any = None
+    prompt_embeds: Any = None
+    truncate_prompt_tokens: Any = None
+    stop_token_ids: _Raw = _Raw()
+    input: _Raw = _Raw()
+    # With them a response depends on the text of its prompt.
+    echo: Any = None
+    suffix: Any = None
+    prompt_logprobs: Any = None
+
+    @property
+    def is_rendered_by_engine(self) -> bool:
+        """Whether only the engine knows the tokens."""
+        return any((self.chat_template, self.prompt_embeds, self.truncate_prompt_tokens))
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the response may depend on more of the prompt than its tokens."""
+        return bool(self.echo) or self.suffix is not None or self.prompt_logprobs is not None
+
+
+class _Short(msgspec.Struct):
+    """The fields that are decoded as a whole. They are short in every request made in good faith."""
+
+    model: _Raw = _Raw()
+    cache_salt: _Raw = _Raw()
+    conversation_id: _Raw = _Raw()
+    prompt_cache_key: _Raw = _Raw()
+    tool_choice: _Raw = _Raw()
+    reasoning_effort: _Raw = _Raw()
+    chat_template: _Raw = _Raw()
+    chat_template_kwargs: _Raw = _Raw()
+    truncate_prompt_tokens: _Raw = _Raw()
+
+
+_SHORT = msgspec.json.Decoder(_Short)
+# As lenient as the engines: what they would refuse is for them to refuse.
+_FIELDS = msgspec.json.Decoder(RoutedFields, strict=False)
+_OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+def read_fields(body: bytes | bytearray) -> RoutedFields:
+    """Reads the fields of a JSON body.
+
+    Raises:
+        BadRequest: it is not a JSON object, or a field has an impossible type or is too long.
+    """
+    if len(body) > MAX_FIELDS_BYTES:
+        _check_short(body)
+    return decode_json(_FIELDS, body)
+
+
+class PassedText(PromptSource):
+    """The prompt of a completion: a text, or a list, whose first element decides."""
+
+    field = "prompt"
+
+    def __init__(self, fields: RoutedFields) -> None:
+        """Takes it from the fields of a body."""
+        self._prompt = bytes(fields.prompt)
+        self._add_special_tokens = fields.add_special_tokens is not False
+        self.characters = len(self._prompt)
+
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        """Tokenizes it in slices, and returns its tokens; see ``PromptSource``."""
+        if self._prompt[:1] not in (b'"', b"["):
+            raise BadRequest("prompt: expected a text or a list", field="prompt")
+        prompts = parse_prompts(self._prompt, add_special_tokens=self._add_special_tokens, limit=limit)
+        return (yield from prompts[0].slices(text, limit))
+
+
+class PassedChat(PromptSource):
+    """The messages of a chat, which are decoded only to be rendered."""
+
+    field = "messages"
+
+    def __init__(self, fields: RoutedFields, media: PromptMedia) -> None:
+        """Takes it from the fields of a body; ``media`` takes its images, sounds and videos."""
+        self._fields = fields
+        self._media = media
+        self.characters = len(bytes(fields.messages)) + len(bytes(fields.tools))
+
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        """Tokenizes it in slices, and returns its tokens; see ``PromptSource``."""
+        fields = self._fields
+        if fields.add_special_tokens:
+            raise BadRequest("add_special_tokens: not known for a chat", field="add_special_tokens")
+        prompt = ChatPrompt(
+            _objects(fields.messages),
+            tools=_objects(fields.tools),
+            tool_choice=fields.tool_choice,
+            documents=_objects(fields.documents),
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=bool(fields.continue_final_message),
+            options=fields.chat_template_kwargs,
+            reasoning_effort=fields.reasoning_effort,
+            characters=self.characters,
+            media=self._media,
+        )
+        return (yield from prompt.slices(text, limit))
+
+
+def given(raw: msgspec.Raw) -> bytes:
+    """Returns the JSON of a field; empty if it is missing or null."""
+    encoded = bytes(raw)
+    return b"" if encoded == b"null" else encoded
+
+
+def read_token_lists(fields: RoutedFields, most: int, *names: str) -> dict[str, bytes]:
+    """Returns the token ids in some fields, packed, of all lists of each.
+
+    Raises:
+        BadRequest: an element is no token id; the error has its position.
+        PromptTooLong: a field is a single list of more than ``most``.
+    """
+    listed = {}
+    for name in names:
+        raw = bytes(getattr(fields, name))
+        if _TOKEN_LISTS.match(raw):
+            limit = most
+            if raw.count(b"[") > 1:
+                raw = b"[%b]" % raw.translate(None, b"[]")
+                limit = len(raw)
+            listed[name] = Prompt.parse(raw, limit=limit, field=name).token_ids
+    return listed
+
+
+def _check_short(body: bytes | bytearray) -> None:
+    """Checks that a long body is long only by fields that are not decoded here, or whose size is checked elsewhere.
+
+    Raises:
+        BadRequest: a field of ``_Short`` is too long, or the body is malformed.
+    """
+    fields = decode_json(_SHORT, body, is_checked=True)
+    for name in fields.__struct_fields__:
+        if len(bytes(getattr(fields, name))) > MAX_FIELDS_BYTES:
+            raise invalid(name, f"longer than {MAX_FIELDS_BYTES} bytes", "Send a shorter value.")
+
+
+def _objects(raw: _Raw) -> list[dict[str, Any]]:
+    encoded = given(raw)
+    if not encoded:
+        return []
+    check_structure(encoded)
+    return decode_json(_OBJECTS, encoded, is_checked=True)
