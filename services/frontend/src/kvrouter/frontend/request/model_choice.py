@@ -97,7 +97,7 @@ class ModelChoices:
         usable = [each for each in models if self._models.may_use(each.model)]
         if not usable:
             return models[:1]  # Its error says that the caller may not use it.
-        return tuple(each for each in usable if self._is_ready(each.model, each.pool)) or (usable[0],)
+        return tuple(each for each in usable if self._is_ready(each)) or (usable[0],)
 
     async def serve(
         self,
@@ -152,10 +152,10 @@ class ModelChoices:
     def _count(self, choice: ModelChoice) -> None:
         self._chosen.labels(*choice).inc()
 
-    def _is_ready(self, model: str, pool: str = "") -> bool:
+    def _is_ready(self, choice: ModelChoice) -> bool:
         try:
-            views, lora_name = self._models.resolve_all(model)
-            views = of_pool(views, pool)
+            views, lora_name = self._models.resolve_all(choice.model)
+            views = of_pool(views, choice.pool)
         except KvRouterError:
             return False
         return any(
