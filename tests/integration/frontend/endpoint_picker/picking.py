@@ -9,7 +9,7 @@ import grpc.aio
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.names import ComponentName
 
-from ..gateway import MODEL, System
+from ..gateway import MODEL, System, until
 from .gateway_stream import GatewayStream
 
 
@@ -26,10 +26,11 @@ class Gateway:
         return GatewayStream(self.channel)
 
     async def add_engine(self, worker_id: int, **fields: Any) -> str:
-        """Registers a worker whose requests reach the engine by another way; its OpenAI address."""
+        """Registers a worker whose requests reach the engine by another way; its OpenAI address, once it is picked."""
         config = self.config(worker_id, **fields)
         await self.system.stack.enter_async_context(running(config))
         await self.system.until_candidate(worker_id)
+        await until(self.system.frontend.ready)
         return config.openai_endpoint.removeprefix("http://")
 
     def config(self, worker_id: int, component: str = "workers", **fields: Any) -> WorkerConfig:
