@@ -1,9 +1,10 @@
 //! Engines in virtual time. While an engine has work, its steps follow each other without a pause.
 
 use crate::config::Config;
-use crate::engine::{Engine, Event, Finish};
+use crate::engine::Engine;
 use crate::offloading::Parts;
 use crate::sequence::Request;
+use crate::types::{Event, Finish};
 
 /// What the caller of an engine observes of one request: its first token, each block that its output begins, its end.
 pub struct Notice {

@@ -9,6 +9,7 @@ mod offloading;
 mod pool;
 mod python;
 mod sequence;
+mod types;
 
 use pyo3::prelude::*;
 

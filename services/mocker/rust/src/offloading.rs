@@ -2,17 +2,9 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::engine::Event;
 use crate::pool::Pool;
 use crate::sequence::Sequence;
-
-/// Where a block is cached; the values are those of the enum Tier of the contract.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Tier {
-    Device = 1,
-    Host = 2,
-    Shared = 4,
-}
+use crate::types::{Event, Tier};
 
 /// The parts of a storage, one for each engine that fills it.
 pub type Parts = Arc<Mutex<Vec<Pool>>>;

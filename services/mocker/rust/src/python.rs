@@ -5,10 +5,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::config::{Config, TierConfig, TimeModel};
-use crate::engine::{Engine as Model, Event, Finish};
+use crate::engine::Engine as Model;
 use crate::fleet::Fleet as Engines;
 use crate::offloading::Parts;
 use crate::sequence::Request;
+use crate::types::{Event, Finish};
 
 type Coefficients = (f64, f64, f64, f64, f64, f64, f64);
 
