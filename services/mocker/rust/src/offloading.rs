@@ -12,7 +12,6 @@ pub type Parts = Arc<Mutex<Vec<Pool>>>;
 /// One tier of an engine.
 pub struct OffloadTier {
     tier: Tier,
-    num_blocks: usize,
     block_size: usize,
     parts: Parts,
     own: usize,
@@ -25,7 +24,7 @@ impl OffloadTier {
         pools.push(Pool::new(num_blocks, block_size));
         let own = pools.len() - 1;
         drop(pools);
-        Self { tier, num_blocks, block_size, parts, own }
+        Self { tier, block_size, parts, own }
     }
 
     /// Returns whether the engine can load a block of a sequence.
@@ -70,7 +69,7 @@ impl OffloadTier {
 
     /// Drops the blocks that the engine has stored.
     pub fn clear(&mut self) {
-        lock(&self.parts)[self.own] = Pool::new(self.num_blocks, self.block_size);
+        lock(&self.parts)[self.own].clear();
     }
 }
 
