@@ -46,16 +46,6 @@ impl Bytes<'_, '_> {
     }
 }
 
-/// Returns numbers as a packed buffer.
-pub fn packed<'py>(py: Python<'py>, numbers: &[f64]) -> PyResult<Bound<'py, PyBytes>> {
-    PyBytes::new_with(py, size_of_val(numbers), |to| {
-        for (to, number) in to.chunks_exact_mut(8).zip(numbers) {
-            to.copy_from_slice(&number.to_ne_bytes());
-        }
-        Ok(())
-    })
-}
-
 /// Returns the bytes of `bytes`, `bytearray`, or another contiguous buffer.
 pub fn bytes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
     if let Ok(exact) = object.cast::<PyBytes>() {
@@ -187,11 +177,14 @@ pub fn multimodal(pairs: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Multimodal>>
     pairs.try_iter()?.map(|pair| pair?.extract()).collect()
 }
 
-/// Packs integers as little-endian u64 into Python `bytes`.
-pub fn pack<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBytes>> {
-    PyBytes::new_with(py, hashes.len().saturating_mul(8), |to| {
-        for (to, hash) in to.chunks_exact_mut(8).zip(hashes) {
-            to.copy_from_slice(&hash.to_le_bytes());
+/// Packs numbers, each given as its bytes, into Python `bytes`.
+pub fn pack<const N: usize>(
+    py: Python<'_>,
+    numbers: impl ExactSizeIterator<Item = [u8; N]>,
+) -> PyResult<Bound<'_, PyBytes>> {
+    PyBytes::new_with(py, numbers.len().saturating_mul(N), |to| {
+        for (to, number) in to.chunks_exact_mut(N).zip(numbers) {
+            to.copy_from_slice(&number);
         }
         Ok(())
     })

@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::{packed, words};
+use super::buffers::{pack, words};
 use super::exclusive::Exclusive;
 use crate::index::tree::ranks::Name;
 use crate::load::cache_recency::{CachedRank, Recency};
@@ -41,7 +41,8 @@ impl CacheRecency {
     }
 
     fn reuse_chance<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyBytes>> {
-        packed(py, &self.recency.with(py, false, |recency| recency.reuse_chance(now).to_vec()))
+        let chances = self.recency.with(py, false, |recency| recency.reuse_chance(now).to_vec());
+        pack(py, chances.into_iter().map(f64::to_ne_bytes))
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

@@ -8,7 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::{immutable, words};
+use super::buffers::{immutable, pack, words};
 use super::dump::DumpChunks;
 use super::exclusive::Exclusive;
 use super::interface;
@@ -153,7 +153,10 @@ impl EventRecorder {
         let notes = self.recorder.with(py, true, |recorder| recorder.notes());
         notes
             .into_iter()
-            .map(|(scope, parts, hashes)| Ok((scope_object(py, scope)?, parts, packed(py, &hashes))))
+            .map(|(scope, parts, hashes)| {
+                let hashes = pack(py, hashes.into_iter().map(u64::to_le_bytes))?;
+                Ok((scope_object(py, scope)?, parts, hashes.into_any()))
+            })
             .collect()
     }
 
@@ -209,11 +212,6 @@ fn raised(py: Python<'_>, error: Error) -> PyErr {
         Error::Gone(message) => interface(py, "EventsGone").and_then(|class| class.call1((message,))),
     };
     created.map_or_else(|failure| failure, PyErr::from_value)
-}
-
-fn packed<'py>(py: Python<'py>, hashes: &[u64]) -> Bound<'py, PyAny> {
-    let bytes: Vec<u8> = hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
-    PyBytes::new(py, &bytes).into_any()
 }
 
 fn scope_object(py: Python<'_>, scope: Option<Arc<Scope>>) -> PyResult<Bound<'_, PyAny>> {

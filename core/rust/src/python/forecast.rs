@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::packed;
+use super::buffers::pack;
 use crate::load::forecast::{Candidate, Model, Request, prompt_blocks};
 
 /// Implements `kvrouter.core.interface.ForecastModel`.
@@ -116,6 +116,6 @@ impl ForecastModel {
                 }
             }
         }
-        packed(py, &rows)
+        pack(py, rows.into_iter().map(f64::to_ne_bytes))
     }
 }

@@ -23,7 +23,7 @@ pub fn local_hashes<'py>(
     multimodal: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let hashes = hash_tokens(py, token_ids, block_size, scope, multimodal)?;
-    buffers::pack(py, &hashes)
+    buffers::pack(py, hashes.into_iter().map(u64::to_le_bytes))
 }
 
 /// Returns the local hashes of the full blocks of a prompt.
@@ -59,5 +59,5 @@ pub fn sequence_hashes<'py>(py: Python<'py>, local: &Bound<'py, PyAny>) -> PyRes
         chained.collect::<Vec<u64>>()
     };
     let hashes = if locals.len() > LONG_CHAIN { py.detach(chain) } else { chain() };
-    buffers::pack(py, &hashes)
+    buffers::pack(py, hashes.into_iter().map(u64::to_le_bytes))
 }

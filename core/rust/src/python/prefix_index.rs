@@ -98,15 +98,6 @@ mod work {
     }
 }
 
-fn pack_overlaps<'py>(py: Python<'py>, overlaps: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
-    PyBytes::new_with(py, overlaps.len() * 4, |to| {
-        for (to, overlap) in to.chunks_exact_mut(4).zip(overlaps) {
-            to.copy_from_slice(&overlap.to_le_bytes());
-        }
-        Ok(())
-    })
-}
-
 fn tier_index(tier: i64) -> PyResult<u32> {
     match tier {
         1..=4 => Ok(tier as u32 - 1),
@@ -169,7 +160,7 @@ impl PrefixIndex {
         let locals = buffers::words(local_hashes)?;
         let overlaps =
             self.index.read(py, |index| work::query(index, locals.len()), |index| index.overlaps(&locals, tier));
-        pack_overlaps(py, &overlaps)
+        buffers::pack(py, overlaps.into_iter().map(u32::to_le_bytes))
     }
 
     #[pyo3(signature = (token_ids, block_size, scope=None, tier=1))]
@@ -185,7 +176,7 @@ impl PrefixIndex {
         let locals = hashing::hash_tokens(py, token_ids, block_size, scope, None)?;
         let overlaps =
             self.index.read(py, |index| work::query(index, locals.len()), |index| index.overlaps(&locals, tier));
-        pack_overlaps(py, &overlaps)
+        buffers::pack(py, overlaps.into_iter().map(u32::to_le_bytes))
     }
 
     fn pooled(&self, py: Python<'_>, local_hashes: &Bound<'_, PyAny>) -> PyResult<u32> {
