@@ -44,6 +44,9 @@ impl Index {
 
     /// Returns the leading blocks in shared storage, whichever ranks stored them.
     pub fn pooled(&self, locals: &[u64]) -> u32 {
+        if self.slow_entries == 0 {
+            return 0;
+        }
         let stretches = self.stretches(locals);
         let sequences = if self.orphan_entries > 0 { sequences(locals) } else { Vec::new() };
         let mut pooled = 0;
@@ -204,7 +207,7 @@ impl Index {
         response.packed(8, ranks.iter().map(|rank| rank.next_event_id));
         response.packed(9, ranks.iter().map(|rank| u64::from(rank.partial())));
         response.varint(10, locals.len() as u64);
-        response.varint(11, if self.slow_entries == 0 { 0 } else { u64::from(self.pooled(locals)) });
+        response.varint(11, u64::from(self.pooled(locals)));
         response.0
     }
 }
