@@ -173,7 +173,13 @@ def simulate_command(
     host = simulate.tier_of("--host-tier", host_tier)
     shared = simulate.tier_of("--shared-tier", shared_tier)
     has_tiers = bool(host.num_blocks or shared.num_blocks)
-    of_pools = (remote_prefill_min_tokens, *(each for each in link if not has_tiers or each is not kv_bytes_per_token))
+    of_pools = (
+        remote_prefill_min_tokens,
+        prefill_us_per_token,
+        None if has_tiers else kv_bytes_per_token,  # loads from tiers need it too
+        kv_transfer_gb_per_second,
+        kv_transfer_latency_ms,
+    )
     if (prefill is None) != (decode is None):
         raise WrongUsage("--prefill and --decode belong together: give both, or neither")
     if prefill is None and any(value is not None for value in of_pools):
