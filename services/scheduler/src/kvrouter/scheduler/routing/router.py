@@ -193,8 +193,8 @@ class Router:
         if queried_indexer:
             reachable = decision.snapshot.reachable_tokens(placement.rank, context.pool.booked_load.block_size)
             self.metrics.count_cached(context.pool.model, reachable)
-            if (lower := decision.snapshot.lower_of(placement.rank)) is not None:
-                self.metrics.count_lower(context.pool.model, lower, context.pool.booked_load.block_size)
+            if response.HasField("lower_blocks"):
+                self.metrics.count_lower(context.pool.model, response.lower_blocks, context.pool.booked_load.block_size)
         return True
 
     def earlier_outcome(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:
