@@ -172,6 +172,8 @@ class BookedLoad:
         self.latency_calibration = LatencyCalibration()
         self.prefill_times = PrefillTimes()
         self.tier_loads = TierLoads()
+        self._learners = (self.latency_calibration, self.prefill_times, self.tier_loads)
+        """Each of them learns from first tokens."""
         self.time_in_flight = TimeInFlight()
         self._peaks = BookingPeaks()
 
@@ -325,9 +327,8 @@ class BookedLoad:
             return False
         now = self.clock()
         self._prefills.leave(rank, key, now)
-        self.latency_calibration.first_token(key, now)
-        self.prefill_times.first_token(key, now)
-        self.tier_loads.first_token(key, now)
+        for learner in self._learners:
+            learner.first_token(key, now)
         return self._sequences.prefill_complete(key)
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
@@ -350,14 +351,11 @@ class BookedLoad:
         self._sequences.free(key)
         self.time_in_flight.ended(now)
         self._prefills.leave(rank, key, now)
-        if prefilled:
-            self.latency_calibration.first_token(key, now)
-            self.prefill_times.first_token(key, now)
-            self.tier_loads.first_token(key, now)
-        else:
-            self.latency_calibration.forget(key)
-            self.prefill_times.forget(key)
-            self.tier_loads.forget(key)
+        for learner in self._learners:
+            if prefilled:
+                learner.first_token(key, now)
+            else:
+                learner.forget(key)
         if further := self._further.pop(key, 0):
             self._further_of[rank] -= further
             if not self._further_of[rank]:
