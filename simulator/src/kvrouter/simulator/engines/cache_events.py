@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from kvrouter.core import PrefixIndex, Rank, local_hashes
+from kvrouter.mocker.tiers import TIERS
+from kvrouter.scheduler.load.tier_loads import LOWER_TIERS
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
@@ -18,10 +20,7 @@ from kvrouter.simulator.engines.fleet import RawEvent
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch
 
-# Read once: an enum lookup goes by name.
-_COUNTED = CopyCounting.COPY_COUNTING_COUNTED
-_LOWER = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
-_TIERS = {1: Tier.TIER_DEVICE, 2: Tier.TIER_HOST, 4: Tier.TIER_SHARED}
+_DEVICE, _COUNTED = Tier.TIER_DEVICE, CopyCounting.COPY_COUNTING_COUNTED  # read once: an enum lookup goes by name
 
 
 class CacheEvents:
@@ -46,9 +45,9 @@ class CacheEvents:
         """Returns the leading blocks of a prompt that each rank can reuse by the index, in the order of the ranks."""
         hashes = prompt.reusable_hashes(self._block_size)
         if not self._has_tiers:
-            return Overlaps(self._listed, self._overlaps(hashes, Tier.TIER_DEVICE))
-        lower = np.array([self._overlaps(hashes, tier) for tier in _LOWER])
-        device = self._overlaps(hashes, Tier.TIER_DEVICE)
+            return Overlaps(self._listed, self._overlaps(hashes, _DEVICE))
+        lower = np.array([self._overlaps(hashes, tier) for tier in LOWER_TIERS])
+        device = self._overlaps(hashes, _DEVICE)
         return Overlaps(self._listed, device, lower, self.index.pooled(hashes))
 
     def _overlaps(self, hashes: bytes, tier: Tier) -> Column:
@@ -91,13 +90,13 @@ class CacheEvents:
             entry = batch.events.add(event_id=event_id)
             match event:
                 case (hashes, parent, tokens, _, tier):
-                    entry.tier = _TIERS[tier]
+                    entry.tier = TIERS[tier]
                     stored = entry.stored
                     stored.MergeFromString(_packed(2, hashes) + _packed(3, local_hashes(tokens, self._block_size)))
                     if parent is not None:
                         stored.parent_engine_hash = parent
                 case (hashes, tier):
-                    entry.tier = _TIERS[tier]
+                    entry.tier = TIERS[tier]
                     entry.removed.MergeFromString(_packed(1, hashes))
                 case _:
                     entry.cleared.SetInParent()

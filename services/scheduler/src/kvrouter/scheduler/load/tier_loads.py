@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS, Factor
+from kvrouter.v1.common_pb2 import Tier
 from numpy.typing import NDArray
 
-LOWER_TIERS = ("host", "disk", "shared")
+LOWER_TIERS = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
 """Tiers below device memory, from the fastest: the rows of their columns."""
 REFRESH_SECONDS = 0.1
 """Time for which the columns are reused."""

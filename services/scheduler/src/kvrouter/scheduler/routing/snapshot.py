@@ -12,7 +12,7 @@ from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.load.booked_load import Loads
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.thresholds import Load
-from kvrouter.scheduler.load.tier_loads import saved_shares
+from kvrouter.scheduler.load.tier_loads import LOWER_TIERS, saved_shares
 from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -28,7 +28,6 @@ from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers
 # Read once: looking up an enum value by name takes a microsecond.
 _DECODE = Stage.STAGE_DECODE
 _DEVICE = Tier.TIER_DEVICE
-_LOWER = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
 
 RETRY_AFTER_MS = 1000
 """Retry delay if all candidates are busy: about the duration of a request; HTTP has whole seconds."""
@@ -97,7 +96,7 @@ class CandidateSnapshot(NamedTuple):
         if held[place] <= self.overlap_of(rank):
             return None
         lower = () if self.lower_blocks is None else self.lower_blocks[:, place].tolist()
-        tier = max((tier for tier, blocks in zip(_LOWER, lower, strict=False) if blocks), default=_DEVICE)
+        tier = max((tier for tier, blocks in zip(LOWER_TIERS, lower, strict=False) if blocks), default=_DEVICE)
         return KvSource(rank=rank_message(self.worker_set.ranks[place]), tier=tier, blocks=int(held[place]))
 
     def reachable_tokens(self, rank: Rank, block_size: int) -> ReachableTokens:
