@@ -17,7 +17,6 @@ import fcntl
 import os
 import socket
 import struct
-import sys
 import tempfile
 import time
 import venv
@@ -27,7 +26,7 @@ from pathlib import Path
 import aiohttp
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.processes import Command, ManagedProcess
-from restart import answers, engine, until, until_answered
+from restart import FAST, answers, engine, until, until_answered
 
 PROMPT = list(range(1, 4097))
 NOBODY = 65534
@@ -59,10 +58,8 @@ def as_newcomer(directory: Path, *command: str) -> tuple[str, ...]:
 
 def _may_change_user() -> bool:
     # In a user namespace root is mapped to one user, which has no rights outside of it.
-    return (
-        len(Path("/proc/self/uid_map").read_text(encoding="utf-8").split()) == 3
-        and int(Path("/proc/self/uid_map").read_text(encoding="utf-8").split()[2]) > NOBODY
-    )
+    mapped = Path("/proc/self/uid_map").read_text(encoding="utf-8").split()
+    return len(mapped) == 3 and int(mapped[2]) > NOBODY
 
 
 async def measure(wheels: Path, directory: Path) -> None:
@@ -75,7 +72,7 @@ async def measure(wheels: Path, directory: Path) -> None:
         logs = Path(await asyncio.to_thread(tempfile.mkdtemp))
         urls = []
         for number in range(2):
-            url, process = await engine(logs, number, 10_000)
+            url, process = await engine(logs, f"engine-{number}", "--num-blocks", "10000", *FAST)
             stack.push_async_callback(process.stop, 20)
             await until_answered(session, f"{url}/health")
             urls.append(url)
@@ -121,7 +118,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, required=True, help="Folder with the wheels of all distributions.")
     options = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(measure(options.wheels.resolve(), Path(directory)))
 

@@ -29,7 +29,7 @@ from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
-from restart import answers, processor_seconds, until
+from restart import engine, processor_seconds, until, until_answered
 
 ENGINES = 4
 CLOCK = 2
@@ -81,18 +81,12 @@ class Bench:
         """Starts engines. Returns their URLs."""
         urls = []
         for number in range(ENGINES):
-            port, live, replay = free_ports(3)
-            events = {"enable_kv_cache_events": True, "publisher": "zmq"}
-            events |= {"endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{replay}"}
-            await self.start(
-                f"{system}-engine-{number}",
-                *("kvrouter.mocker", "--openai", "--bind", f"127.0.0.1:{port}", "--model", "m"),
-                *("--tokenizer", str(self.tokenizer), "--enable-prompt-tokens-details"),
-                *("--clock-factor", str(clock), "--kv-events-config", json.dumps(events)),
-            )
-            urls.append(f"http://127.0.0.1:{port}")
+            options = ("--tokenizer", str(self.tokenizer), "--clock-factor", str(clock))
+            url, process = await engine(self.directory, f"{system}-engine-{number}", *options)
+            self.stack.push_async_callback(process.stop, 20)
+            urls.append(url)
         for url in urls:
-            await until(lambda url=url: answers(self.session, f"{url}/health"))
+            await until_answered(self.session, f"{url}/health")
         return urls
 
     async def no_broker(self, clock: float) -> System:

@@ -31,6 +31,8 @@ BLOCK = 16
 PROMPT_BLOCKS = 2_000
 MISSED = 4
 SAMPLED = 40
+FAST = ("--clock-factor", "1000")
+"""Options of an engine that takes next to no time."""
 
 
 def prompt(number: int) -> list[int]:
@@ -76,26 +78,17 @@ async def complete(session: aiohttp.ClientSession, base: str, number: int) -> in
         return int(response.headers.get("x-kvrouter-overlap-blocks", -1))
 
 
-async def engine(directory: Path, number: int, blocks: int) -> tuple[str, ManagedProcess]:
-    """Starts a simulated engine. Returns its URL."""
+async def engine(directory: Path, name: str, *options: str) -> tuple[str, ManagedProcess]:
+    """Starts a simulated vLLM server, with further options. Returns its URL."""
     port, live, replay = free_ports(3)
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
     events |= {"endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{replay}"}
-    options = (
-        "--openai",
-        "--enable-prompt-tokens-details",
-        "--bind",
-        f"127.0.0.1:{port}",
-        "--model",
-        "m",
-        "--num-blocks",
-        str(blocks),
+    command = (
+        *(sys.executable, "-m", "kvrouter.mocker", "--openai", "--bind", f"127.0.0.1:{port}", "--model", "m"),
+        *("--block-size", str(BLOCK), "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)),
+        *options,
     )
-    more = ("--block-size", str(BLOCK), "--clock-factor", "1000", "--kv-events-config", json.dumps(events))
-    module = (sys.executable, "-m", "kvrouter.mocker")
-    process = await ManagedProcess.start(
-        Command(f"engine-{number}", (*module, *options, *more), dict(os.environ)), directory
-    )
+    process = await ManagedProcess.start(Command(name, command, dict(os.environ)), directory)
     return f"http://127.0.0.1:{port}", process
 
 
@@ -144,7 +137,8 @@ async def measure(blocks: int, engines: int, runs: int, directory: Path) -> None
         session = await stack.enter_async_context(aiohttp.ClientSession())
         urls = []
         for number in range(engines):
-            url, process = await engine(directory, number, blocks // engines + 8 * PROMPT_BLOCKS)
+            room = ("--num-blocks", str(blocks // engines + 8 * PROMPT_BLOCKS))
+            url, process = await engine(directory, f"engine-{number}", *room, *FAST)
             stack.push_async_callback(process.stop, 20)
             urls.append(url)
         for url in urls:
