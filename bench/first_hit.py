@@ -1,4 +1,4 @@
-"""Measures how soon a newcomer gets a request with a KV hit: from an empty virtual environment, with two commands.
+"""Measures the time from an empty virtual environment to the first request with a KV hit, with two commands.
 
     make wheels
     .venv/bin/pip wheel -c constraints.txt --find-links dist -w dist kvrouter
