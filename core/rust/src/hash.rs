@@ -120,10 +120,10 @@ impl Secret {
     }
 }
 
-/// A map by engine hash. It hashes several times faster than the standard library, and has a secret of its own too.
+/// A map by engine hash. Its hasher is several times faster than that of the standard library, with a random secret too.
 pub type ByEngineHash<V> = HashMap<u64, V, SecretState>;
 
-/// Makes the hashers of a map.
+/// Makes the hashers of a map, all with its secret.
 #[derive(Clone)]
 pub struct SecretState(Secret);
 

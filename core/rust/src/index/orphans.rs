@@ -74,7 +74,7 @@ impl Orphans {
         Some(block)
     }
 
-    /// Returns whether a place is resident in one of some tiers (from 0).
+    /// Returns whether a place is resident in any of these tiers (from 0).
     pub fn holds(&self, sequence: u64, tiers: RangeInclusive<u32>) -> bool {
         self.places.get(&sequence).into_iter().flatten().any(|engine| {
             let held = |block: &OrphanBlock| {

@@ -46,7 +46,7 @@ pub struct RankState {
 }
 
 impl RankState {
-    /// Returns the number of blocks in an encoded message; as many as precede its end if it is malformed.
+    /// Returns the number of blocks in an encoded message; of those before the error if it is malformed.
     pub fn count_blocks(message: &[u8]) -> usize {
         let mut fields = Fields::new(message);
         let mut blocks = 0;

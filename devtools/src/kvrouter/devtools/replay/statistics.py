@@ -75,7 +75,7 @@ class RunStatistics:
     hit_rate: float
     """Cached prompt tokens divided by prompt tokens, as the workers count them."""
     host_rate: float
-    """Those of them that were loaded from host memory, divided by prompt tokens; NaN if there are none."""
+    """Prompt tokens loaded from host memory divided by prompt tokens; NaN if none were."""
     shared_rate: float
     """The same for shared storage."""
     possible_hit_rate: float

@@ -128,7 +128,7 @@ class RunStatistics:
     shared_reuse: float
     """Share of the prompt tokens loaded from shared storage."""
     readmitted_reuse: float
-    """The same, including what requests find of their own blocks after a preemption; may exceed ``reuse``."""
+    """``reuse``, including what requests find of their own blocks after a preemption; may exceed it."""
     ttft_ms: Dispersion
     itl_ms: Dispersion
     within_slo: int

@@ -138,9 +138,9 @@ class Message(msgspec.Struct):
     content: str | list[TextPart] | None = None
 
     def text(self, separator: str = "") -> str:
-        """Returns the text of the content, with a separator between its parts if all are texts.
+        """Returns the text of the content, with a separator between its parts.
 
-        Templates for media take the parts themselves.
+        There is none if one of them is a medium: then the chat template of the model gets the parts one by one.
         """
         if isinstance(self.content, list):
             separator = separator if all(part.type == "text" for part in self.content) else ""

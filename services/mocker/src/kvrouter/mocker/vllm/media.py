@@ -1,7 +1,7 @@
 """Media in simulated prompts: tokens of their own within the engine, placeholders with ids in its KV events.
 
-Within the engine the tokens of a medium name it, so blocks with different media differ. Events have the ids that vLLM
-computes of images. Those of other media depend on what it decodes: here they are some that nobody else computes.
+Within the engine the tokens of a medium name it, so blocks with different media differ. In events, images have the ids
+that vLLM computes. It computes those of other media from their decoded content: these have ids of the mocker's own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class SimulatedMedia:
     """The media of all prompts of a server, kept while it runs."""
 
     def __init__(self, model: str) -> None:
-        """Knows none. ``model`` is the model as the server was started with it."""
+        """Starts without media. ``model`` is the model as the server was started with it."""
         self._model = model
         self._numbers: dict[str, int] = {}
         self._media: list[tuple[str, int]] = []
         """Id and placeholder of each."""
 
     def written(self, body: ChatBody) -> ChatBody:
-        """Returns a chat, in whose messages the tokens of its media are words of the tokenizer now."""
+        """Writes the tokens of a chat's media into its messages, as words of the tokenizer. Returns the chat."""
         for message in body.messages:
             for part in message.content if isinstance(message.content, list) else ():
                 if (medium := read_medium(msgspec.to_builtins(part))) is not None:

@@ -305,7 +305,7 @@ class BookedLoad:
         self.tier_loads.expect(key, load, self.clock())
 
     def load_factors(self) -> Amounts:
-        """Returns rows by lower tier of each registered rank's measured over modelled load times, in order of rank."""
+        """Returns measured over modelled load times: a row for each lower tier, with the ranks in order."""
         return self.tier_loads.factors(self.clock())
 
     def prefill_factors(self) -> PrefillFactors:

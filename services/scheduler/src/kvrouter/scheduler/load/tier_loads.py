@@ -4,9 +4,9 @@
     loaded(w) = share(w) + measured time to first token - forecast, at least LEAST_MS          measured load        [ms]
     factor    = as in ``kvrouter.scheduler.load.prefill_times``, of loaded(w) over the load at the configured bandwidth
 
-Measured are first tokens of prompts with at least LEAST_TOKENS to load, on ranks without another prompt. A request that
-loads from several tiers counts for each. The configured bandwidth counts as the first measurements, and as all of them
-again after a time without any: a rank whose loads were slow is tried again.
+A first token is measured if its prompt had at least LEAST_TOKENS to load, and its rank computed no other prompt. A
+request that loads from several tiers counts for each. Until there are measurements, the factor is 1: the configured
+bandwidth. Without new ones it returns to 1, so that a rank whose loads were slow is tried again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOWER_TIERS = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
 REFRESH_SECONDS = 0.1
 """Time for which the columns are reused."""
 LEAST_MS = 0.01
-"""Least measured load: loads of which nothing is seen, since they take place during computation, take no less."""
+"""Lower limit of a measured load. A load may take place during computation and add nothing to the time."""
 _MAX_EXPECTED = 1 << 16
 """Most loads without a first token; beyond it the oldest are dropped."""
 
@@ -62,7 +62,10 @@ class TierLoads:
         self._refresh_at = -math.inf
 
     def factors(self, now: float) -> NDArray[np.float64]:
-        """Returns rows by tier of the registered ranks' measured over modelled load times, at most 0.1 s old."""
+        """Returns measured over modelled load times, at most REFRESH_SECONDS old.
+
+        There is a row for each tier, and a column for each registered rank.
+        """
         if now >= self._refresh_at:
             self._columns = np.ones((len(LOWER_TIERS), len(self._places)))
             for (rank, tier), factor in self._factors.items():
@@ -95,11 +98,13 @@ class TierLoads:
 
 
 def saved_shares(load_ms: Sequence[float], factors: NDArray[np.float64], compute_ms: float) -> NDArray[np.float64]:
-    """Returns rows by tier of the share of a token's computation that each rank saves by loading it, 0 to 1.
+    """Returns the share of a token's computation that a rank saves by loading it, 0 to 1.
+
+    There is a row for each tier, and a column for each rank.
 
     Args:
         load_ms: Time to load a token from each tier, ms.
-        factors: Measured over modelled load times, as rows by tier.
+        factors: Measured over modelled load times, with the same rows and columns.
         compute_ms: Time to compute a token, ms.
     """
     saved: NDArray[np.float64] = np.maximum(1.0 - np.array(load_ms)[:, None] * factors / compute_ms, 0.0)

@@ -111,9 +111,10 @@ class Overlaps(NamedTuple):
     blocks: Column = np.zeros(0, np.int64)
     """Leading blocks in device memory, at most those of the prompt."""
     lower: Column | None = None
-    """Rows of leading blocks down to host memory, disk and shared storage; None if no rank has more than ``blocks``."""
+    """Leading blocks in a lower tier or a faster one, a row for each: host memory, disk, shared storage. None if no
+    rank has more than ``blocks``."""
     pooled_blocks: int = 0
-    """Leading blocks in shared storage for ranks that read all of it."""
+    """Leading blocks in shared storage, whichever ranks stored them, for those that read all of it."""
     next_event_ids: Sequence[int] = ()
     """Id of each rank's next event at the Indexer; ranks after the last one have predicted blocks."""
     prefill: Mapping[ComponentName, Overlaps] = MappingProxyType({})
@@ -141,7 +142,11 @@ class Overlaps(NamedTuple):
         return self._replace(listed=listed, blocks=np.concatenate((self.blocks, held)), lower=lower)
 
     def extended(self, predicted: Overlaps, indexed_blocks: int) -> Overlaps:
-        """Returns these overlaps with the predicted ones where they reach the end of the blocks an index can know."""
+        """Returns these overlaps, extended by predicted ones.
+
+        An index can know the first ``indexed_blocks`` of the prompt. The predicted overlap of a rank that has all of
+        these counts where it is longer.
+        """
         blocks = self.blocks.copy()
         for rank, place in predicted.listed.place_of.items():
             own = self.listed.place_of.get(rank)

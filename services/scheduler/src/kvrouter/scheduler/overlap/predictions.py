@@ -1,4 +1,4 @@
-"""Predicted blocks of the ranks that send no events, of all of them (approximate mode), or of what no event can name.
+"""Predicted blocks: of ranks that send no events, of all ranks (approximate mode), or of content without known ids.
 
 A rank is assumed to hold the blocks of each request booked on it, for ``ttl_seconds``. A new incarnation of a rank
 starts without blocks.

@@ -126,7 +126,8 @@ class Choice:
     """Forecast time to first token in ms at the component's speed, for latency calibration; None if there is none or it
     is unsuitable."""
     idle_forecast_ms: float | None = None
-    """The same for a prompt of any length, on a rank that computes no other one; None if it does."""
+    """Forecast time as above, also for prompts that are unsuitable for calibration; None if the rank computes another
+    prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,8 @@ class Policy(Protocol):
     needs_worker: ClassVar[bool] = False
     """Whether the request must name its worker."""
     token_ms: ClassVar[float | None] = None
-    """Time to compute a prompt token in ms, before latency calibration, to compare with loading it from a tier; None
-    to weigh these tiers by the routing options."""
+    """Time to compute a prompt token in ms, before latency calibration: a block is worth loading if that takes less.
+    None if routing options say what blocks in lower tiers are worth."""
     options: ClassVar[frozenset[str]] = frozenset()
     """Routing options in use; the others in ``kvrouter.scheduler.request.options.OF_POLICIES`` have no effect."""
 

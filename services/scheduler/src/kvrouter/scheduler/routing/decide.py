@@ -105,7 +105,10 @@ class Decision(NamedTuple):
         return self.verdict.forecast_ms if isinstance(self.verdict, Choice) else None
 
     def expected_load(self, request: RequestContext) -> ExpectedLoad | None:
-        """Returns what the rank loads, to measure by its first token; None if it loads nothing or has other work."""
+        """Returns the load to measure by the first token.
+
+        None if the rank loads nothing or computes another prompt, or if the mode has no forecast.
+        """
         forecast_ms = self.verdict.idle_forecast_ms if isinstance(self.verdict, Choice) else None
         token_ms, blocks = POLICIES[self.mode].token_ms, self.snapshot.lower_blocks
         if forecast_ms is None or token_ms is None or blocks is None or self.is_prefilled_remotely:

@@ -249,7 +249,7 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
 
 
 def measure(context: RequestContext, decision: Decision, key: Key) -> None:
-    """Measures the computation, or the load, of a booking made now by its first token."""
+    """Starts to measure a booking made now: its first token shows how long its rank computes, or loads blocks."""
     booked_load = context.pool.booked_load
     if not decision.loads_blocks:
         booked_load.measure_prefill(key, decision.rank, decision.prefill_tokens)

@@ -46,7 +46,8 @@ class CandidateSnapshot(NamedTuple):
     lower_blocks: Column | None
     """Those of them that each candidate would load, as rows by lower tier; None if there are none."""
     saved_blocks: Column
-    """Leading blocks that each candidate need not compute, loads deducted."""
+    """Blocks whose computation each candidate saves: those in device memory, and of ``lower_blocks`` the share that
+    loading saves."""
     new_prefill_tokens: Column
     """Prompt tokens for each candidate to compute itself."""
     free_slots: Amounts
@@ -212,7 +213,10 @@ def snapshot(
 
 
 def saved_by_loading(request: RequestContext) -> Amounts:
-    """Returns rows by lower tier of the share of a block's computation that each candidate saves by loading it."""
+    """Returns the share of a block's computation that loading it saves: a row for each lower tier.
+
+    A row has a column for each candidate; only one if all candidates save the same.
+    """
     options, load = request.options, request.pool.booked_load
     token_ms = POLICIES[options.mode].token_ms
     if token_ms is None:

@@ -15,7 +15,7 @@
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
     ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
     new       = prompt tokens less the overlap: the greater of the index's and the active one     [tokens]
-                A block in a lower tier is a part of a new one: time to load it / time to compute it, at most 1
+                A block in a lower tier counts as min(1, time to load it / time to compute it) new blocks
     u, u'     = distinct active blocks / total blocks, without and with this request; u at most 1 [share]
     n         = requests in flight                                                                [requests]
     c         = latency calibration: measured time over forecast time, of the component           [1]
