@@ -37,8 +37,7 @@ class SimulatedMedia:
         for message in body.messages:
             for part in message.content if isinstance(message.content, list) else ():
                 if (medium := read_medium(msgspec.to_builtins(part))) is not None:
-                    first, *rest = self._tokens(medium)
-                    part.text = f" t{first}" + "".join(f" t{token}" for token in rest)
+                    part.text = "".join(f" t{token}" for token in self._tokens(medium))
         return body
 
     def shown(self, tokens: memoryview, block_size: int) -> tuple[array[int] | memoryview, list[tuple[int, str]]]:
