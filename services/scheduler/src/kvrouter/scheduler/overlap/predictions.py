@@ -64,6 +64,10 @@ class Predictions:
         """Returns whether the blocks of any rank are predicted."""
         return self.everywhere or bool(pool.worker_set.without_events)
 
+    def concern(self, pool: Pool, prompt: Prompt) -> bool:
+        """Returns whether blocks of a prompt are predicted on any rank."""
+        return prompt.indexed_blocks is not None or self.some_of(pool)
+
     def all_of(self, pool: Pool) -> bool:
         """Returns whether those of every rank are predicted, so that no Indexer knows more."""
         return self.everywhere or len(pool.worker_set.without_events) == len(pool.worker_set)

@@ -99,7 +99,7 @@ class Router:
             timeout_seconds=self.indexer_timeout_seconds,
             deadline=deadline,
         )
-        if predictions is None or not (predictions.some_of(pool) or prompt.indexed_blocks is not None):
+        if predictions is None or not predictions.concern(pool, prompt):
             return found
         predicted = predictions.overlaps(pool, prompt)
         if prompt.indexed_blocks is not None:
@@ -172,7 +172,7 @@ class Router:
     ) -> bool:
         """Books a request on the decided rank. Returns False if its key is already booked."""
         prompt, has_unindexed = context.prompt, context.prompt.indexed_blocks is not None
-        is_predicted = self.predictions is not None and (has_unindexed or self.predictions.some_of(context.pool))
+        is_predicted = self.predictions is not None and self.predictions.concern(context.pool, prompt)
         queried_indexer = context.options.queries_indexer and not decision.load_only
         booking = Booking(
             key,
