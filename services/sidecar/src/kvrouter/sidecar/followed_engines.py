@@ -140,6 +140,8 @@ class FollowedEngines:
     def _take(self, engine: FoundEngine) -> None:
         """Follows an engine that is ready, anew if it has restarted. One that ceases to be ready stays followed."""
         known = self._wanted.get(engine.url)
+        if known == engine:
+            return
         if known is not None and known.incarnation != engine.incarnation:
             self.remove(engine.url)
         if engine.url in self._wanted:
