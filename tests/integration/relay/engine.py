@@ -77,9 +77,13 @@ class Engine:
     async def restart(self) -> None:
         """Dies, and begins another lifetime with an empty cache."""
         await self.stop()
+        self.forget()
+        await self.start()
+
+    def forget(self) -> None:
+        """Counts from the start with nothing kept, as after a restart, at sockets that stay open."""
         self.next_sequence = 0
         self.kept.clear()
-        await self.start()
 
     async def publish(self, *events: Any, live: bool = True, kept: bool = True) -> None:
         """Publishes a batch: to subscribers unless it is not ``live``, and for replays if it is ``kept``."""

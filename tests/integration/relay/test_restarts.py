@@ -35,8 +35,7 @@ async def test_a_restart_that_has_passed_the_last_message_is_no_gap(engine: Engi
         for number in range(3):
             await engine.publish(stored([number + 1], 40 * number))
         await relay.holds(1, 2, 3)
-        engine.next_sequence = 0
-        engine.kept.clear()
+        engine.forget()
         for number in range(5):
             await engine.publish(stored([10 + number], 40 * number), live=number == 4)
         await relay.holds(10, 11, 12, 13, 14)
@@ -51,8 +50,7 @@ async def test_a_restarted_engine_counts_from_the_start(engine: Engine, beside: 
         for number in range(3):
             await engine.publish(stored([number + 1], 40 * number))
         await relay.holds(1, 2, 3)
-        engine.next_sequence = 0
-        engine.kept.clear()
+        engine.forget()
         for number in range(messages):
             await engine.publish(stored([10 + number], 40 * number))
         await relay.holds(*range(10, 10 + messages))
@@ -81,8 +79,7 @@ async def test_the_recorded_restart_of_an_engine(engine: Engine, beside: Beside)
             await engine.publish_raw(message.payload)
         await until(lambda: relay.count("messages_total") == 8)
         # In the same process, as seen from the relay: the numbers begin again, and nothing is cleared.
-        engine.next_sequence = 0
-        engine.kept.clear()
+        engine.forget()
         for message in after:
             await engine.publish_raw(message.payload)
         await until(lambda: relay.count("restarts_total") == 1 and relay.count("blocks") == 4)
