@@ -129,8 +129,8 @@ affinity: {{ toYaml . | nindent 2 }}
 {{- end -}}
 
 {{/*
-A Deployment of one service. Arguments: root, service, values, ports (list of {name, port}). Of a service that may run once
-only and reads the API of Kubernetes also: reader, which is the name of its account, command, and env.
+A Deployment of one service. Arguments: root, service, values, ports (list of {name, port}). A service that must run only once
+and reads the Kubernetes API also has: reader (the name of its service account), command, and env.
 */}}
 {{- define "kvrouter.deployment" -}}
 apiVersion: apps/v1
