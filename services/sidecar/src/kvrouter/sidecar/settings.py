@@ -31,10 +31,10 @@ class EngineSettings(ServiceSettings):
 
     engine: tuple[str, ...]
     engine_pods: str = ""
-    """Pods of Kubernetes with engines, [NAMESPACE:]LABELS[:PORT]: engines come and go with them. LABELS is a label
-    selector, PORT that of the HTTP API (8000); without NAMESPACE, the process's own."""
+    """Kubernetes pods with engines, which come and go with them: [NAMESPACE:]LABELS[:PORT]. LABELS is a label
+    selector, PORT that of the HTTP API (8000). Without NAMESPACE, it is that of the process."""
     inference_pool: str = ""
-    """Name of an InferencePool, [NAMESPACE/]NAME, whose pods have the engines, in the place of --engine-pods."""
+    """InferencePool whose pods have the engines, [NAMESPACE/]NAME; instead of --engine-pods."""
     engine_kind: EngineKindOption = "auto"
     """Which engine it is; auto asks it."""
     engine_keys_file: EngineKeysFile = ""
@@ -127,7 +127,7 @@ class EngineSettings(ServiceSettings):
         if len({split_component(each)[1] for each in self.engine}) < len(self.engine):
             raise ValueError("--engine: the same engine is named twice")
         if self.engine_pods and self.inference_pool:
-            raise ValueError("--inference-pool: its pods take the place of those of --engine-pods; name one of them")
+            raise ValueError("--inference-pool: cannot be combined with --engine-pods; name one of them")
         return self
 
     @property
@@ -167,7 +167,7 @@ class SidecarSettings(EngineSettings):
             raise ValueError("--engine: name an engine, or the pods of engines with --engine-pods or --inference-pool")
         if self.pods is not None and (not self.bind.endswith(":0") or self.advertise.rpartition(":")[2].isdecimal()):
             raise ValueError(
-                "--engine-pods: each worker needs a port of its own; set port 0 in --bind, none in --advertise"
+                "--engine-pods: each worker needs a port of its own; give --bind port 0, and --advertise no port"
             )
         if self.kv_replay and not self.kv_events:
             raise ValueError("--kv-replay: name the events' sockets with --kv-events, too")
@@ -196,7 +196,7 @@ class LocalEnginesSettings(EngineSettings):
     engine_replay: tuple[str, ...] = ()
     """Endpoint of rank 0's replay socket for each engine; only with --engine-events."""
     engine_role: tuple[RoleOption, ...] = ()
-    """Role of each engine, if they differ and do not say it; in the place of --role."""
+    """Role of each engine, if roles differ and the engines do not report them; instead of --role."""
 
     _are_endpoints = field_validator("engine_events", "engine_replay")(check_event_sockets)
 
