@@ -273,6 +273,14 @@ def write_kubeconfig(path: Path, server: KubeApiServer, token: str = TOKEN, name
     return path
 
 
+def as_with_kubectl(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, server: KubeApiServer, namespace: str = "default"
+) -> None:
+    """Lets this process find the API server as kubectl does, by a file in a directory."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(directory / "kubeconfig", server, namespace=namespace)))
+
+
 def as_in_a_pod(
     monkeypatch: pytest.MonkeyPatch, port: int, token: Path, authority: Path, namespace: str = "default"
 ) -> None:

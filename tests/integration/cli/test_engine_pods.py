@@ -12,7 +12,7 @@ import pytest
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.sidecar.engine_options import worker_id_of
 
-from ...kube_api_server import KubeApiServer, pod, pool, serving_kube_api, write_kubeconfig
+from ...kube_api_server import KubeApiServer, as_with_kubectl, pod, pool, serving_kube_api
 from ..frontend.endpoint_picker.gateway_stream import GatewayStream
 from ..sidecar.rig import BLOCK, EngineServer, vllm
 from .no_broker import Answer, NoBroker, serving, until
@@ -27,9 +27,8 @@ ONE, TWO = "127.0.0.2", "127.0.0.3"
 
 @pytest.fixture
 async def kube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubeApiServer]:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     async with serving_kube_api() as server:
-        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", server, namespace="default")))
+        as_with_kubectl(monkeypatch, tmp_path, server)
         yield server
 
 

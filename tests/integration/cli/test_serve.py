@@ -33,7 +33,7 @@ from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGetPotentialLoadsRequest
 
-from ...kube_api_server import serving_kube_api, write_kubeconfig
+from ...kube_api_server import as_with_kubectl, serving_kube_api
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -136,7 +136,7 @@ async def test_every_metric_is_documented_and_exposed(
     several = (*where, "--processes", "2", "--port", "0", "--http-bind", ops[4])
     commands.append(module("frontends", "frontend", *several))
     async with serving_kube_api() as kube, AsyncExitStack() as stack:
-        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", kube)))
+        as_with_kubectl(monkeypatch, tmp_path, kube)
         pods = ("--component", "pods", "--engine-pods", "app=vllm", "--http-bind", ops[6])
         commands.append(module("pods", "cli.main", "sidecar", *where, *pods))
         await stack.enter_async_context(processes(tmp_path, *commands))

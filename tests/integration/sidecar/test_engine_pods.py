@@ -24,15 +24,14 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry
 
-from ...kube_api_server import KubeApiServer, pod, serving_kube_api, write_kubeconfig
+from ...kube_api_server import KubeApiServer, as_with_kubectl, pod, serving_kube_api
 from .rig import until, vllm
 
 
 @pytest.fixture
 async def kube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubeApiServer]:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     async with serving_kube_api() as server:
-        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", server, namespace="mine")))
+        as_with_kubectl(monkeypatch, tmp_path, server, namespace="mine")
         yield server
 
 

@@ -18,7 +18,16 @@ from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from ....kube_api_server import TOKEN, KubeApiServer, as_in_a_pod, pod, pool, serving_kube_api, write_kubeconfig
+from ....kube_api_server import (
+    TOKEN,
+    KubeApiServer,
+    as_in_a_pod,
+    as_with_kubectl,
+    pod,
+    pool,
+    serving_kube_api,
+    write_kubeconfig,
+)
 
 PODS = PodSelection("app=vllm")
 ONE, TWO, THREE = (f"http://10.0.0.{number}:8000" for number in (1, 2, 3))
@@ -63,9 +72,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def kube(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubeApiServer]:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     async with serving_kube_api() as server:
-        monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "kubeconfig", server)))
+        as_with_kubectl(monkeypatch, tmp_path, server)
         await server.put(pod("one", "10.0.0.1"), pod("other", "10.0.0.9", app="web"))
         yield server
 
