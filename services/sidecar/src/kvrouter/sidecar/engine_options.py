@@ -43,7 +43,7 @@ class EngineOptions:
     transport: Transport = Transport.TRANSPORT_UNSPECIFIED
     """Transport of its events; unspecified for the component's."""
     incarnation: str = ""
-    """Another one after each restart of the engine; empty if nobody says."""
+    """Changes with each restart of the engine; empty if it is unknown."""
 
     @property
     def advertised_host(self) -> str:

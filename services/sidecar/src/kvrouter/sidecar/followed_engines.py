@@ -197,7 +197,7 @@ async def following_engines(
     """Follows the engines of the settings while the context lasts. Those that are not ready yet join later.
 
     Args:
-        settings: The engines, and what is said of them.
+        settings: The engines, and the options for them.
         options_of: Returns the options of the engine at a URL.
         registry: Registry for the metrics of engines.
         on_ready: Called with an engine's URL when it begins or ceases to take requests, and with the name of a source

@@ -132,7 +132,7 @@ class EngineSettings(ServiceSettings):
 
     @property
     def pods(self) -> PodSelection | PoolName | None:
-        """What names the pods that have engines; None for nothing."""
+        """The pods that have engines, by label selector or by pool; None if no option names any."""
         if self.inference_pool:
             return read_pool_name(self.inference_pool)
         return read_selection(self.engine_pods) if self.engine_pods else None

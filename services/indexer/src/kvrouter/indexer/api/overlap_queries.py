@@ -25,7 +25,7 @@ _MAX_BLOCK_SIZE = 1 << 20
 
 
 class _Body(msgspec.Struct):
-    """The fields of both; others are ignored."""
+    """The fields of both forms; others are ignored."""
 
     model: str = ""
     model_name: str = ""
@@ -86,7 +86,7 @@ class OverlapQuery:
             tokens = _tokens(given.token_ids, max_prompt_tokens)
         elif given.model:
             raise Unimplemented(
-                "sequence hashes depend on a seed of the caller",
+                "sequence hashes depend on a seed of Conductor, which the Indexer does not know",
                 advice="Send token_ids to /query, or local hashes with model_name.",
             )
         else:

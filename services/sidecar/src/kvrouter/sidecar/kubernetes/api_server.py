@@ -36,7 +36,7 @@ _MOST_OF_CAUSE = 300
 """Characters of a cause that are logged."""
 _GONE = 410
 _USUAL_FAILURES = 3
-"""Failures in a row that a server may cause by forgetting versions."""
+"""Failures in a row up to which a 410 is not logged, since a server may forget a version at any time."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CUT = (aiohttp.ClientError, OSError, TimeoutError)
 """Failures of a connection, after which a watch continues where it was. After others the objects are listed anew."""

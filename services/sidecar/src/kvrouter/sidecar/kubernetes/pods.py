@@ -17,7 +17,7 @@ class FoundEngine:
     url: str
     """URL of its HTTP API, without a slash at its end; the component that it joins may precede it (COMPONENT=URL)."""
     incarnation: str = ""
-    """Another one after each restart; empty if the source does not know."""
+    """Changes with each restart of the engine; empty if the source does not know."""
     is_ready: bool = True
     """Whether the source wants it to get requests."""
 

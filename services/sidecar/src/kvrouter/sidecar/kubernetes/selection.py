@@ -74,7 +74,9 @@ def selection_of_pool(pool: JsonObject) -> PodSelection:
         namespace = str(pool["metadata"]["namespace"])
         protocol = spec.get("appProtocol", "http")
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"expected selector.matchLabels and targetPorts in the spec, without {error}") from None
+        raise ValueError(
+            f"expected selector.matchLabels and targetPorts in the spec; missing or malformed: {error}"
+        ) from None
     if not labels or not ports:
         raise ValueError("expected at least one label and one port")
     if protocol != "http":
