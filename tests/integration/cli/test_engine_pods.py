@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +60,11 @@ async def test_engines_follow_their_pods(tmp_path: Path, kube: KubeApiServer) ->
         # Readiness keeps requests away, and the index stays.
         await kube.put(pod("two", TWO, ready=False))
 
+        # New ones each time: a prompt that was sent before goes to where it is cached.
+        prompts = ([number] * 9 for number in itertools.count())
+
         async def only_first() -> bool:
-            return {(await system.ask([number] * 9)).worker for number in range(6)} == {f"{first}:0"}
+            return {(await system.ask(next(prompts))).worker for _ in range(6)} == {f"{first}:0"}
 
         await until(only_first)
         assert await registered(system) == {first, second}
@@ -69,6 +73,11 @@ async def test_engines_follow_their_pods(tmp_path: Path, kube: KubeApiServer) ->
         # A pod that is terminating gets no more requests at once, and its running ones end.
         await kube.terminate("two")
         await until(only_first)
+
+        async def two_has_left() -> bool:
+            return await registered(system) == {first}
+
+        await until(two_has_left)
         running = asyncio.create_task(system.ask(PROMPT, max_tokens=60, ignore_eos=True))
         await kube.put(pod("two", TWO, uid="another-pod"))
         await system.serving(2)
