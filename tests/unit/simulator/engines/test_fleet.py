@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 from kvrouter.mocker.engine.config import EngineConfig, TierConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
@@ -65,6 +65,17 @@ scripts = st.lists(
     max_size=30,
 )
 
+# Three texts of 16 tokens fill the 8 blocks of 4 tokens, so the first one is loaded when it comes again.
+REPEATED_TEXT = [(0.2, "submit", 0, [*range(first, first + 16)], 1) for first in (0, 100, 200, 0)]
+HOST, SHARED = (
+    [
+        EngineConfig(
+            num_blocks=8, block_size=4, max_batched_tokens=24, max_sequences=4, hash_seed=0, host=host, shared=shared
+        )
+    ]
+    for host, shared in ((TierConfig(40), TierConfig()), (TierConfig(), TierConfig(60, 1e-4, 3.0)))
+)
+
 
 def run(fleet: Fleet, configs: list[EngineConfig], script: list[tuple[float, str, int, list[int], int]]) -> Seen:
     seen = Seen()
@@ -105,6 +116,8 @@ class Seen:
 @pytest.mark.skipif(IMPLEMENTATION != "native", reason="the engine in Rust is not built")
 @settings(max_examples=300)
 @given(fleets, scripts)
+@example(HOST, REPEATED_TEXT)
+@example(SHARED, REPEATED_TEXT)
 def test_both_do_the_same(configs: list[EngineConfig], script: list[tuple[float, str, int, list[int], int]]) -> None:
     native = run(NativeFleet(configs, record_events=True), configs, script)
     assert native == run(ReferenceFleet(configs, record_events=True), configs, script)
@@ -135,9 +148,12 @@ def coincides(seen: Seen) -> bool:
     return any(one.at == other.at and one.engine != other.engine for one, other in pairwise(seen.notices))
 
 
-@pytest.mark.parametrize(
-    "what", [preempts, evicts, reuses, loads_from_host_memory, loads_from_shared_storage, coincides]
-)
+@pytest.mark.parametrize(("what", "configs"), [(loads_from_host_memory, HOST), (loads_from_shared_storage, SHARED)])
+def test_a_repeated_text_is_loaded_from_a_lower_tier(what: Callable[[Seen], bool], configs: list[EngineConfig]) -> None:
+    assert what(run(ReferenceFleet(configs, record_events=True), configs, REPEATED_TEXT))
+
+
+@pytest.mark.parametrize("what", [preempts, evicts, reuses, coincides])
 def test_the_scripts_reach_what_matters(what: Callable[[Seen], bool]) -> None:
     find(
         st.tuples(fleets, scripts),
