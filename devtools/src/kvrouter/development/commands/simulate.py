@@ -84,14 +84,15 @@ def simulate_command(
         str | None,
         typer.Option(
             metavar="BLOCKS[:GB/S[:MS]]",
-            help="Host memory of each engine: its KV blocks, bandwidth and latency of a load; 20 and 0.1 by default.",
+            help="Host memory of each engine: KV blocks, bandwidth and latency of a load; 20 and 0.1 by default.",
         ),
     ] = None,
     shared_tier: Annotated[
         str | None,
         typer.Option(
             metavar="BLOCKS[:GB/S[:MS]]",
-            help="Storage that all engines read: the KV blocks of each one's part; bandwidth and latency as above.",
+            help="Storage that all engines read: KV blocks that each engine adds to it, bandwidth and latency of a load; "
+            "20 and 0.1 by default.",
         ),
     ] = None,
     restart: Annotated[
