@@ -91,7 +91,7 @@ def simulate_command(
         str | None,
         typer.Option(
             metavar="BLOCKS[:GB/S[:MS]]",
-            help="Storage that all engines read: KV blocks that each engine adds to it, bandwidth and latency of a load; "
+            help="Storage that all engines read: KV blocks that each engine adds, bandwidth and latency of a load; "
             "20 and 0.1 by default.",
         ),
     ] = None,
