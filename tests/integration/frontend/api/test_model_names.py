@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from kvrouter.frontend.request.current_choice import ModelChoice, Reason
 from kvrouter.mocker import app as mocker_app
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.runtime.deadline import Deadline
@@ -78,10 +79,15 @@ async def start_other(
     worker = await system.stack.enter_async_context(mocker_app.running(mocker, new_registry()))
     await worker.registered()
     await until(lambda: any(worker_id in view.workers for view in system.runtime.directory.components.values()))
-    await until(lambda: bool(system.frontend.choices._is_ready(model, component)))
+    await until(lambda: is_ready(system, model, component))
     async with asyncio.timeout(30):
         while (await complete(system, model))[0] != 200:
             await asyncio.sleep(0.01)
+
+
+def is_ready(system: System, model: str, pool: str = "") -> bool:
+    """Returns whether a model, or one of its pools, has a worker that takes requests."""
+    return system.frontend.choices._is_ready(ModelChoice(model, model, Reason.NAME, pool))
 
 
 async def complete(system: System, model: str, **headers: str) -> tuple[int, dict[str, Any], str]:
@@ -125,7 +131,7 @@ async def test_the_next_model_serves_where_one_has_no_ready_worker(system: Syste
     await system.start_worker(1)
     assert (await complete(system, "safe"))[1]["model"] == MODEL
     await system.stop_worker(1)
-    await until(lambda: not system.frontend.choices._is_ready(MODEL))
+    await until(lambda: not is_ready(system, MODEL))
     status, body, choice = await complete(system, MODEL)
     assert (status, body["model"], choice) == (200, OTHER, f"fallback for {MODEL}")
 
