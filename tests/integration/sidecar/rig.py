@@ -137,7 +137,7 @@ class Sidecar:
             **fields,
         )
         async with grpc.aio.insecure_channel(self.worker.endpoint) as channel:
-            generate = channel.unary_stream(
+            generate: Any = channel.unary_stream(
                 f"/{SERVICE}/Generate",
                 request_serializer=lambda message: message.SerializeToString(),
                 response_deserializer=WorkerServiceGenerateResponse.FromString,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -189,7 +190,7 @@ async def test_watches_that_end_at_once_are_opened_more_and_more_slowly(
         pauses.append(most)
         return least
 
-    monkeypatch.setattr(api_server.random, "uniform", longest)
+    monkeypatch.setattr(random, "uniform", longest)
     kube.ends_watches = True
     async with finding() as found:
         await found.until(ONE)

@@ -58,6 +58,8 @@ class FollowedEngines:
         self._wanted: dict[str, FoundEngine] = {}
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._sources: list[asyncio.Task[None]] = []
+        self._named: dict[str, dict[str, FoundEngine]] = {}
+        """The engines of each source, by URL."""
         self._unheard = 0
         """Sources that have not named their engines yet."""
         self._relayed: dict[int, RelayedRanks] = {}
@@ -124,18 +126,24 @@ class FollowedEngines:
 
     async def _follow_source(self, source: str, changes: AsyncGenerator[Collection[FoundEngine]]) -> None:
         fixed = {url.rstrip("/") for url in self._settings.engine}
-        named: set[str] | None = None
         async with aclosing(changes):
             async for found in changes:
                 engines = {each.url: each for each in found if each.url not in fixed}
-                for url in (named or set()) - set(engines):
-                    self.remove(url)
-                for engine in engines.values():
-                    self._take(engine)
-                if named is None:
+                before = self._named.get(source)
+                self._named[source] = engines
+                for url in dict.fromkeys([*(before or ()), *engines]):
+                    self._follow_or_leave(url)
+                if before is None:
                     self._unheard -= 1
                     self._on_ready(source, True)
-                named = set(engines)
+
+    def _follow_or_leave(self, url: str) -> None:
+        """Follows an engine as long as a source names it. A source that knows of its restarts is the one to believe."""
+        named = [engines[url] for engines in self._named.values() if url in engines]
+        if named:
+            self._take(max(named, key=lambda each: bool(each.incarnation)))
+        else:
+            self.remove(url)
 
     def _take(self, engine: FoundEngine) -> None:
         """Follows an engine that is ready, anew if it has restarted. One that ceases to be ready stays followed."""
