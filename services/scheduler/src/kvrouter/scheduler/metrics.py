@@ -121,8 +121,10 @@ class SchedulerMetrics:
         self._cached: dict[str, tuple[Count, ...]] = {}
         self._audited: dict[str, tuple[Count, Count]] = {}
 
-    def count_cached(self, model: str, tokens: ReachableTokens) -> None:
-        """Counts the cached tokens of a booked request."""
+    def count_cached(
+        self, model: str, tokens: ReachableTokens, lower: LowerTiers | None = None, block_size: int = 0
+    ) -> None:
+        """Counts the cached tokens of a booked request, and the blocks that its rank loads from lower tiers."""
         counters = self._cached.get(model)
         if counters is None:
             label = model_label(model, self._cached)
@@ -130,13 +132,10 @@ class SchedulerMetrics:
             self._cached[label] = counters
         for counter, count in zip(counters, tokens, strict=True):
             counter.inc(count)
-
-    def count_lower(self, model: str, blocks: LowerTiers, block_size: int) -> None:
-        """Counts the blocks that a booked request loads on its rank."""
-        label = model_label(model, self._cached)
-        for tier, count in (("host", blocks.host), ("disk", blocks.disk), ("shared", blocks.shared)):
-            if count:
-                self.lower_tier_tokens.of(label, tier).inc(count * block_size)
+        if lower is not None:
+            label = model_label(model, self._cached)
+            for field, blocks in lower.ListFields():
+                self.lower_tier_tokens.of(label, field.name).inc(blocks * block_size)
 
     def audit(self, model: str, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the worker's report."""

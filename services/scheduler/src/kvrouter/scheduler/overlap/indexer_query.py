@@ -251,18 +251,19 @@ def read_answer(answer: bytes, most_blocks: int) -> Overlaps:
     try:
         response = PackedFindMatchesResponse.FromString(answer)
         listed = _decoded(response.worker_ids, response.dp_ranks, response.incarnations)
-        columns = [decode_varints(response.device_blocks)]
-        if response.shared_blocks not in (b"", response.device_blocks):  # else no rank has blocks elsewhere
-            slower = (response.host_blocks, response.disk_blocks, response.shared_blocks)
-            columns += [decode_varints(column) for column in slower]
+        device, shared = response.device_blocks, response.shared_blocks
+        columns = [decode_varints(device)]
+        if shared and shared != device:  # else no rank has blocks elsewhere
+            columns += map(decode_varints, (response.host_blocks, response.disk_blocks, shared))
     except (DecodeError, ValueError):
         raise Internal("the Indexer sent a response that cannot be parsed") from None
     event_ids = response.next_event_ids
-    lengths = {len(listed.incarnations), len(event_ids), *map(len, columns)}
-    if len(lengths) > 1:
+    ranks = len(listed.incarnations)
+    lengths = [len(event_ids), *map(len, columns)]
+    if lengths.count(ranks) != len(lengths):
         raise Internal(
-            f"expected columns of one length, received {len(listed.incarnations)} ranks, "
-            f"{'/'.join(str(len(column)) for column in columns)} overlaps and {len(event_ids)} event ids"
+            f"expected columns of one length, received {ranks} ranks, {'/'.join(map(str, lengths[1:]))} overlaps and "
+            f"{lengths[0]} event ids"
         )
     blocks = np.minimum(columns[0], most_blocks, out=columns[0])
     lower = np.minimum(columns[1:], most_blocks) if len(columns) > 1 else None

@@ -123,7 +123,7 @@ class Decision(NamedTuple):
     @property
     def loads_blocks(self) -> bool:
         """Whether the rank loads blocks of the prompt from a lower tier."""
-        return self.snapshot.lower_of(self.rank) is not None
+        return self.snapshot.loads_blocks(self.rank)
 
     @property
     def is_prefilled_remotely(self) -> bool:

@@ -191,10 +191,10 @@ class Router:
             return False
         measure(context, decision, key)
         if queried_indexer:
-            reachable = decision.snapshot.reachable_tokens(placement.rank, context.pool.booked_load.block_size)
-            self.metrics.count_cached(context.pool.model, reachable)
-            if response.HasField("lower_blocks"):
-                self.metrics.count_lower(context.pool.model, response.lower_blocks, context.pool.booked_load.block_size)
+            block_size = context.pool.booked_load.block_size
+            reachable = decision.snapshot.reachable_tokens(placement.rank, block_size)
+            lower = response.lower_blocks if response.HasField("lower_blocks") else None
+            self.metrics.count_cached(context.pool.model, reachable, lower, block_size)
         return True
 
     def earlier_outcome(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:

@@ -67,11 +67,15 @@ class CandidateSnapshot(NamedTuple):
         """Returns a candidate's leading blocks of the prompt."""
         return int(self.overlap_blocks[self._place(rank)])
 
+    def loads_blocks(self, rank: Rank) -> bool:
+        """Returns whether a candidate would load blocks of the prompt from below device memory."""
+        return self.lower_blocks is not None and bool(self.lower_blocks[:, self._place(rank)].any())
+
     def lower_of(self, rank: Rank) -> LowerTiers | None:
         """Returns a candidate's blocks of the prompt below device memory; None if there are none."""
-        if self.lower_blocks is None or not (blocks := self.lower_blocks[:, self._place(rank)]).any():
+        if self.lower_blocks is None or not self.loads_blocks(rank):
             return None
-        host, disk, shared = blocks.tolist()
+        host, disk, shared = self.lower_blocks[:, self._place(rank)].tolist()
         return LowerTiers(host=host, disk=disk, shared=shared)
 
     def most_overlap(self, *, is_retry: bool) -> int:
@@ -80,19 +84,14 @@ class CandidateSnapshot(NamedTuple):
         These are the avoided ones, and in a retry the excluded ones, which failed.
         """
         failed = self.constraints.avoided.keys() | (self.constraints.excluded if is_retry else frozenset())
-        if not failed:
-            return largest(self.overlap_blocks)
-        held = zip(self.worker_set.ranks, self.overlap_blocks, strict=True)
-        return max((int(blocks) for rank, blocks in held if rank[0] not in failed), default=0)
+        return largest(self._overlap_outside(failed))
 
     def kv_source(self, rank: Rank) -> KvSource | None:
         """Returns the rank with the longest part of the prompt; None if none has more than ``rank``.
 
         Avoided and excluded workers, which may be dead, are left out.
         """
-        held, gone = self.overlap_blocks, self.constraints.avoided.keys() | self.constraints.excluded
-        if gone:
-            held = np.where([worker_id in gone for worker_id, _ in self.worker_set.ranks], 0, held)
+        held = self._overlap_outside(self.constraints.avoided.keys() | self.constraints.excluded)
         place = int(held.argmax())
         if held[place] <= self.overlap_of(rank):
             return None
@@ -119,6 +118,10 @@ class CandidateSnapshot(NamedTuple):
     def prefill_decision(self, rank: Rank) -> PrefillDecision | None:
         """Returns who would compute the prompt for a candidate; None if there was nothing to decide."""
         return None if self.prefill is None else self.prefill.decision(self._place(rank))
+
+    def _overlap_outside(self, worker_ids: Collection[int]) -> Column:
+        """Returns the overlap of each candidate, 0 for those of some workers."""
+        return self.overlap_blocks * ~self.worker_set.of_workers(worker_ids) if worker_ids else self.overlap_blocks
 
     def _place(self, rank: Rank) -> int:
         place = self.worker_set.place(rank)

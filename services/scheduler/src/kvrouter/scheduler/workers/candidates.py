@@ -264,6 +264,10 @@ class WorkerSet:
         place = self.place(rank)
         return None if place is None else self.candidates[place]
 
+    def of_workers(self, worker_ids: Collection[int]) -> Mask:
+        """Returns which candidates are ranks of the workers."""
+        return np.isin(self._worker_ids, np.array(list(worker_ids), np.uint64))
+
     def fit(self, constraints: WorkerConstraints) -> Places:
         """Returns the candidates within a request's constraints, whatever their load (see ``why_unfit``)."""
         serving, places = self._that_serve(constraints.stage)
@@ -275,9 +279,9 @@ class WorkerSet:
         if constraints.dp_rank is not None:
             mask &= self._dp_ranks == constraints.dp_rank
         if constraints.allowed:
-            mask &= np.isin(self._worker_ids, np.array(list(constraints.allowed), np.uint64))
+            mask &= self.of_workers(constraints.allowed)
         if constraints.excluded:
-            mask &= ~np.isin(self._worker_ids, np.array(list(constraints.excluded), np.uint64))
+            mask &= ~self.of_workers(constraints.excluded)
         for label in constraints.labels.items():
             mask &= self._those_at(self._labelled.get(label, []))
         if constraints.lora_name:
@@ -288,7 +292,7 @@ class WorkerSet:
         """Returns the candidates without those of avoided workers; all candidates if none would remain."""
         if not avoided:
             return places
-        others = places[~np.isin(self._worker_ids[places], np.array(list(avoided), np.uint64))]
+        others = places[~self.of_workers(avoided)[places]]
         return others if len(others) else places
 
     def with_room(self, places: Places, blocks: int) -> Places:
