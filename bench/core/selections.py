@@ -24,7 +24,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.api.request_reader import RequestReader
 from kvrouter.scheduler.api.selection import Selector
-from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
@@ -83,11 +83,11 @@ def scheduler(mode: str, ranks: int, indexer: StaticIndexer, rng: random.Random)
     metrics = SchedulerMetrics(CollectorRegistry())
     pools = Pools(directory, Accounting(), report_age_seconds=10)
     table = BookingTable()
-    leases = BookingLeases(table, session_grace_seconds=10)
+    ownership = BookingOwnership(table, session_grace_seconds=10)
     affinity = Affinity(1000)
     router = Router(
         pools,
-        leases,
+        ownership,
         Decisions(1000),
         lambda _: indexer,
         metrics,
@@ -102,7 +102,7 @@ def scheduler(mode: str, ranks: int, indexer: StaticIndexer, rng: random.Random)
     BookingStatistics(metrics).follow(table)
     affinity.follow(table)
     queued.follow(table)
-    return selector, BookingUpdates(table, leases, pools, metrics, time.monotonic)
+    return selector, BookingUpdates(table, ownership, pools, metrics, time.monotonic)
 
 
 def request(blocks: int, stems: list[bytes], rng: random.Random) -> RoutingRequest:

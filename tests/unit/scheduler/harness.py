@@ -19,7 +19,7 @@ from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
-from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
@@ -214,7 +214,7 @@ class Parts:
         self.pools = Pools(self.registered, accounting or Accounting(), report_age_seconds=10)
         self.booking_table = BookingTable(scheduler or (0, ""))
         BookingStatistics(self.metrics).follow(self.booking_table)
-        self.booking_leases = BookingLeases(self.booking_table, session_grace_seconds=grace)
+        self.booking_ownership = BookingOwnership(self.booking_table, session_grace_seconds=grace)
         self.sync_metrics = SyncMetrics(self.registry)
         self.sync = ReplicaSync(self.booking_table, self.pools, self.sync_metrics, grace_seconds=grace, clock=clock)
         if scheduler is not None:
@@ -226,7 +226,7 @@ class Parts:
         affinity = Affinity(conversations)
         self.router = Router(
             self.pools,
-            self.booking_leases,
+            self.booking_ownership,
             self.decisions,
             lambda _: self.indexer,
             self.metrics,
@@ -243,14 +243,16 @@ class Parts:
         if predictions is not None:
             predictions.follow(self.booking_table)
         self.queued.follow(self.booking_table)
-        self.bookings = BookingUpdates(self.booking_table, self.booking_leases, self.pools, self.metrics, clock)
-        self.sessions = Sessions(self.booking_leases, self.bookings, scheduler_id="s", grace_seconds=grace, clock=clock)
+        self.bookings = BookingUpdates(self.booking_table, self.booking_ownership, self.pools, self.metrics, clock)
+        self.sessions = Sessions(
+            self.booking_ownership, self.bookings, scheduler_id="s", grace_seconds=grace, clock=clock
+        )
 
     def service(self) -> SchedulerService:
         """The object behind the Scheduler's API."""
         status = Status(
             self.pools,
-            self.booking_leases,
+            self.booking_ownership,
             self.decisions,
             self.board,
             self.queued,

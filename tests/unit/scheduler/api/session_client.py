@@ -133,7 +133,7 @@ def silence(parts: Parts, ticks: int) -> None:
 
 def is_open(parts: Parts, session_id: str) -> bool:
     try:
-        parts.booking_leases.check_open(session_id)
+        parts.booking_ownership.check_open(session_id)
     except SessionLost:
         return False
     return True

@@ -116,11 +116,11 @@ async def test_a_session_that_ends_while_it_selects_books_nothing() -> None:
     indexer = ResidentBlocks()
     indexer.may_answer.clear()
     parts = Parts(view(worker(1)), indexer=indexer)
-    parts.booking_leases.open_session("s", "c")
+    parts.booking_ownership.open_session("s", "c")
     call = asyncio.create_task(parts.select(selecting("a"), "s"))
     while not indexer.queries:
         await asyncio.sleep(0)
-    parts.booking_leases.close_session("s", parts.now)
+    parts.booking_ownership.close_session("s", parts.now)
     indexer.may_answer.set()
     with pytest.raises(SessionLost):
         await call

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvrouter.scheduler.api.sessions import Sessions
-from kvrouter.scheduler.bookings.leases import SILENT_TICKS
+from kvrouter.scheduler.bookings.ownership import SILENT_TICKS
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.errors import BadRequest, SessionLost
 from kvrouter.v1.scheduler_pb2 import OpenSessionRequest
@@ -54,7 +54,7 @@ async def test_bookings_outlive_a_closed_session_by_the_grace(transport: str) ->
         assert await client.close()
         expire(parts, 10)
     assert parts.idle()
-    assert parts.booking_leases.sessions == 0
+    assert parts.booking_ownership.sessions == 0
     assert parts.figure("kvrouter_scheduler_session_bookings_dropped_total") == 1
 
 
@@ -67,7 +67,7 @@ async def test_a_session_ends_with_the_call_stream_on_which_it_was_opened() -> N
     assert parts.load(1)[2] == 1
     expire(parts, 0.1)
     assert parts.idle()
-    assert parts.booking_leases.sessions == 0
+    assert parts.booking_ownership.sessions == 0
 
 
 async def test_the_loss_of_a_connection_does_not_end_a_session_that_was_opened_again_elsewhere() -> None:
@@ -85,9 +85,9 @@ async def test_a_connection_that_carries_many_sessions_ends_them_all() -> None:
     async with connected(parts, "call stream") as client:
         for number in range(5):
             await Client(client.scheduler, f"s{number}").open()
-        assert parts.booking_leases.sessions == 5
+        assert parts.booking_ownership.sessions == 5
     async with asyncio.timeout(30):
-        while parts.booking_leases.sessions:
+        while parts.booking_ownership.sessions:
             await asyncio.sleep(0.005)
 
 
@@ -149,7 +149,7 @@ async def test_an_invalid_opening_is_refused_and_opens_nothing(fields: dict[str,
             await client.open(**fields)
         with pytest.raises(BadRequest):
             await client.open("")
-    assert parts.booking_leases.sessions == 0
+    assert parts.booking_ownership.sessions == 0
 
 
 async def test_the_longest_names_of_clients_and_components_make_a_session() -> None:
@@ -204,7 +204,7 @@ async def test_a_thousand_sessions_that_come_and_go_leave_nothing() -> None:
     connection.lose()
     expire(parts, 10)
     assert parts.idle()
-    assert parts.booking_leases.sessions == 0
+    assert parts.booking_ownership.sessions == 0
     assert not list(kept(parts.sessions))
 
 

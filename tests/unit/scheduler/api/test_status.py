@@ -19,7 +19,7 @@ from ..harness import BLOCK, Parts, ResidentBlocks, routing, selecting, view, wo
 def ask(parts: Parts, **fields: object) -> GetStatusResponse:
     status = Status(
         parts.pools,
-        parts.booking_leases,
+        parts.booking_ownership,
         parts.decisions,
         parts.board,
         parts.queued,

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.frontend.schedulers import booking_updates
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
 from kvrouter.scheduler.api.sessions import Sessions
-from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates as Bookings
 from kvrouter.v1.common_pb2 import BookingKey
@@ -51,9 +51,9 @@ class Node:
 
     def __init__(self) -> None:
         self.recording = Recording()
-        leases = BookingLeases(BookingTable(), session_grace_seconds=10)
+        ownership = BookingOwnership(BookingTable(), session_grace_seconds=10)
         bookings = cast(Bookings, self.recording)
-        self.sessions = Sessions(leases, bookings, scheduler_id="", grace_seconds=10, clock=lambda: 0.0)
+        self.sessions = Sessions(ownership, bookings, scheduler_id="", grace_seconds=10, clock=lambda: 0.0)
 
 
 class NumberedUpdates(RuleBasedStateMachine):

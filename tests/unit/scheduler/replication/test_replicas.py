@@ -328,13 +328,13 @@ async def test_a_freed_booking_leaves_no_progress_behind() -> None:
 
 async def test_progress_reported_to_a_former_owner_is_in_its_state() -> None:
     former, other = Node("former", 1), Node("other", 2)
-    token = former.parts.booking_leases.open_session("s", "client")
+    token = former.parts.booking_ownership.open_session("s", "client")
     await former.parts.select(selecting("r0", routing(2)), session_id="s")
     other.receive(*former.sent)
     await other.parts.select(selecting("r0", routing(2)))
     former.receive(*other.sent)
     report_progress(former)
-    former.parts.booking_leases.close_session("s", token, former.parts.now)
+    former.parts.booking_ownership.close_session("s", token, former.parts.now)
     former.parts.now += 1000
     former.parts.bookings.expire()
 

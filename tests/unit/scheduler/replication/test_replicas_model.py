@@ -386,14 +386,14 @@ class Cluster(RuleBasedStateMachine):
     def _open(self, client: Client, node: str) -> None:
         parts = self.alive[node]
         client.node = node
-        parts.booking_leases.open_session(client.name, client.name)
+        parts.booking_ownership.open_session(client.name, client.name)
         for request in client.runs.values():
             self.announced_at[node].add(request.key)
             parts.bookings.reassert(request.reassert(), client.name)
 
     def _close(self, client: Client) -> None:
         if client.node:
-            self.alive[client.node].booking_leases.close_session(client.name, self.now)
+            self.alive[client.node].booking_ownership.close_session(client.name, self.now)
             client.node = ""
 
     def _called(self, number: int, elsewhere: str | None) -> tuple[Parts, Request] | None:

@@ -17,7 +17,7 @@ from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import TICK_SECONDS, Sessions
 from kvrouter.scheduler.api.status import Status
-from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
@@ -73,7 +73,7 @@ async def running(
     scheduler = (time.time_ns(), runtime.instance_id)
     booking_table = BookingTable(scheduler)
     BookingStatistics(metrics).follow(booking_table)
-    booking_leases = BookingLeases(booking_table, session_grace_seconds=settings.session_grace_seconds)
+    booking_ownership = BookingOwnership(booking_table, session_grace_seconds=settings.session_grace_seconds)
     decisions = Decisions(settings.decisions_kept, log_formulas=settings.log_formulas)
     listed, etcd = runtime.listed, runtime.etcd
     thresholds = ThresholdBoard(options.thresholds, etcd, settings.namespace, runtime.quarantine)
@@ -104,7 +104,7 @@ async def running(
         link = SyncLink(sync, network, runtime.directory, heartbeat_seconds=settings.replica_heartbeat_seconds)
     router = Router(
         pools,
-        booking_leases,
+        booking_ownership,
         decisions,
         indexers or remote_indexers,
         metrics,
@@ -119,9 +119,9 @@ async def running(
     queued.follow(booking_table)
     reader = RequestReader(pools, thresholds, options, max_prompt_tokens=settings.max_prompt_tokens)
     selector = Selector(reader, router, queued, metrics)
-    bookings = BookingUpdates(booking_table, booking_leases, pools, metrics, clock)
+    bookings = BookingUpdates(booking_table, booking_ownership, pools, metrics, clock)
     sessions = Sessions(
-        booking_leases,
+        booking_ownership,
         bookings,
         scheduler_id=runtime.instance_id,
         grace_seconds=settings.session_grace_seconds,
@@ -133,7 +133,7 @@ async def running(
     # Read when the metrics are scraped.
     metrics.behind.set_function(lambda: overload.behind)
     metrics.bookings.set_function(lambda: len(booking_table))
-    metrics.sessions.set_function(lambda: booking_leases.sessions)
+    metrics.sessions.set_function(lambda: booking_ownership.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
     metrics.conversations.set_function(lambda: len(affinity))
     metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
@@ -155,7 +155,7 @@ async def running(
         bounds.add("queued_requests", lambda: queued.longest, settings.max_queued_requests)
     status = Status(
         pools,
-        booking_leases,
+        booking_ownership,
         decisions,
         thresholds,
         queued,

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import structlog
 from kvrouter.runtime.contracts import Connection
-from kvrouter.scheduler.bookings.leases import SILENT_TICKS, BookingLeases
+from kvrouter.scheduler.bookings.ownership import SILENT_TICKS, BookingOwnership
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.identifiers import checked_key
 from kvrouter.v1 import scheduler_pb2 as pb
@@ -35,7 +35,7 @@ class Sessions:
     ``clock`` returns the seconds of a monotonic clock.
     """
 
-    booking_leases: BookingLeases
+    booking_ownership: BookingOwnership
     bookings: BookingUpdates
     _: KW_ONLY
     scheduler_id: str
@@ -61,9 +61,9 @@ class Sessions:
         first = request.first_update if request.HasField("first_update") else 1
         _check_number("first_update", first)
         live = {checked_key(booking) for booking in request.live.bookings} if request.HasField("live") else None
-        session = self.booking_leases.open_session(session_id, request.client_name, request.opening_number)
+        session = self.booking_ownership.open_session(session_id, request.client_name, request.opening_number)
         session.acknowledged = max(session.acknowledged, first - 1)
-        freed = 0 if live is None else self.booking_leases.free_all_but(session_id, live)
+        freed = 0 if live is None else self.booking_ownership.free_all_but(session_id, live)
         self._connect(session_id, connection)
         log.info(
             "session.opened",
@@ -84,7 +84,7 @@ class Sessions:
             SessionLost: the session is not open, or was opened again since.
         """
         session_id = request.session_id
-        session = self.booking_leases.check_open(session_id, request.opening_number)
+        session = self.booking_ownership.check_open(session_id, request.opening_number)
         response = pb.UpdateBookingsResponse()
         updates = request.updates
         if updates:
@@ -106,7 +106,7 @@ class Sessions:
 
     def close_silent(self) -> None:
         """Closes sessions after some time without a call. A client still alive opens its session again."""
-        for session_id in self.booking_leases.tick():
+        for session_id in self.booking_ownership.tick():
             log.warning("session.silent", session=session_id, seconds=SILENT_TICKS * TICK_SECONDS)
             self._close(session_id, "silent")
 
@@ -155,7 +155,7 @@ class Sessions:
         del self._opened_on[connection]
 
     def _close(self, session_id: str, cause: str, opening_number: int = 0) -> bool:
-        was_open = self.booking_leases.close_session(session_id, self.clock(), opening_number)
+        was_open = self.booking_ownership.close_session(session_id, self.clock(), opening_number)
         if was_open:
             self._disconnect(session_id)
             log.info("session.closed", session=session_id, cause=cause)

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from kvrouter.core import Rank
-from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.load.booked_load import RankLoad
 from kvrouter.scheduler.load.pools import Pool, Pools
@@ -37,7 +37,7 @@ class Status:
     """
 
     pools: Pools
-    booking_leases: BookingLeases
+    booking_ownership: BookingOwnership
     decisions: Decisions
     thresholds: ThresholdBoard
     queued: QueuedRequests
@@ -74,8 +74,8 @@ class Status:
             scheduler_id=self.scheduler_id,
             ready=ready,
             started_unix_ns=self._started_unix_ns,
-            sessions=self.booking_leases.sessions,
-            bookings=len(self.booking_leases.booking_table),
+            sessions=self.booking_ownership.sessions,
+            bookings=len(self.booking_ownership.booking_table),
             components=components,
             decisions=[decided.to_short_message() for decided in newest],
             directory_age_ms=_milliseconds(self.directory_age()),

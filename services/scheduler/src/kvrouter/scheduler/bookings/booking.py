@@ -35,7 +35,7 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Booking:
-    """A live booking. Only the booking table and the leases change it."""
+    """A live booking. Only the booking table and its ownership change it."""
 
     key: Key
     pool: Pool = field(repr=False)

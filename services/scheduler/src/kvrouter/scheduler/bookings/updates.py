@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrouter.scheduler.bookings.booking import Booking, placement_of, replicated_booking
-from kvrouter.scheduler.bookings.leases import BookingLeases
+from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, checked_key
 from kvrouter.scheduler.load.pools import Pools
@@ -23,7 +23,7 @@ class BookingUpdates:
     """
 
     booking_table: BookingTable
-    booking_leases: BookingLeases
+    booking_ownership: BookingOwnership
     pools: Pools
     metrics: SchedulerMetrics
     clock: Callable[[], float]
@@ -65,7 +65,7 @@ class BookingUpdates:
         key = checked_key(request.booking)
         booking = self.booking_table.get(key)
         if booking is not None:
-            self.booking_leases.adopt(booking, session_id, placement_of(request))
+            self.booking_ownership.adopt(booking, session_id, placement_of(request))
         elif not self.booking_table.was_freed(key):
             booking = self._book_again(key, request, session_id)
         if booking is not None:
@@ -76,7 +76,7 @@ class BookingUpdates:
 
     def expire(self) -> None:
         """Ends expired leases and sessions after their grace."""
-        self.booking_leases.expire(self.clock())
+        self.booking_ownership.expire(self.clock())
 
     def _find(self, key: BookingKey) -> Booking | None:
         return self.booking_table.find(checked_key(key), self.clock())
@@ -85,7 +85,7 @@ class BookingUpdates:
         pool = self.pools.named(request.component.namespace, request.component.name)
         booking = replicated_booking(pool, key, request)
         booking.session_id = session_id
-        if not self.booking_leases.book(booking, self.clock()):
+        if not self.booking_ownership.book(booking, self.clock()):
             return None
         self.metrics.reasserted.inc()
         return booking

@@ -15,7 +15,7 @@ from random import Random
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.bookings.booking import Booking, Placement
-from kvrouter.scheduler.bookings.leases import BookingFreed, BookingLeases
+from kvrouter.scheduler.bookings.ownership import BookingFreed, BookingOwnership
 from kvrouter.scheduler.identifiers import Key, component_message, rank_message
 from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
@@ -46,7 +46,7 @@ class Router:
     """
 
     pools: Pools
-    booking_leases: BookingLeases
+    booking_ownership: BookingOwnership
     decisions: Decisions
     """Recent decisions, for Explain."""
     indexers: IndexerSource
@@ -67,7 +67,7 @@ class Router:
         """
         pool, booking = context.pool, context.booking
         if booking.key is not None:
-            self.booking_leases.check_bookable(booking.key, booking.session_id, booking.opening_number)
+            self.booking_ownership.check_bookable(booking.key, booking.session_id, booking.opening_number)
         if not pool.candidates:
             raise NoWorkers(f"{pool.name} has no live worker")
         check_pinned(pool.candidates, context.constraints, pool.name)
@@ -187,7 +187,7 @@ class Router:
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,
         )
-        if not self.booking_leases.book(booking, self.clock()):
+        if not self.booking_ownership.book(booking, self.clock()):
             return False
         measure(context, decision, key)
         if queried_indexer:
@@ -207,7 +207,7 @@ class Router:
             SessionLost: the session of the call is closed.
         """
         now = self.clock()
-        booking = self.booking_leases.booking_table.find(key, now)
+        booking = self.booking_ownership.booking_table.find(key, now)
         if booking is None:
             return None
         if (
@@ -218,7 +218,7 @@ class Router:
             raise RequestIdReused(key[0])
         # Booked at another Scheduler, whose caller has come here.
         options = context.booking
-        self.booking_leases.own(booking, options.session_id, options.lease_seconds, now, options.opening_number)
+        self.booking_ownership.own(booking, options.session_id, options.lease_seconds, now, options.opening_number)
         self.metrics.repeated.inc()
         outcome = SelectWorkerResponse()
         outcome.CopyFrom(booking.outcome)

@@ -1,4 +1,4 @@
-"""Sessions and leases of this Scheduler: which calls may book, and when their bookings end.
+"""Who owns the bookings of this Scheduler: sessions and leases, which decide when bookings end.
 
 A session's booking ends with the session, after a grace; a leased one when no call has named it for the
 duration of the lease. Time is a parameter, in seconds of a monotonic clock. The bookings themselves are in the table.
@@ -35,7 +35,7 @@ class BookingFreed(RequestIdReused):
 
 @dataclass(slots=True)
 class Session:
-    """A client's session. Only the leases open and close it."""
+    """A client's session. Only ``BookingOwnership`` opens and closes it."""
 
     client_name: str
     opening_number: int = 0
@@ -50,7 +50,7 @@ class Session:
 
 
 @dataclass(eq=False)
-class BookingLeases:
+class BookingOwnership:
     """Sessions and leases over a booking table.
 
     Bookings outlive their session by ``session_grace_seconds``.
