@@ -14,8 +14,8 @@ from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadL
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.progress import OutputReceiver
+from kvrouter.frontend.request.request_checks import Limits
 from kvrouter.frontend.request.session_keys import SessionKeys
-from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.client_work import ClientWork

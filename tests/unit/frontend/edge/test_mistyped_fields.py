@@ -11,7 +11,7 @@ import pytest
 from kvrouter.frontend.edge.chat_request import ChatFields, parse_chat
 from kvrouter.frontend.edge.completion_request import CompletionFields, CompletionRequest
 from kvrouter.frontend.edge.request_fields import SharedFields
-from kvrouter.frontend.request.validation import Limits, check_request
+from kvrouter.frontend.request.request_checks import Limits, check_request
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.runtime.discovery.directory import ComponentView

@@ -11,8 +11,8 @@ from kvrouter.frontend.edge.request_fields import SharedFields
 from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
 from kvrouter.frontend.edge.text_runner import prepare
 from kvrouter.frontend.edge.token_list import Prompt as TokenList
+from kvrouter.frontend.request.request_checks import Limits
 from kvrouter.frontend.request.served_models import ServedModels
-from kvrouter.frontend.request.validation import Limits
 from kvrouter.frontend.text.client_work import Slices, completed
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.runtime.discovery.directory import ComponentView, Directory

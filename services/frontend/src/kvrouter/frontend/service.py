@@ -15,15 +15,10 @@ from kvrouter.frontend.edge.grpc_output import OutputBuffer, overlaps_of, select
 from kvrouter.frontend.packed_prompt import take_prompt
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.request.model_choice import ModelChoices
+from kvrouter.frontend.request.model_pools import describe_models, of_pool, pools_of_model
 from kvrouter.frontend.request.progress import OutputReceiver
+from kvrouter.frontend.request.request_checks import check_routing, requested_tokens
 from kvrouter.frontend.request.request_runner import RequestRunner
-from kvrouter.frontend.request.validation import (
-    check_routing,
-    describe_models,
-    of_pool,
-    pools_of_model,
-    requested_tokens,
-)
 from kvrouter.frontend.schedulers.client_sessions import kept_session, open_session, scheduler_session_id
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
 from kvrouter.frontend.schedulers.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS

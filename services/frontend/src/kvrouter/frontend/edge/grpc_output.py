@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from kvrouter.frontend.edge.event_stream import too_much_unread
 from kvrouter.frontend.edge.text_request import TextPrompt
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
+from kvrouter.frontend.request.request_checks import Limits, prompt_limit
 from kvrouter.frontend.request.served_models import ServedModels
-from kvrouter.frontend.request.validation import Limits, prompt_limit
 from kvrouter.frontend.text.output_text import Detokenizer, StopStrings
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net.calls.limits import BufferFull, ResponseBuffer

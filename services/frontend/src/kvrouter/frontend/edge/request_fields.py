@@ -15,8 +15,8 @@ from kvrouter.frontend.edge.json_body import check_uint64, invalid
 from kvrouter.frontend.edge.structured_output import GUIDED, read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
 from kvrouter.frontend.request.current_choice import chosen_model
+from kvrouter.frontend.request.request_checks import MAX_REQUEST_ID_BYTES
 from kvrouter.frontend.request.session_keys import SessionKeys
-from kvrouter.frontend.request.validation import MAX_REQUEST_ID_BYTES
 from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

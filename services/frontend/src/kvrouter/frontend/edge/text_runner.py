@@ -11,15 +11,10 @@ from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.gen_ai import CHAT, TEXT_COMPLETION
+from kvrouter.frontend.request.model_pools import CONSTRAINT_FIELD, context_length, structured_workers
+from kvrouter.frontend.request.request_checks import Limits, prompt_limit
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
-from kvrouter.frontend.request.validation import (
-    CONSTRAINT_FIELD,
-    Limits,
-    context_length,
-    prompt_limit,
-    structured_workers,
-)
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.runtime.deadline import Deadline

@@ -21,7 +21,7 @@ from kvrouter.frontend.edge.translated_request import TranslatedPrompt, Translat
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.proxy.routed_fields import PassedChat, PassedText, given, read_fields, read_token_lists
 from kvrouter.frontend.request.current_choice import chosen_model
-from kvrouter.frontend.request.validation import check_vocabulary
+from kvrouter.frontend.request.request_checks import check_vocabulary
 from kvrouter.frontend.text.client_work import LONG_BODY_BYTES, ClientWork
 from kvrouter.frontend.text.model_text import PromptSource
 from kvrouter.frontend.text.prompt_media import PromptMedia

@@ -18,6 +18,7 @@ from kvrouter.frontend.recording.recorder import Outline
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait, is_inexact
 from kvrouter.frontend.request.attempt_input import AttemptInput, routing_info
 from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, span_attributes
+from kvrouter.frontend.request.model_pools import can_take
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.request.progress import (
@@ -29,7 +30,6 @@ from kvrouter.frontend.request.progress import (
     describe_outcome,
 )
 from kvrouter.frontend.request.served_models import RequestPools
-from kvrouter.frontend.request.validation import can_take
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.workers.attempt import Dispatch

@@ -12,9 +12,9 @@ import structlog
 from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.following import changes
 from kvrouter.frontend.request.current_choice import FALLS_BACK, ModelChoice, running_at
+from kvrouter.frontend.request.model_pools import can_take, of_pool
 from kvrouter.frontend.request.model_rules import ModelFileError, ModelRule, ordered, read_model_rules
 from kvrouter.frontend.request.served_models import ServedModels
-from kvrouter.frontend.request.validation import can_take, of_pool
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.net.secret_files import file_version
 from kvrouter.v1.common_pb2 import RoutingConstraints

@@ -18,11 +18,12 @@ from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_bl
 from kvrouter.frontend.request.current_choice import has_fallback
 from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, GenAiMetrics
 from kvrouter.frontend.request.generation import Generation
+from kvrouter.frontend.request.model_pools import fitting_pools
 from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
+from kvrouter.frontend.request.request_checks import Limits, check_request, check_vocabulary
 from kvrouter.frontend.request.served_models import RequestPools, ServedModels
 from kvrouter.frontend.request.session_keys import SessionKeys
-from kvrouter.frontend.request.validation import Limits, check_request, check_vocabulary, fitting_pools
 from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.workers.client import WorkerClient, Workers

@@ -11,8 +11,8 @@ from kvrouter.frontend.access.rules import check_model
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.current_choice import chosen_pool
+from kvrouter.frontend.request.model_pools import can_take, of_pool, resolve_model
 from kvrouter.frontend.request.prefill_stage import PrefillStage
-from kvrouter.frontend.request.validation import can_take, of_pool, resolve_model
 from kvrouter.frontend.schedulers.link_pool import PoolChoice
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels

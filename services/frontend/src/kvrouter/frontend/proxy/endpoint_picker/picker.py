@@ -21,8 +21,8 @@ from kvrouter.frontend.proxy.forwarding import generate_request
 from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.model_choice import ModelChoices
+from kvrouter.frontend.request.model_pools import describe_models, of_pool, resolve_model
 from kvrouter.frontend.request.request_runner import RequestRunner
-from kvrouter.frontend.request.validation import describe_models, of_pool, resolve_model
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline

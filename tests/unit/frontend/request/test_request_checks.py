@@ -6,14 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvrouter.frontend.request.validation import (
-    Limits,
-    check_request,
-    context_length,
-    describe_models,
-    pools_of_model,
-    prompt_limit,
-)
+from kvrouter.frontend.request.model_pools import context_length, describe_models, pools_of_model
+from kvrouter.frontend.request.request_checks import Limits, check_request, prompt_limit
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import Component, Role, RoutingOverrides, Stage
 from kvrouter.v1.errors import BadRequest, KvRouterError, PromptTooLong, UnknownModel

@@ -1,20 +1,20 @@
-"""Validates requests before anything is booked or sent for them."""
+"""Checks requests before anything is booked or sent for them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvrouter.core import TokenBuffer, first_token_outside
 from kvrouter.engines.openai_server import is_openai_server
+from kvrouter.frontend.request.model_pools import structured_workers
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import check_request_id
-from kvrouter.v1.common_pb2 import Role, RoutingConstraints, RoutingOverrides, RoutingRequest, Stage
-from kvrouter.v1.errors import BadRequest, NoWorkers, PromptTooLong, UnknownModel
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
-from kvrouter.v1.names import ComponentName
+from kvrouter.v1.common_pb2 import RoutingOverrides, RoutingRequest
+from kvrouter.v1.errors import BadRequest, PromptTooLong
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
@@ -22,13 +22,6 @@ MAX_REQUEST_ID_BYTES = 112
 """The rest of a booking id's 128 bytes holds the suffix making it unique."""
 MAX_MIGRATIONS = 16
 """Maximum migration limit of a request."""
-CONSTRAINT_FIELD = "sampling_options.structured_output"
-"""Field of the contract that constrains an output."""
-
-
-_ONLY_PREFILL = Role.ROLE_PREFILL
-_UNFIT = {Stage.STAGE_PREFILL: Role.ROLE_DECODE}
-"""The role that does not serve a stage, if it is not the prefill role. A decode worker can compute prompts itself."""
 _NO_WORKER = WorkerRegistration()
 
 
@@ -40,88 +33,6 @@ class Limits:
     """Maximum number of prompt tokens, whatever the model allows."""
     max_output_tokens: int
     """Maximum number of tokens to generate."""
-
-
-def pools_of_model(
-    model: str, components: Mapping[ComponentName, ComponentView], stage: Stage = Stage.STAGE_WHOLE
-) -> list[ComponentView]:
-    """Returns the components serving a model in a stage, at least one, that with the most live workers first.
-
-    Raises:
-        UnknownModel: no component serves the model.
-    """
-    unfit = _UNFIT.get(stage, _ONLY_PREFILL)
-    of_model = [view for view in components.values() if view.descriptor.model == model]
-    serving = [view for view in of_model if _serves(view, unfit)]
-    if not serving:
-        known = {view.descriptor.model for view in components.values() if view.workers and _serves(view, unfit)}
-        only = Role.Name(unfit).removeprefix("ROLE_").lower() if any(view.workers for view in of_model) else ""
-        raise UnknownModel(model, sorted(known), only)
-    return _largest_first(serving)
-
-
-def of_pool(views: list[ComponentView], pool: str) -> list[ComponentView]:
-    """Returns those of a model's components that have a name; all of them for an empty one.
-
-    Raises:
-        NoWorkers: there is none.
-    """
-    found = [view for view in views if not pool or view.name.name == pool]
-    if not found:
-        raise NoWorkers(f"{views[0].descriptor.model} has no pool {pool}")
-    return found
-
-
-def _serves(view: ComponentView, unfit: Role) -> bool:
-    return view.descriptor.role != unfit
-
-
-def _largest_first(views: list[ComponentView]) -> list[ComponentView]:
-    if len(views) > 1:
-        views.sort(key=lambda view: (len(view.workers), str(view.name)), reverse=True)
-    return views
-
-
-def resolve_model(model: str, components: Mapping[ComponentName, ComponentView]) -> tuple[list[ComponentView], str]:
-    """Returns the components serving a model or LoRA adapter, and the adapter's name; empty for a base model.
-
-    There is at least one component. That with the most live workers is the first.
-
-    Raises:
-        UnknownModel: no component serves it.
-    """
-    try:
-        return pools_of_model(model, components), ""
-    except UnknownModel:
-        serving = [
-            view
-            for view in components.values()
-            if view.descriptor.role != Role.ROLE_PREFILL
-            and any(model in worker.lora_names for worker in view.workers.values())
-        ]
-        if not serving:
-            raise
-    return _largest_first(serving), model
-
-
-def fitting_pools(
-    request: FrontendServiceGenerateRequest, tokens: int, views: Sequence[ComponentView]
-) -> Sequence[ComponentView]:
-    """Returns the pools that can run a request of that many prompt tokens; all of them if none can.
-
-    A pool can if a worker of it satisfies the request's constraints, and prompt and output keep its limit.
-    """
-    lora_name, is_constrained = request.scope.lora_name, request.sampling_options.HasField("structured_output")
-    longest = tokens + request.stop_conditions.max_tokens
-    return [
-        view
-        for view in views
-        if longest <= (view.descriptor.max_model_len or longest)
-        and any(
-            can_take(worker, request.constraints, lora_name) and (worker.serves_structured_output or not is_constrained)
-            for worker in view.workers.values()
-        )
-    ] or views
 
 
 @contextmanager
@@ -145,32 +56,6 @@ def prompt_limit(views: Sequence[ComponentView], limits: Limits) -> Iterator[int
         if limit == limits.max_prompt_tokens:
             raise
         raise PromptTooLong.for_model(error.tokens, limit + 1, field=error.info.field) from None
-
-
-def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
-    """Returns the context length of the first pool a prompt of that many tokens fits; 0 if it is not known."""
-    lengths = [view.descriptor.max_model_len for view in views if view.workers]
-    return next((length for length in lengths if not length or tokens < length), views[0].descriptor.max_model_len)
-
-
-def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
-    """Returns every model that has live workers, not only for prefill, in order of name.
-
-    A component's descriptor outlives its workers, so its index stays valid. It must not appear as a model then.
-    """
-    models = [
-        Model(
-            name=view.descriptor.model,
-            component=view.descriptor.component,
-            block_size=view.descriptor.block_size,
-            workers=len(view.workers),
-            max_model_len=view.descriptor.max_model_len or None,
-            lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
-        )
-        for view in components.values()
-        if view.workers and view.descriptor.role != _ONLY_PREFILL
-    ]
-    return sorted(models, key=lambda model: (model.name, model.component.name))
 
 
 def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: ComponentView, limits: Limits) -> None:
@@ -226,26 +111,6 @@ def check_vocabulary(token_ids: TokenBuffer, vocabulary: int, field: str) -> Non
             field=path,
             advice=f"Send token ids from 0 to {vocabulary - 1}, those of the model's tokenizer.",
         )
-
-
-def structured_workers(view: ComponentView, field: str = CONSTRAINT_FIELD) -> list[int]:
-    """Returns the workers that constrain outputs.
-
-    Args:
-        view: The component.
-        field: Field of the request with the constraint, for the error.
-
-    Raises:
-        BadRequest: there are none.
-    """
-    able = [worker.worker_id for worker in view.workers.values() if worker.serves_structured_output]
-    if not able and view.workers:
-        raise BadRequest(
-            f"{field}: no worker of the model {view.descriptor.model!r} constrains outputs",
-            field=field,
-            advice=f"Leave {field} out, or use a model whose engines have structured output.",
-        )
-    return able
 
 
 def check_routing(request: RoutingRequest, limits: Limits) -> None:
@@ -316,17 +181,3 @@ def _out_of_range(field: str, value: float, advice: str) -> BadRequest:
 def _at_least_zero(value: float, field: str) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise BadRequest(f"{field} is {value}", field=field, advice="Send a finite number, 0 or more.")
-
-
-def can_take(worker: WorkerRegistration, constraints: RoutingConstraints, lora_name: str) -> bool:
-    """Returns whether a worker is eligible, whatever its load. The Scheduler makes the final decision."""
-    allowed = constraints.allowed_worker_ids
-    return (
-        not worker.draining
-        and worker.role != Role.ROLE_PREFILL
-        and worker.worker_id not in constraints.excluded_worker_ids
-        and (not allowed or worker.worker_id in allowed)
-        and (not constraints.HasField("worker_id") or worker.worker_id == constraints.worker_id)
-        and all(worker.labels.get(label) == value for label, value in constraints.required_labels.items())
-        and (not lora_name or lora_name in worker.lora_names)
-    )

@@ -1,0 +1,160 @@
+"""The pools that serve a model: their choice, limits and description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.v1.common_pb2 import Role, RoutingConstraints, Stage
+from kvrouter.v1.errors import BadRequest, NoWorkers, UnknownModel
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import WorkerRegistration
+
+CONSTRAINT_FIELD = "sampling_options.structured_output"
+"""Field of the contract that constrains an output."""
+_ONLY_PREFILL = Role.ROLE_PREFILL
+_UNFIT = {Stage.STAGE_PREFILL: Role.ROLE_DECODE}
+"""The role that does not serve a stage, if it is not the prefill role. A decode worker can compute prompts itself."""
+
+
+def pools_of_model(
+    model: str, components: Mapping[ComponentName, ComponentView], stage: Stage = Stage.STAGE_WHOLE
+) -> list[ComponentView]:
+    """Returns the components serving a model in a stage, at least one, that with the most live workers first.
+
+    Raises:
+        UnknownModel: no component serves the model.
+    """
+    unfit = _UNFIT.get(stage, _ONLY_PREFILL)
+    of_model = [view for view in components.values() if view.descriptor.model == model]
+    serving = [view for view in of_model if _serves(view, unfit)]
+    if not serving:
+        known = {view.descriptor.model for view in components.values() if view.workers and _serves(view, unfit)}
+        only = Role.Name(unfit).removeprefix("ROLE_").lower() if any(view.workers for view in of_model) else ""
+        raise UnknownModel(model, sorted(known), only)
+    return _largest_first(serving)
+
+
+def of_pool(views: list[ComponentView], pool: str) -> list[ComponentView]:
+    """Returns those of a model's components that have a name; all of them for an empty one.
+
+    Raises:
+        NoWorkers: there is none.
+    """
+    found = [view for view in views if not pool or view.name.name == pool]
+    if not found:
+        raise NoWorkers(f"{views[0].descriptor.model} has no pool {pool}")
+    return found
+
+
+def _serves(view: ComponentView, unfit: Role) -> bool:
+    return view.descriptor.role != unfit
+
+
+def _largest_first(views: list[ComponentView]) -> list[ComponentView]:
+    if len(views) > 1:
+        views.sort(key=lambda view: (len(view.workers), str(view.name)), reverse=True)
+    return views
+
+
+def resolve_model(model: str, components: Mapping[ComponentName, ComponentView]) -> tuple[list[ComponentView], str]:
+    """Returns the components serving a model or LoRA adapter, and the adapter's name; empty for a base model.
+
+    There is at least one component. That with the most live workers is the first.
+
+    Raises:
+        UnknownModel: no component serves it.
+    """
+    try:
+        return pools_of_model(model, components), ""
+    except UnknownModel:
+        serving = [
+            view
+            for view in components.values()
+            if view.descriptor.role != Role.ROLE_PREFILL
+            and any(model in worker.lora_names for worker in view.workers.values())
+        ]
+        if not serving:
+            raise
+    return _largest_first(serving), model
+
+
+def fitting_pools(
+    request: FrontendServiceGenerateRequest, tokens: int, views: Sequence[ComponentView]
+) -> Sequence[ComponentView]:
+    """Returns the pools that can run a request of that many prompt tokens; all of them if none can.
+
+    A pool can if a worker of it satisfies the request's constraints, and prompt and output keep its limit.
+    """
+    lora_name, is_constrained = request.scope.lora_name, request.sampling_options.HasField("structured_output")
+    longest = tokens + request.stop_conditions.max_tokens
+    return [
+        view
+        for view in views
+        if longest <= (view.descriptor.max_model_len or longest)
+        and any(
+            can_take(worker, request.constraints, lora_name) and (worker.serves_structured_output or not is_constrained)
+            for worker in view.workers.values()
+        )
+    ] or views
+
+
+def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
+    """Returns the context length of the first pool a prompt of that many tokens fits; 0 if it is not known."""
+    lengths = [view.descriptor.max_model_len for view in views if view.workers]
+    return next((length for length in lengths if not length or tokens < length), views[0].descriptor.max_model_len)
+
+
+def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
+    """Returns every model that has live workers, not only for prefill, in order of name.
+
+    A component's descriptor outlives its workers, so its index stays valid. It must not appear as a model then.
+    """
+    models = [
+        Model(
+            name=view.descriptor.model,
+            component=view.descriptor.component,
+            block_size=view.descriptor.block_size,
+            workers=len(view.workers),
+            max_model_len=view.descriptor.max_model_len or None,
+            lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
+        )
+        for view in components.values()
+        if view.workers and view.descriptor.role != _ONLY_PREFILL
+    ]
+    return sorted(models, key=lambda model: (model.name, model.component.name))
+
+
+def structured_workers(view: ComponentView, field: str = CONSTRAINT_FIELD) -> list[int]:
+    """Returns the workers that constrain outputs.
+
+    Args:
+        view: The component.
+        field: Field of the request with the constraint, for the error.
+
+    Raises:
+        BadRequest: there are none.
+    """
+    able = [worker.worker_id for worker in view.workers.values() if worker.serves_structured_output]
+    if not able and view.workers:
+        raise BadRequest(
+            f"{field}: no worker of the model {view.descriptor.model!r} constrains outputs",
+            field=field,
+            advice=f"Leave {field} out, or use a model whose engines have structured output.",
+        )
+    return able
+
+
+def can_take(worker: WorkerRegistration, constraints: RoutingConstraints, lora_name: str) -> bool:
+    """Returns whether a worker is eligible, whatever its load. The Scheduler makes the final decision."""
+    allowed = constraints.allowed_worker_ids
+    return (
+        not worker.draining
+        and worker.role != Role.ROLE_PREFILL
+        and worker.worker_id not in constraints.excluded_worker_ids
+        and (not allowed or worker.worker_id in allowed)
+        and (not constraints.HasField("worker_id") or worker.worker_id == constraints.worker_id)
+        and all(worker.labels.get(label) == value for label, value in constraints.required_labels.items())
+        and (not lora_name or lora_name in worker.lora_names)
+    )
