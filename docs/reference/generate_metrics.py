@@ -30,7 +30,7 @@ from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.http_server import _Connections
 from kvrouter.runtime.kv_transfer import KvTransfer
-from kvrouter.runtime.telemetry.connections import (
+from kvrouter.runtime.telemetry.connection_metrics import (
     CallerMetrics,
     CallStreamMetrics,
     NatsMetrics,

@@ -12,7 +12,7 @@ from kvrouter.devtools.system.certificates import write_file
 from kvrouter.devtools.system.servers import NatsServer
 from kvrouter.net.nats.access import NatsAccess
 from kvrouter.net.nats.connection import connect_nats
-from kvrouter.runtime.telemetry.connections import NatsMetrics
+from kvrouter.runtime.telemetry.connection_metrics import NatsMetrics
 from nats.errors import Error as NatsError
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs

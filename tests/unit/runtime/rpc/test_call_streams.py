@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.telemetry.connections import CallStreamMetrics
+from kvrouter.runtime.telemetry.connection_metrics import CallStreamMetrics
 from kvrouter.v1 import errors
 from kvrouter.v1.worker_pb2 import AbortRequest
 from prometheus_client import CollectorRegistry, generate_latest

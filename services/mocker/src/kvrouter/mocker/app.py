@@ -27,7 +27,7 @@ from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.runtime.telemetry.connections import CallerMetrics, expose_servers
+from kvrouter.runtime.telemetry.connection_metrics import CallerMetrics, expose_servers
 from kvrouter.runtime.tracing import tracer
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry

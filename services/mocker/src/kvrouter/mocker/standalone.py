@@ -20,7 +20,7 @@ from kvrouter.net.tls import Tls
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import load_reports, load_response
 from kvrouter.publisher.worker_server import WorkerServer
-from kvrouter.runtime.telemetry.connections import CallerMetrics, expose_servers
+from kvrouter.runtime.telemetry.connection_metrics import CallerMetrics, expose_servers
 from prometheus_client import CollectorRegistry
 
 log = structlog.get_logger(component="mocker")

@@ -18,7 +18,7 @@ from kvrouter.publisher.errors import DescriptorMismatch
 from kvrouter.relay.settings import RelaySettings
 from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.runtime.telemetry.connections import CallerMetrics, expose_servers
+from kvrouter.runtime.telemetry.connection_metrics import CallerMetrics, expose_servers
 from kvrouter.v1.common_pb2 import CopyCounting
 from kvrouter.v1.names import ComponentName
 from prometheus_client import CollectorRegistry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrouter.runtime.telemetry.connections import CallerMetrics, expose_servers
+from kvrouter.runtime.telemetry.connection_metrics import CallerMetrics, expose_servers
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.sidecar.engine_options import EngineOptions, options_of_engines, options_of_pod
 from kvrouter.sidecar.followed_engines import POD_SOURCE, FollowedEngines, following_engines

@@ -18,7 +18,7 @@ from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.discovery.directory import Directory, ServiceRegistrar
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
-from kvrouter.runtime.telemetry.connections import CallerMetrics, CallStreamMetrics, NatsMetrics
+from kvrouter.runtime.telemetry.connection_metrics import CallerMetrics, CallStreamMetrics, NatsMetrics
 from kvrouter.runtime.telemetry.metrics import metered_quarantine, new_registry
 from kvrouter.runtime.tracing.configuration import tracing
 from nats.aio.client import Client

@@ -16,7 +16,7 @@ from kvrouter.net.rpc.server import BindFailed
 from kvrouter.runtime.contracts import SERVICES
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.runtime.rpc import Guard, RpcServer
-from kvrouter.runtime.telemetry.connections import expose_servers
+from kvrouter.runtime.telemetry.connection_metrics import expose_servers
 from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import serving_ops
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits

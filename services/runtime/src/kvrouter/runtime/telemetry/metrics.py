@@ -20,7 +20,7 @@ from kvrouter.net.rpc.peer_conduct import EvictableCalls
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.http_connections import nobody
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
-from kvrouter.runtime.telemetry.connections import TlsMetrics
+from kvrouter.runtime.telemetry.connection_metrics import TlsMetrics
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.version import VERSION

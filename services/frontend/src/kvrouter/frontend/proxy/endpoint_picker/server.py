@@ -22,7 +22,7 @@ from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
 from kvrouter.net.rpc.server import HEALTH_SERVICE, BindFailed, HealthService, add_reflection
 from kvrouter.net.tls import Tls, add_port
 from kvrouter.runtime.bounds import bounds_of
-from kvrouter.runtime.telemetry.connections import expose_conduct
+from kvrouter.runtime.telemetry.connection_metrics import expose_conduct
 from kvrouter.v1.errors import KvRouterError
 from prometheus_client import CollectorRegistry
 
