@@ -439,8 +439,14 @@ impl Engine {
         }
     }
 
-    /// Drops what the engine has stored in its tiers, also for other engines.
-    pub fn empty_tiers(&mut self) {
+    /// Loses the cache and the requests. What it has stored in its tiers is gone for other engines, too.
+    pub fn restart(&mut self) {
+        self.empty_tiers();
+        let tiers = std::mem::take(&mut self.tiers);
+        *self = Self { tiers, ..Self::new(self.config, self.record_events, &Parts::default()) };
+    }
+
+    fn empty_tiers(&mut self) {
         for tier in &mut self.tiers {
             tier.clear();
         }

@@ -26,7 +26,6 @@ pub struct CacheEvent {
 
 pub struct Fleet {
     engines: Vec<Engine>,
-    shared: Parts,
     /// End of each engine's running step.
     ends: Vec<Option<f64>>,
     /// Whether each engine may have work and runs no step.
@@ -41,7 +40,6 @@ pub struct Fleet {
     pub preemptions: u64,
     /// Tokens that admitted requests found in the caches, including those that returned after a preemption.
     pub reused_tokens: u64,
-    record_events: bool,
 }
 
 impl Fleet {
@@ -50,7 +48,6 @@ impl Fleet {
         let shared = Parts::default();
         Self {
             engines: configs.into_iter().map(|config| Engine::new(config, record_events, &shared)).collect(),
-            shared,
             ends: vec![None; count],
             ready: vec![false; count],
             now: 0.0,
@@ -61,7 +58,6 @@ impl Fleet {
             steps: 0,
             preemptions: 0,
             reused_tokens: 0,
-            record_events,
         }
     }
 
@@ -77,8 +73,7 @@ impl Fleet {
 
     /// Restarts an engine, which loses its cache and its requests.
     pub fn restart(&mut self, at: usize) {
-        self.engines[at].empty_tiers();
-        self.engines[at] = Engine::new(self.engines[at].config, self.record_events, &self.shared);
+        self.engines[at].restart();
         self.ends[at] = None;
         self.ready[at] = false;
     }
