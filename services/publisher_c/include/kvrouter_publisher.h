@@ -276,7 +276,7 @@ kvr_status kvr_stored(kvr_worker *worker, const kvr_stored_blocks *blocks);
 
 /* Reports that resident blocks are now in another tier too, for engines that do not repeat the tokens. *recorded,
  * unless NULL, becomes the number of these hashes that were recorded. */
-kvr_status kvr_stored_known(kvr_worker *worker, uint32_t dp_rank, const uint64_t *engine_hashes, size_t hash_count,
+kvr_status kvr_stored_in_tier(kvr_worker *worker, uint32_t dp_rank, const uint64_t *engine_hashes, size_t hash_count,
                             kvr_tier tier, uint64_t *recorded);
 
 /* Reports that blocks left a tier: one copy of each with counted copies, otherwise the whole block. Blocks that are not
@@ -442,7 +442,7 @@ typedef struct kvr_rank_stats {
     bool partial;
     /* Removed blocks that were not resident. */
     uint64_t unknown_removals;
-    /* Blocks reported with kvr_stored_known that could not be placed. */
+    /* Blocks reported with kvr_stored_in_tier that could not be placed. */
     uint64_t unplaced_blocks;
     uint64_t batches_sent;
     uint64_t heartbeats_sent;

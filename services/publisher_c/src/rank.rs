@@ -134,10 +134,10 @@ impl Rank {
 
     /// Reports that resident blocks are now in another tier too. Returns the number of these hashes that were
     /// recorded.
-    pub fn stored_known(&self, engine_hashes: &[u64], tier: i32) -> Result<u64, Error> {
+    pub fn stored_in_tier(&self, engine_hashes: &[u64], tier: i32) -> Result<u64, Error> {
         let unplaced = self.record(|recorded| {
             let before = recorded.recorder.state().unplaced_blocks;
-            recorded.recorder.stored_known(engine_hashes, tier)?;
+            recorded.recorder.stored_in_tier(engine_hashes, tier)?;
             Ok(recorded.recorder.state().unplaced_blocks - before)
         })?;
         Ok((engine_hashes.len() as u64).saturating_sub(unplaced))

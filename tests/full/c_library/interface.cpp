@@ -104,7 +104,7 @@ int main(int, char **argv) {
     assert(kvr_stored(worker.get(), &blocks) == KVR_OK);
     refused(kvr_cleared(worker.get(), 0, static_cast<kvr_tier>(9)), KVR_INVALID_EVENT, "received 9");
     std::uint64_t recorded = 0;
-    assert(kvr_stored_known(worker.get(), 0, hashes.data(), 2, KVR_TIER_HOST, &recorded) == KVR_OK && recorded == 2);
+    assert(kvr_stored_in_tier(worker.get(), 0, hashes.data(), 2, KVR_TIER_HOST, &recorded) == KVR_OK && recorded == 2);
     assert(kvr_removed(worker.get(), 0, hashes.data(), 1, KVR_TIER_DEVICE) == KVR_OK);
     bool resident = true;
     assert(kvr_is_resident(worker.get(), 0, 11, KVR_TIER_DEVICE, &resident) == KVR_OK && !resident);

@@ -245,7 +245,7 @@ source, not recorded: a block stored in host memory, by its hash alone, and two 
 def test_offloaded_blocks_are_published_as_vllm_does(context: zmq.Context[Any]) -> None:
     with publishing(context, dp_rank=0) as (publisher, consumer):
         with publisher.batch():
-            publisher.stored_known([7], tier=Tier.TIER_HOST)
+            publisher.stored_in_tier([7], tier=Tier.TIER_HOST)
             publisher.removed([7, 8], tier=Tier.TIER_HOST)
         _, ours, _ = msgspec.msgpack.decode(consumer.receive().payload)
         _, theirs, _ = msgspec.msgpack.decode(OFFLOADED)

@@ -69,9 +69,9 @@ impl EventRecorder {
         Ok(())
     }
 
-    /// Records a tier of resident blocks; see `RankState::stored_known`.
-    pub fn stored_known(&mut self, engine_hashes: &[u64], tier: i32) -> Result<(), Error> {
-        let events = self.state.stored_known(engine_hashes, tier)?;
+    /// Records a tier of resident blocks; see `RankState::stored_in_tier`.
+    pub fn stored_in_tier(&mut self, engine_hashes: &[u64], tier: i32) -> Result<(), Error> {
+        let events = self.state.stored_in_tier(engine_hashes, tier)?;
         self.extend(events);
         Ok(())
     }

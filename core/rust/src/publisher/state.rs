@@ -147,7 +147,7 @@ impl RankState {
     ///
     /// Blocks that are not resident, or whose parents are not, are counted in `unplaced_blocks` and not published: the
     /// index could not place them.
-    pub fn stored_known(&mut self, engine_hashes: &[u64], tier: i32) -> Result<Vec<NumberedEvent>, Error> {
+    pub fn stored_in_tier(&mut self, engine_hashes: &[u64], tier: i32) -> Result<Vec<NumberedEvent>, Error> {
         let index = tier_index(tier)?;
         let mut blocks = Vec::new();
         for engine_hash in engine_hashes.iter().flat_map(|engine_hash| self.parts_of(*engine_hash)).collect::<Vec<_>>()

@@ -98,8 +98,8 @@ impl EventRecorder {
         })
     }
 
-    fn stored_known<'py>(&self, py: Python<'py>, engine_hashes: Vec<u64>, tier: i32) -> PyResult<Bound<'py, PyAny>> {
-        self.record(py, engine_hashes.len(), |recorder| recorder.stored_known(&engine_hashes, tier))
+    fn stored_in_tier<'py>(&self, py: Python<'py>, engine_hashes: Vec<u64>, tier: i32) -> PyResult<Bound<'py, PyAny>> {
+        self.record(py, engine_hashes.len(), |recorder| recorder.stored_in_tier(&engine_hashes, tier))
     }
 
     fn removed<'py>(&self, py: Python<'py>, engine_hashes: Vec<u64>, tier: i32) -> PyResult<Bound<'py, PyAny>> {

@@ -137,7 +137,7 @@ pub unsafe extern "C" fn kvr_stored(worker: *mut Handle, blocks: *const types::S
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvr_stored_known(
+pub unsafe extern "C" fn kvr_stored_in_tier(
     worker: *mut Handle,
     dp_rank: u32,
     engine_hashes: *const u64,
@@ -147,7 +147,7 @@ pub unsafe extern "C" fn kvr_stored_known(
 ) -> i32 {
     run(|| {
         let hashes = unsafe { list(engine_hashes, hash_count, "engine_hashes") }?;
-        let stored = unsafe { running(worker) }?.rank(dp_rank)?.stored_known(hashes, tier)?;
+        let stored = unsafe { running(worker) }?.rank(dp_rank)?.stored_in_tier(hashes, tier)?;
         if recorded.is_null() { Ok(()) } else { write_to(recorded, stored, "recorded") }
     })
 }

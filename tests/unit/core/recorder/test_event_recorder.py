@@ -36,7 +36,7 @@ steps = st.one_of(
     stores,
     stores,
     stores,
-    st.tuples(st.sampled_from(["removed", "stored_known", "resident"]), hashes, tiers),
+    st.tuples(st.sampled_from(["removed", "stored_in_tier", "resident"]), hashes, tiers),
     st.tuples(st.just("cleared"), tiers),
     st.tuples(st.sampled_from(["begin", "commit", "roll_back", "counts"])),
     st.tuples(st.just("chunk"), st.integers(0, 9), st.integers(0, 4)),

@@ -88,7 +88,7 @@ def test_a_message_whose_body_raises_leaves_nothing_behind() -> None:
             rank.removed([1])
             rank.removed([77])
             rank.stored(token_ids=tokens(50, 1), engine_hashes=[2])
-            rank.stored_known([2], tier=Tier.TIER_HOST)
+            rank.stored_in_tier([2], tier=Tier.TIER_HOST)
             rank.events_lost()
             rank.stored(token_ids=tokens(90, 1), engine_hashes=[9])
             rank.stored(token_ids=tokens(60, 1), engine_hashes=[8], parent=404)
@@ -143,7 +143,7 @@ def test_a_hole_in_a_repeated_chain_is_filled() -> None:
 def test_a_known_block_is_stored_in_another_tier_without_its_tokens() -> None:
     rank = publisher()
     rank.stored(token_ids=tokens(0, 3), engine_hashes=[1, 2, 3])
-    assert rank.stored_known([1, 2, 3, 77], tier=Tier.TIER_HOST) == 3
+    assert rank.stored_in_tier([1, 2, 3, 77], tier=Tier.TIER_HOST) == 3
     assert rank.stats().unplaced_blocks == 1
     rank.removed([1, 2, 3])
     assert overlap(rank, local_hashes(tokens(0, 3), BLOCK)) == 0
@@ -154,7 +154,7 @@ def test_a_known_block_whose_parent_is_gone_cannot_be_placed() -> None:
     rank = publisher()
     rank.stored(token_ids=tokens(0, 3), engine_hashes=[1, 2, 3])
     rank.removed([2])
-    assert rank.stored_known([3], tier=Tier.TIER_HOST) == 0
+    assert rank.stored_in_tier([3], tier=Tier.TIER_HOST) == 0
     assert rank.stats().unplaced_blocks == 1
     indexed(rank)
 
@@ -207,7 +207,7 @@ def test_a_larger_block_of_the_engine_is_divided() -> None:
     rank.stored(token_ids=tokens(0, 1), engine_hashes=[1])
     rank.stored(token_ids=tokens(4, 6), engine_hashes=[10, 11], parent=1, block_size=3 * BLOCK, tier=Tier.TIER_HOST)
     rank.stored(token_ids=tokens(28, 1), engine_hashes=[12], parent=11, tier=Tier.TIER_HOST)
-    rank.stored_known([1], tier=Tier.TIER_HOST)
+    rank.stored_in_tier([1], tier=Tier.TIER_HOST)
     whole = local_hashes(tokens(0, 8), BLOCK)
     assert overlap(rank, whole, Tier.TIER_HOST) == 8
     rank.removed([11], tier=Tier.TIER_HOST)

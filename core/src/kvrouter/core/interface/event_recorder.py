@@ -59,7 +59,7 @@ class RecorderCounts(NamedTuple):
     unknown_removals: int
     """Removed blocks not resident in their tier; such removals cause no event."""
     unplaced_blocks: int
-    """Blocks of ``stored_known`` without a place; they cause no event."""
+    """Blocks of ``stored_in_tier`` without a place; they cause no event."""
     unsent_events: int
     """Untaken events in the log."""
     unsent_bytes: int
@@ -118,7 +118,7 @@ class EventRecorder(Protocol):
             UnknownParent: the parent is not resident.
         """
 
-    def stored_known(self, engine_hashes: Sequence[int], tier: Tier) -> RecorderCounts:
+    def stored_in_tier(self, engine_hashes: Sequence[int], tier: Tier) -> RecorderCounts:
         """Records resident blocks in ``tier`` too. Returns the numbers after it.
 
         Blocks not resident, or whose parents are not, are counted in ``unplaced_blocks``: the index could not

@@ -76,9 +76,9 @@ class EventRecorder:
             )
         )
 
-    def stored_known(self, engine_hashes: Sequence[int], tier: Tier) -> RecorderCounts:
+    def stored_in_tier(self, engine_hashes: Sequence[int], tier: Tier) -> RecorderCounts:
         """Records resident blocks in ``tier`` too. Returns the numbers after it."""
-        return self._record(self._state.stored_known(engine_hashes, tier))
+        return self._record(self._state.stored_in_tier(engine_hashes, tier))
 
     def removed(self, engine_hashes: Sequence[int], tier: Tier) -> RecorderCounts:
         """Records the removal of blocks, or one physical copy of each, from a tier. Returns the numbers after it."""

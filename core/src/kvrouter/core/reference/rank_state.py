@@ -147,7 +147,7 @@ class RankState:
             parent, place = engine_hash, sequence
         return self._store_chains(blocks, index, tier, new_copies=new_copies)
 
-    def stored_known(self, engine_hashes: Iterable[int], tier: Tier) -> list[NumberedEvent]:
+    def stored_in_tier(self, engine_hashes: Iterable[int], tier: Tier) -> list[NumberedEvent]:
         """Records resident blocks in ``tier`` too. Returns the resulting events."""
         index = tier_index(tier)
         blocks = []

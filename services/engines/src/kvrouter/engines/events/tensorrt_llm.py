@@ -204,7 +204,7 @@ class TensorRtLlmEvents:
             return
         # It leaves its tier, even for a level that is not known.
         if level["new_value"] in range(len(_TIERS)):
-            rank.publisher.stored_known([engine_hash], tier=_tier(level["new_value"]))
+            rank.publisher.stored_in_tier([engine_hash], tier=_tier(level["new_value"]))
         else:
             self.left_out["unknown_cache_level"] += 1
         rank.publisher.removed([engine_hash], tier=old)

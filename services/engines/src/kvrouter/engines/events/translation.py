@@ -128,7 +128,7 @@ class EventTranslator:
     def _store_known(self, event: Stored) -> None:
         """Stores blocks reported by their hashes alone, as by offloading."""
         hashes = self._offloaded(event.block_hashes)
-        missing = len(hashes) - self._rank.stored_known(hashes, tier=event.tier)
+        missing = len(hashes) - self._rank.stored_in_tier(hashes, tier=event.tier)
         if missing:
             self._leave_out("unknown_block", missing)
 

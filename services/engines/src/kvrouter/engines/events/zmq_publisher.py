@@ -132,7 +132,7 @@ class ZmqPublisher:
             }
         )
 
-    def stored_known(self, engine_hashes: Sequence[EngineHash], *, tier: Tier) -> None:
+    def stored_in_tier(self, engine_hashes: Sequence[EngineHash], *, tier: Tier) -> None:
         """Publishes that published blocks are in another tier too, each by its hash alone, as vLLM's offloading does.
 
         Raises:

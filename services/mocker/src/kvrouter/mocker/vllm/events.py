@@ -36,7 +36,7 @@ def publish_to(publisher: ZmqPublisher, media: SimulatedMedia, block_size: int) 
             for event in events:
                 match event:
                     case Stored(_, engine_hashes, tier=tier) if tier != CacheTier.DEVICE:
-                        publisher.stored_known(engine_hashes, tier=TIERS[tier])
+                        publisher.stored_in_tier(engine_hashes, tier=TIERS[tier])
                     case Stored(parent_hash, engine_hashes, token_blocks, scope):
                         tokens, starts = media.shown(memoryview(b"".join(token_blocks)).cast("I"), block_size)
                         publisher.stored(

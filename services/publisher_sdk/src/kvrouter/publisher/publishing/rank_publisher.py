@@ -143,7 +143,7 @@ class RankPublisher:
         scope = self._inherited(parent) if scope is None else scope
         self._store(local_hashes, engine_hashes, parent, tier, scope, new_copies=new_copies, parts=1)
 
-    def stored_known(self, engine_hashes: Sequence[EngineHash], *, tier: Tier) -> int:
+    def stored_in_tier(self, engine_hashes: Sequence[EngineHash], *, tier: Tier) -> int:
         """Reports resident blocks in another tier too, for engines without the tokens in such events.
 
         Returns the number of recorded hashes. Blocks not resident, or whose parents are not,
@@ -155,7 +155,7 @@ class RankPublisher:
         hashes = engine_hashes_of(engine_hashes)
         with self._lock:
             before = self._counts.unplaced_blocks
-            counts = self._record(lambda: self._recorder.stored_known(hashes, tier))
+            counts = self._record(lambda: self._recorder.stored_in_tier(hashes, tier))
             return max(0, len(hashes) - (counts.unplaced_blocks - before))
 
     def is_resident(self, engine_hash: EngineHash, *, tier: Tier = Tier.TIER_DEVICE) -> bool:

@@ -26,7 +26,7 @@ class RankStats:
     unknown_removals: int
     """Removed blocks not resident in their tier; their removal is not published."""
     unplaced_blocks: int
-    """Blocks of ``stored_known`` without a place; they are not published."""
+    """Blocks of ``stored_in_tier`` without a place; they are not published."""
     copy_counting_doubts: int
     """Contradictions of the configured copy counting."""
     batches_sent: int
