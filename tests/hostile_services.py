@@ -163,7 +163,11 @@ class ByHand:
         """Follows the protocol of call streams, and answers with absurd values."""
         names = [method.name for method in self._service.methods]
         hello = CallStreamServerHello(
-            version=1, methods=[f"{self._service.full_name}/{name}" for name in names], max_calls=1000
+            version=1,
+            methods=[f"{self._service.full_name}/{name}" for name in names],
+            max_message_bytes=1 << 20,
+            max_calls=1000,
+            max_request_bytes=1 << 20,
         )
         await accepted.open(OpenCallStreamResponse(server_hello=hello).SerializeToString())
         while True:
@@ -174,7 +178,7 @@ class ByHand:
                 for _ in range(self._rng.choice([1, 1, 1, 100, 5_000])):
                     accepted.send_message(self._answer(call.number, name))
                     await accepted.flush()
-            if request.ping:
+            if request.HasField("ping"):
                 pong = self._rng.choice([request.ping, request.ping, request.ping, 0, (1 << 64) - 1])
                 accepted.send_message(OpenCallStreamResponse(pong=pong).SerializeToString())
 

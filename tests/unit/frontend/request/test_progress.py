@@ -44,7 +44,7 @@ class Handover(Link):
         super().__init__()
         self.handovers: list[int] = []
 
-    def prefill_complete(self, _: LiveBooking, *, handover_us: int = 0) -> None:
+    def prefill_complete(self, _: LiveBooking, *, handover_us: int | None = None) -> None:
         self.handovers.append(handover_us)
 
 

@@ -96,6 +96,7 @@ def test_a_good_request_passes() -> None:
         ({"sampling_options": SamplingOptions(top_p=0)}, 3, "sampling_options.top_p"),
         ({"sampling_options": SamplingOptions(min_p=2)}, 3, "sampling_options.min_p"),
         ({"sampling_options": SamplingOptions(n=2)}, 3, "sampling_options.n"),
+        ({"sampling_options": SamplingOptions(n=0)}, 3, "sampling_options.n"),
         ({"overrides": RoutingOverrides(router_temperature=-0.1)}, 3, "overrides.router_temperature"),
         ({"overrides": RoutingOverrides(router_temperature=float("nan"))}, 3, "overrides.router_temperature"),
         ({"overrides": RoutingOverrides(overlap_score_weight=-1)}, 3, "overrides.overlap_score_weight"),

@@ -30,9 +30,10 @@ def test_an_empty_prompt_is_one_of_no_blocks() -> None:
 
 def test_a_block_size_in_the_request_must_equal_the_components() -> None:
     check_prompt(FindMatchesRequest(local_hashes=LocalHashes(), block_size=16), 16, 100)
-    with pytest.raises(BlockSizeMismatch) as caught:
-        check_prompt(FindMatchesRequest(local_hashes=LocalHashes(), block_size=32), 16, 100)
-    assert list(caught.value.info.known_values) == ["16"]
+    for block_size in (0, 32):
+        with pytest.raises(BlockSizeMismatch) as caught:
+            check_prompt(FindMatchesRequest(local_hashes=LocalHashes(), block_size=block_size), 16, 100)
+        assert list(caught.value.info.known_values) == ["16"]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,23 @@ from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import RunningCall
 from kvrouter.net.calls.server_call import Method, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream
-from kvrouter.v1.calls_pb2 import CallStreamClientHello, OpenCallStreamRequest, OpenCallStreamResponse
+from kvrouter.v1.calls_pb2 import (
+    CallStreamClientHello,
+    CallStreamServerHello,
+    OpenCallStreamRequest,
+    OpenCallStreamResponse,
+)
 from kvrouter.v1.errors import KvRouterError
 
 ECHO = "test.Service/Echo"
 TOKENS = "test.Service/Tokens"
 LATER = "test.Service/Later"
 HELLO = OpenCallStreamRequest(client_hello=CallStreamClientHello(version=1, client_name="tester"))
+SERVER_HELLO = OpenCallStreamResponse(
+    server_hello=CallStreamServerHello(
+        version=1, methods=[ECHO], max_message_bytes=1 << 20, max_calls=1000, max_request_bytes=1 << 20
+    )
+).SerializeToString()
 
 
 class Received:

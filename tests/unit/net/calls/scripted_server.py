@@ -12,16 +12,14 @@ from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,
     CallResponseKind,
-    CallStreamServerHello,
     OpenCallStreamRequest,
     OpenCallStreamResponse,
 )
 
 from ..http2.http2_server import data, headers, prefixed
-from .linked import ECHO
+from .linked import SERVER_HELLO
 
 _LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST
-HELLO = OpenCallStreamResponse(server_hello=CallStreamServerHello(version=1, methods=[ECHO])).SerializeToString()
 
 
 class Accepted:
@@ -42,7 +40,7 @@ class Accepted:
     def send_message(self, message: bytes) -> None:
         self.send(data(prefixed(message)))
 
-    async def open(self, hello: bytes = HELLO) -> None:
+    async def open(self, hello: bytes = SERVER_HELLO) -> None:
         """Reads the client's hello and answers it."""
         await self._reader.readexactly(len(PREFACE))
         self.send(settings({}))

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from kvrouter.net.calls.errors import CallTimedOut, NotSent, OutcomeUnknown
-from kvrouter.net.calls.limits import CallLimits
-from kvrouter.v1.calls_pb2 import OpenCallStreamRequest, OpenCallStreamResponse
+from kvrouter.net.calls.client_stream import ClientStream
+from kvrouter.net.calls.errors import CallTimedOut, NotSent, OutcomeUnknown, ProtocolViolation
+from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
+from kvrouter.net.calls.server_stream import ServerStream
+from kvrouter.v1.calls_pb2 import (
+    CallStreamClientHello,
+    CallStreamServerHello,
+    OpenCallStreamRequest,
+    OpenCallStreamResponse,
+)
 from kvrouter.v1.errors import KvRouterError, NotFound, TooMuchUnread
 
 from .linked import ECHO, LATER, TOKENS, Linked, Received
@@ -287,3 +294,20 @@ def test_a_ping_is_answered() -> None:
     assert linked.client.heard
     assert linked.server.sends_pings
     assert OpenCallStreamResponse.FromString(linked.to_client[0]).pong == 1
+
+
+@pytest.mark.parametrize("limit", ["max_message_bytes", "max_calls", "max_request_bytes"])
+def test_a_server_states_its_limits(limit: str) -> None:
+    hello = CallStreamServerHello(max_message_bytes=1 << 20, max_calls=1, max_request_bytes=1, version=1)
+    ClientStream(hello, CallLimits(), CallStreamCounts(), lambda: None)
+    hello.ClearField(limit)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolViolation, match=limit):
+        ClientStream(hello, CallLimits(), CallStreamCounts(), lambda: None)
+
+
+def test_a_client_may_leave_its_limit_to_the_server_but_not_set_it_to_0() -> None:
+    hello = OpenCallStreamRequest(client_hello=CallStreamClientHello(version=1))
+    ServerStream(hello, [], CallLimits(), CallStreamCounts(), lambda: None, lambda *_: None)
+    hello.client_hello.max_message_bytes = 0
+    with pytest.raises(ProtocolViolation, match="max_message_bytes"):
+        ServerStream(hello, [], CallLimits(), CallStreamCounts(), lambda: None, lambda *_: None)

@@ -24,13 +24,12 @@ from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,
     CallResponseKind,
-    CallStreamServerHello,
     OpenCallStreamRequest,
     OpenCallStreamResponse,
 )
 from kvrouter.v1.errors import DeadlineExceeded, NotFound
 
-from .linked import ECHO, HELLO, TOKENS, Received
+from .linked import ECHO, HELLO, SERVER_HELLO, TOKENS, Received
 
 DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -216,9 +215,7 @@ async def test_a_silent_server_is_given_up() -> None:
     async def serve(_requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         nonlocal opened
         opened += 1
-        await context.write(
-            OpenCallStreamResponse(server_hello=CallStreamServerHello(version=1, methods=[ECHO])).SerializeToString()
-        )
+        await context.write(SERVER_HELLO)
         await asyncio.Event().wait()
 
     async with _custom_server(serve) as port, connected(port, heartbeat_timeout_seconds=0.2) as client:
@@ -351,8 +348,7 @@ async def test_a_refusal_arrives_with_its_details() -> None:
 
 def _answering(encoded: bytes) -> Callable[..., Awaitable[None]]:
     async def serve(_requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        hello = CallStreamServerHello(version=1, methods=[ECHO])
-        await context.write(OpenCallStreamResponse(server_hello=hello).SerializeToString())
+        await context.write(SERVER_HELLO)
         await context.read()
         while True:
             message = await context.read()

@@ -27,7 +27,9 @@ from ..calls.linked import ECHO, LATER, TOKENS, Linked, Received
 from .http2_scripts import corpus
 
 LIMITS = CallLimits(message_bytes=64 << 10, part_bytes=1 << 10, calls=20, response_bytes=8 << 10, parted_bytes=16 << 10)
-HELLO = CallStreamServerHello(version=1, methods=[ECHO, TOKENS, LATER], max_message_bytes=64 << 10)
+HELLO = CallStreamServerHello(
+    version=1, methods=[ECHO, TOKENS, LATER], max_message_bytes=64 << 10, max_calls=1000, max_request_bytes=1 << 20
+)
 
 
 def _number(rng: random.Random, last: int) -> int:
@@ -73,12 +75,13 @@ def random_request(rng: random.Random, last: int) -> bytes:
                 method=rng.choice([0, 1, 2, 3, (1 << 32) - 1]),
                 request=_content(rng),
                 more=rng.random() < 0.3,
-                time_left_ms=rng.choice([0, 0, 1, (1 << 32) - 1]),
+                time_left_ms=rng.choice([None, 0, 1, (1 << 32) - 1]),
                 trace_context="x" * rng.choice([0, 55, 999]),
             )
         )
     message.cancelled.extend(_number(rng, last) for _ in range(rng.choice([0, 0, 1, 3])))
-    message.ping = rng.choice([0, 0, 1])
+    if rng.randrange(3):
+        message.ping = rng.choice([0, 1])
     if rng.random() < 0.02:
         message.client_hello.CopyFrom(CallStreamClientHello(version=rng.randrange(3)))
     return _damaged(rng, message)

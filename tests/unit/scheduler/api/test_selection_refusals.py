@@ -29,6 +29,7 @@ BAD: list[tuple[dict[str, Any], type[KvRouterError]]] = [
     ({"component": Component(namespace="ns", name="in/valid")}, UnknownComponent),
     ({"token_ids": None}, BadRequest),
     ({"block_size": 32}, BlockSizeMismatch),
+    ({"block_size": 0}, BlockSizeMismatch),
     ({"token_ids": {"ids": tokens(100)}}, PromptTooLong),
     ({"constraints": constraints(worker_id=7)}, UnknownWorker),
     ({"constraints": constraints(worker_id=1, dp_rank=3)}, UnknownWorker),

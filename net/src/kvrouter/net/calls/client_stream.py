@@ -90,14 +90,15 @@ class ClientStream:
         self._limits = limits
         self._wake = wake
         self._methods = {name: index for index, name in enumerate(hello.methods)}
-        self._message_bytes = min(limits.message_bytes, hello.max_message_bytes or limits.message_bytes)
-        if self._message_bytes < _LEAST_MESSAGE_BYTES:
+        self._message_bytes = min(limits.message_bytes, hello.max_message_bytes)
+        self._max_calls, self._max_request_bytes = hello.max_calls, hello.max_request_bytes
+        if self._message_bytes < _LEAST_MESSAGE_BYTES or not self._max_calls or not self._max_request_bytes:
             raise ProtocolViolation(
-                "hello", f"expected max_message_bytes >= {_LEAST_MESSAGE_BYTES}, received {self._message_bytes}"
+                "hello",
+                f"expected max_message_bytes >= {_LEAST_MESSAGE_BYTES}, max_calls and max_request_bytes >= 1, "
+                f"received {hello.max_message_bytes}, {self._max_calls} and {self._max_request_bytes}",
             )
         self._part_bytes = min(limits.part_bytes, self._message_bytes // 4)
-        self._max_calls = hello.max_calls or limits.calls
-        self._max_request_bytes = hello.max_request_bytes or limits.request_bytes
         self._last_number = 0
         self._calls: dict[int, RunningCall] = {}
         self._parts: dict[int, _PartedResponse] = {}
@@ -211,7 +212,7 @@ class ClientStream:
             self._add_part(message, next(iter(self._long)))
             room -= part
             sent += 1
-        if not sent and not message.ping and not message.cancelled:
+        if not sent and not message.HasField("ping") and not message.cancelled:
             return None
         self.counts.messages_sent += 1
         self.counts.items_sent += sent
@@ -279,9 +280,8 @@ class ClientStream:
 
     def _add(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
         self._number(call)
-        item = message.calls.add(number=call.number, method=call.method, request=call.request)
-        if call.expires:
-            item.time_left_ms = call.time_left_ms()
+        left = call.time_left_ms()
+        item = message.calls.add(number=call.number, method=call.method, request=call.request, time_left_ms=left)
         if call.trace:
             item.trace_context = call.trace
         self._sent(call)
@@ -293,7 +293,9 @@ class ClientStream:
             self._number(call)
         item = message.calls.add(number=call.number, request=call.request[start:end])
         if not start:
-            item.method, item.time_left_ms, item.trace_context = call.method, call.time_left_ms(), call.trace
+            item.method, item.trace_context = call.method, call.trace
+            if (left := call.time_left_ms()) is not None:
+                item.time_left_ms = left
         call.sent_bytes = end
         if end < len(call.request):
             item.more = True

@@ -105,13 +105,8 @@ class RunningCall:
             self.timer = None
         return receiver
 
-    @property
-    def expires(self) -> bool:
-        """Whether the call has a time limit."""
-        return self._expires_at is not None
-
-    def time_left_ms(self) -> int:
-        """Returns the time left, milliseconds, at least 1; 0 for no limit."""
+    def time_left_ms(self) -> int | None:
+        """Returns the time left, milliseconds, at least 1; None for no limit."""
         if self._expires_at is None:
-            return 0
+            return None
         return min(max(1, int((self._expires_at - time.monotonic()) * 1e3)), 0xFFFF_FFFF)

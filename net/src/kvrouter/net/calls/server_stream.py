@@ -66,7 +66,7 @@ class ServerStream:
         Raises:
             ProtocolViolation: it opens no stream, or one of another version.
         """
-        if not hello.HasField("client_hello") or hello.calls or hello.cancelled or hello.ping:
+        if not hello.HasField("client_hello") or hello.calls or hello.cancelled or hello.HasField("ping"):
             raise ProtocolViolation("hello", "expected a first message with a hello and nothing else")
         opening = hello.client_hello
         if opening.version != VERSION:
@@ -75,9 +75,10 @@ class ServerStream:
                 f"expected version {VERSION} of the protocol, received {opening.version}",
                 grpc.StatusCode.UNIMPLEMENTED,
             )
-        if 0 < opening.max_message_bytes < _LEAST_MESSAGE_BYTES:
+        message_bytes = opening.max_message_bytes if opening.HasField("max_message_bytes") else limits.message_bytes
+        if message_bytes < _LEAST_MESSAGE_BYTES:
             raise ProtocolViolation(
-                "hello", f"expected max_message_bytes of at least {_LEAST_MESSAGE_BYTES}, or 0 for the default"
+                "hello", f"expected max_message_bytes of at least {_LEAST_MESSAGE_BYTES}, received {message_bytes}"
             )
         self.client_name = opening.client_name[:256]
         self.metadata: Sequence[tuple[str, str | bytes]] = ()
@@ -93,7 +94,7 @@ class ServerStream:
         """Consecutive ticks at which no call ran."""
         self._methods = methods
         self._limits = limits
-        self._message_bytes = min(limits.message_bytes, opening.max_message_bytes or limits.message_bytes)
+        self._message_bytes = min(limits.message_bytes, message_bytes)
         self._part_bytes = min(limits.part_bytes, self._message_bytes // 4)
         self._wake = wake
         self._run = run
@@ -112,7 +113,7 @@ class ServerStream:
             max_calls=limits.calls,
             max_request_bytes=limits.request_bytes,
         )
-        self._pong = 0
+        self._pong: int | None = None
         self._draining = False
         self._announced = False
         self.on_overflow: Callable[[], None] = lambda: None
@@ -150,7 +151,7 @@ class ServerStream:
             self._cancel(number)
         for item in message.calls:
             self._receive_call(item)
-        if message.ping:
+        if message.HasField("ping"):
             self._pong = message.ping
             self.sends_pings = True
             self._wake()
@@ -160,7 +161,7 @@ class ServerStream:
     def next_message(self) -> bytes | None:
         """Returns the next message to write: all waiting items with room. None if nothing does."""
         announces = self._draining and not self._announced
-        if not (self._queue or self._pong or announces or self._hello):
+        if not (self._queue or self._pong is not None or announces or self._hello):
             return None
         message = OpenCallStreamResponse()
         if self._hello is not None:
@@ -168,8 +169,8 @@ class ServerStream:
             self._hello = None
             self.counts.messages_sent += 1
             return message.SerializeToString()
-        if self._pong:
-            message.pong, self._pong = self._pong, 0
+        if self._pong is not None:
+            message.pong, self._pong = self._pong, None
         if announces:
             self._announced = True
             message.draining.last_call = self._last_number
@@ -294,7 +295,8 @@ class ServerStream:
             if self._announced:
                 return  # The client knows that calls after the last one are not run.
             self._last_number = number
-            call = ServerCall(self, number, item.time_left_ms / 1e3 if item.time_left_ms else None, item.trace_context)
+            time_left = item.time_left_ms / 1e3 if item.HasField("time_left_ms") else None
+            call = ServerCall(self, number, time_left, item.trace_context)
             self._calls[number] = call
             counts = self.counts
             counts.calls += 1

@@ -292,7 +292,7 @@ class FrontendService:
         indexer = await self.indexers.indexer(self._resolve(asked, Stage.STAGE_WHOLE)[0])
         query = FindMatchesRequest(
             component=asked.component,
-            block_size=asked.block_size,
+            block_size=asked.block_size if asked.HasField("block_size") else None,
             scope=asked.scope,
             multimodal_hashes=asked.multimodal_hashes,
         )

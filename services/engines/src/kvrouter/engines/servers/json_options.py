@@ -86,7 +86,7 @@ def sampling(
         RequestRefused: it wants several sequences. A worker ends its output at the end of the first one.
     """
     options, stop = request.sampling_options, request.stop_conditions
-    if options.n > 1:
+    if options.HasField("n") and options.n != 1:
         raise RequestRefused(f"expected one sequence, received n={options.n}", field="sampling_options.n")
     parameters: dict[str, Any] = {name: getattr(options, name) for name in names if options.HasField(name)}
     if options.HasField("top_k"):

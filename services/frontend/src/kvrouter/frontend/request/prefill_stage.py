@@ -162,10 +162,10 @@ class PrefillStage:
         self.spent_ns = time.perf_counter_ns() - began
         return self._fall_back(outcome, why)
 
-    def handover_us(self) -> int:
-        """Returns the time since the prompt was computed, microseconds; 0 if no prefill worker has computed it."""
+    def handover_us(self) -> int | None:
+        """Returns the time since the prompt was computed, microseconds; None if no prefill worker has computed it."""
         computed_ns = 0 if self._running is None else self._running.computed_ns
-        return (time.perf_counter_ns() - computed_ns) // 1000 if computed_ns else 0
+        return (time.perf_counter_ns() - computed_ns) // 1000 if computed_ns else None
 
     def watch(self, fail: Callable[[PrefillLost], bool]) -> None:
         """Calls ``fail`` if a prefill running beside its decode worker fails, or has failed already.

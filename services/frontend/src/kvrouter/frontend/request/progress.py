@@ -80,7 +80,7 @@ class Progress:
         *,
         kept: KeptOutput | None = None,
         continues: bool = False,
-        handover_us: Callable[[], int] | None = None,
+        handover_us: Callable[[], int | None] | None = None,
     ) -> None:
         """Starts without output.
 
@@ -93,7 +93,7 @@ class Progress:
                 ``time.perf_counter_ns``.
             kept: Keeps the output; None if the request cannot migrate.
             continues: Whether the request has output of an earlier attempt.
-            handover_us: Returns the time since a prefill worker computed the prompt, microseconds, 0 if unknown; None
+            handover_us: Returns the time since a prefill worker computed the prompt, microseconds, if known. None
                 if the worker computes it.
         """
         self.output_tokens = 0

@@ -170,7 +170,7 @@ def _check_sampling(sampling: SamplingOptions) -> None:
         raise _out_of_range("sampling_options.top_p", sampling.top_p, "Send a number above 0 and up to 1.")
     if not 0 <= sampling.min_p <= 1:
         raise _out_of_range("sampling_options.min_p", sampling.min_p, "Send a number between 0 and 1.")
-    if sampling.n > 1:
+    if sampling.HasField("n") and sampling.n != 1:
         raise _out_of_range("sampling_options.n", sampling.n, "Send one request for each sequence.")
 
 

@@ -208,12 +208,10 @@ class BookingUpdates:
         """Stores a booking until it is freed."""
         self._live[key_of(booking.key)] = booking
 
-    def prefill_complete(self, booking: LiveBooking, handover_us: int = 0) -> pb.BookingUpdate:
+    def prefill_complete(self, booking: LiveBooking, handover_us: int | None = None) -> pb.BookingUpdate:
         """Marks the prompt as computed and returns the update that reports it. ``handover_us`` as in the contract."""
         booking.prefill_complete = True
-        marking = pb.MarkPrefillCompleteRequest(booking=booking.key)
-        if handover_us:
-            marking.handover_us = handover_us
+        marking = pb.MarkPrefillCompleteRequest(booking=booking.key, handover_us=handover_us)
         return pb.BookingUpdate(prefill_complete=marking)
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> pb.BookingUpdate | None:

@@ -238,12 +238,12 @@ class SchedulerLink:
         """Stores a booking until it is freed, to re-assert it at another Scheduler."""
         self._updates.keep(booking)
 
-    def prefill_complete(self, booking: LiveBooking, *, handover_us: int = 0) -> None:
+    def prefill_complete(self, booking: LiveBooking, *, handover_us: int | None = None) -> None:
         """Reports a computed prompt. Does not wait.
 
         Args:
             booking: The booking.
-            handover_us: Time from the end of a prefill elsewhere to the first token, microseconds; 0 if unknown.
+            handover_us: Time from the end of a prefill elsewhere to the first token, microseconds; None if unknown.
         """
         update = self._updates.prefill_complete(booking, handover_us)
         # Without a session nothing is to be sent: the next opening re-asserts the booking as it is by then.

@@ -62,7 +62,7 @@ def check_prompt(request: pb.FindMatchesRequest, block_size: int, max_prompt_tok
         BlockSizeMismatch: the request names another block size than the component's.
         PromptTooLong: the prompt has more than ``max_prompt_tokens`` tokens.
     """
-    if request.block_size not in (0, block_size):
+    if request.HasField("block_size") and request.block_size != block_size:
         raise BlockSizeMismatch(request.block_size, block_size)
     kind = request.WhichOneof("prompt")
     if kind is None:

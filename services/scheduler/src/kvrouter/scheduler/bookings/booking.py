@@ -146,7 +146,7 @@ BookingChange = Booked | Moved | OwnerAdded | OwnerRemoved | PrefillCompleted | 
 
 def add_request(booking: Booking, placement: Placement, now: float) -> AddRequest:
     """Returns an owner's announcement of a booking at ``placement``. ``now`` is in seconds."""
-    lease_until_unix_ns = 0 if booking.session_id else time.time_ns() + int((booking.lease_until - now) * 1e9)
+    lease_until_unix_ns = None if booking.session_id else time.time_ns() + int((booking.lease_until - now) * 1e9)
     return AddRequest(
         booking=key_message(booking.key),
         rank=rank_message(placement.rank),

@@ -32,7 +32,7 @@ class BookingUpdates:
         """Records the end of a booking's prefill."""
         booking = self._find(request.booking)
         if booking is not None:
-            if request.handover_us and not booking.prefilled:
+            if request.HasField("handover_us") and not booking.prefilled:
                 _note_handover(booking, request.handover_us)
             self.booking_table.prefill_complete(booking)
         return pb.MarkPrefillCompleteResponse(known=booking is not None)

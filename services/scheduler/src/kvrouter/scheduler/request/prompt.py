@@ -76,7 +76,7 @@ def read_prompt(
         BlockSizeMismatch: the hashes were made with another block size.
         PromptTooLong: the prompt was counted and exceeds a limit, or leaves no room for an output token.
     """
-    if request.block_size not in (0, block_size):
+    if request.HasField("block_size") and request.block_size != block_size:
         raise BlockSizeMismatch(request.block_size, block_size)
     tokens = _count(request, block_size)
     if not request.length_is_estimated:

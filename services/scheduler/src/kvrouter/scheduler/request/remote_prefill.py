@@ -99,10 +99,9 @@ class PrefillPlaces(NamedTuple):
             return None
         tokens, compute, transfer, wait = (column[place].item() for column in self.comparison[:4])
         first, factors, least = self.comparison[4:]
-        first = first or FirstPrefill(0.0, tokens, compute)
         is_remote = bool(self.is_remote[place])
-        there = f"to transfer {tokens} tokens takes {transfer:.1f} ms{_after(first.wait_ms)}"
-        if abs(more := first.compute_ms - compute) >= _SHOWN_MS:
+        there = f"to transfer {tokens} tokens takes {transfer:.1f} ms{_after(0.0 if first is None else first.wait_ms)}"
+        if first is not None and abs(more := first.compute_ms - compute) >= _SHOWN_MS:
             longer = f"{abs(more):.1f} ms {'more' if more > 0 else 'less'} than the decode worker"
             there += f", and a prefill worker computes {first.uncached_tokens} tokens in {longer}"
         if tokens < least:
@@ -111,19 +110,19 @@ class PrefillPlaces(NamedTuple):
             reason = f"{there}, to compute them {compute:.1f} ms{_after(wait)}"
         else:
             reason = f"{there}, no less than to compute them ({compute:.1f} ms{_after(wait)})"
-        return PrefillDecision(
+        decision = PrefillDecision(
             remote=is_remote,
             uncached_tokens=tokens,
             compute_ms=compute,
             transfer_ms=transfer,
             wait_ms=wait,
-            prefill_wait_ms=first.wait_ms,
-            prefill_uncached_tokens=first.uncached_tokens,
-            prefill_compute_ms=first.compute_ms,
             reason=reason,
             compute_factor=factors.compute,
             transfer_factor=factors.transfer,
         )
+        if first is not None:
+            decision.prefill_wait_ms, decision.prefill_uncached_tokens, decision.prefill_compute_ms = first
+        return decision
 
 
 def prefill_places(
