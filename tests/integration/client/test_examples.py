@@ -42,7 +42,7 @@ async def until_cached(stack: Stack) -> set[int]:
         generation = await client.generate(range(1, 257))
         await generation.tokens()
         async with asyncio.timeout(30):
-            while not (found := await client.find_matches_for_request(range(1, 257))):
+            while generation.routing.worker_id not in (found := await client.find_matches_for_request(range(1, 257))):
                 await asyncio.sleep(0.02)
         return set(found)
 

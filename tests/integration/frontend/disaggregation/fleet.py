@@ -156,7 +156,7 @@ class Fleet:
 async def running_fleet(nats: str, etcd: str, namespace: str, **scheduling: Any) -> AsyncIterator[Fleet]:
     """A Frontend and a Scheduler without workers."""
     options: dict[str, Any] = {
-        "worker_probe_seconds": 0.05,
+        "worker_probe_seconds": 0.2,
         "worker_probe_failures": 2,
         "worker_back_off_failures": 1000,
     }

@@ -21,9 +21,12 @@ class Gateway:
         self.address = address
         # A channel of its own: by default one to an earlier server at the same port lends its connection.
         self.channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._streams: list[GatewayStream] = []
 
     def stream(self) -> GatewayStream:
-        return GatewayStream(self.channel)
+        """Opens a stream. It is kept: gRPC cancels a call that nobody refers to, which would free its booking."""
+        self._streams.append(GatewayStream(self.channel))
+        return self._streams[-1]
 
     async def add_engine(self, worker_id: int, **fields: Any) -> str:
         """Registers a worker whose requests reach the engine by another way; its OpenAI address, once it is picked."""
