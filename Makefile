@@ -166,7 +166,7 @@ wheels: $(STAMPS)/protos $(STAMPS)/build-tools ## wheels of all eight distributi
 release: setup ## all artefacts of the commit that is checked out, in RELEASE (build/kvrouter-VERSION): wheels, images, chart, contract, C library, SBOM
 	@PYTHONPATH=devtools $(BIN)/python -m release $(RELEASE) $(if $(filter no,$(IMAGES)),--no-images)
 
-test-newest: setup ## the unit tests with the newest version of each dependency, in an environment of its own (build/newest)
+test-newest: setup ## unit tests and part of integration with the newest version of each dependency, in build/newest (15 minutes)
 	@$(MAKE) -s wheels WHEELS=build/newest-wheels
 	$(BIN)/python devtools/newest.py build/newest-wheels build/newest $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Runs the unit tests with the newest version of each dependency: ``newest.py WHEELS ENVIRONMENT [PYTEST ARGUMENTS]``.
+"""Tests with the newest version of each dependency: ``newest.py WHEELS ENVIRONMENT [PYTEST ARGUMENTS]``.
 
 WHEELS has wheels of our own distributions. ENVIRONMENT is made anew. A dependency keeps its pin only if an exact
 version is a decision: the reason is in pyproject.toml.
@@ -19,6 +19,11 @@ ROOT = Path(__file__).parents[1]
 MANIFESTS = ("", "protos", "core", "net", "services/publisher_sdk", "services/engines", "client", "devtools")
 PINNED = ("grpcio",)
 """Distributions whose pin stays, with all whose names begin with theirs."""
+TESTS = (
+    *("-n", "auto", "-m", "not full", "tests/unit"),
+    *(f"tests/integration/{each}" for each in ("client", "net", "publisher", "runtime", "scheduler", "frontend/api")),
+)
+"""What runs unless pytest is given other arguments: all that needs no server, and what uses most dependencies."""
 
 
 def main() -> int:
@@ -31,7 +36,7 @@ def main() -> int:
     subprocess.run([*pip, "--no-deps", *map(str, Path(wheels).glob("*.whl"))], check=True)
     subprocess.run([*pip, *sorted(dependencies())], check=True)
     print("\n".join(newer(python)), flush=True)
-    return subprocess.run([python, "-m", "pytest", *(arguments or ["tests/unit"])], cwd=ROOT, check=False).returncode
+    return subprocess.run([python, "-m", "pytest", *(arguments or TESTS)], cwd=ROOT, check=False).returncode
 
 
 def dependencies() -> set[str]:

@@ -60,9 +60,9 @@ a database that changes by itself.
 ## Newest versions
 
 `make test-newest` installs the newest version of each dependency into an environment of its own, beside this
-repository, and runs the unit tests with it. It changes no file. What fails there is what the next raise of versions
-has to solve. Two bounds are deliberate and stay: grpcio, for the reason in `pyproject.toml`, and grpcio-tools, whose
-age is that of the oldest runtime that the contract's code accepts.
+repository, and runs the unit tests and part of the integration tests with it. It changes no file. What fails there
+is what the next raise of versions has to solve. Two bounds are deliberate and stay: grpcio, for the reason in
+`pyproject.toml`, and grpcio-tools, whose age is that of the oldest runtime that the contract's code accepts.
 """
 
 
