@@ -21,6 +21,7 @@ from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.net.etcd import connect
 from kvrouter.v1.names import ComponentName, service_key
+from kvrouter.v1.registry_pb2 import ComponentDescriptor
 
 from ...faults import full_disk
 from ...faults.full_disk import NatsOnSmallDisk
@@ -31,9 +32,19 @@ from .monitored import MODEL, SHIPPED, Monitored
 pytestmark = pytest.mark.timeout(290)
 
 DISK_BYTES = 32 << 20
+POISON = 31_999
 FREES_NOTHING = """
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
 BookingUpdates.free = lambda *_, **__: None
+"""
+APPLIES_SLOWLY = """
+import time
+from kvrouter.indexer.index.event_applier import EventApplier
+applied = EventApplier.apply_at_once
+def apply_at_once(*batch):
+    time.sleep(0.05)
+    return applied(*batch)
+EventApplier.apply_at_once = apply_at_once
 """
 KEEPS_STATE_TO_ITSELF = """
 from kvrouter.scheduler.replication.nats_network import NatsTransport
@@ -77,7 +88,10 @@ async def test_lost_parts_of_a_system_raise_alerts(monitored: Monitored, tmp_pat
 
     async with connect(monitored.etcd.endpoint) as etcd:
         await etcd.put(service_key(monitored.namespace, "frontend", "garbage").encode(), b"\xff\xff\xff")
-    await monitored.until_firing("KvrouterUndecodableEntries")
+        forged = ComponentDescriptor(model="other", block_size=64, hash_scheme="xxh3-1337")
+        workers = ComponentName(monitored.namespace, "workers")
+        await etcd.put(workers.descriptor_key.encode(), forged.SerializeToString())
+    await monitored.until_firing("KvrouterUndecodableEntries", "KvrouterDescriptorConflict")
 
     monitored.signal("mocker", signal.SIGSTOP)
     await monitored.until_firing(
@@ -108,6 +122,13 @@ async def test_a_slow_engine_raises_alerts(monitored: Monitored) -> None:
         await asyncio.sleep(3)
         monitored.signal("scheduler", signal.SIGCONT)
         await monitored.until_firing("KvrouterSchedulerOverloaded")
+
+        async def pause() -> None:
+            monitored.signal("scheduler", signal.SIGSTOP)
+            await asyncio.sleep(0.3)
+            monitored.signal("scheduler", signal.SIGCONT)
+
+        await monitored.until_firing("KvrouterEventLoopBlocked", meanwhile=pause)
         await monitored.until_firing("KvrouterFirstTokenSlow", "KvrouterQueueStuck")
     finally:
         for each in requests:
@@ -133,21 +154,21 @@ async def _break_the_index(monitored: Monitored, nats: NatsOnSmallDisk) -> None:
     workers, silent = ComponentName(monitored.namespace, "workers"), ComponentName(monitored.namespace, "silent")
     live = ComponentName(monitored.namespace, "live")
     await monitored.start("indexer")
-    await monitored.start("indexer", "--max-index-blocks", "1", name="small")
+    await monitored.start("indexer", "--max-index-blocks", "1", name="small", defect=APPLIES_SLOWLY)
     await monitored.start("scheduler", "--router-mode", "kv")
     await monitored.start("frontend")
     await monitored.start("mocker", "--clock-factor", "50", "--worker-id", "1", "--heartbeat-seconds", "60")
-    # Its cache events are off, so each hit surprises the Scheduler.
-    off = ("--no-events", "--component", silent.name, "--model", "surprising", "--clock-factor", "50")
-    await monitored.start("mocker", *off, name="without-events")
+    # Its cache has room for one prompt, and it publishes no events: the Scheduler expects those that it has evicted.
+    off = ("--no-events", "--num-blocks", "4", "--component", silent.name, "--model", "surprising")
+    await monitored.start("mocker", *off, "--clock-factor", "50", name="without-events")
     core = ("--transport", "core-nats", "--component", live.name, "--model", "live")
     await monitored.start("mocker", *core, name="live")
     await monitored.until_served()
 
-    async def surprise() -> None:
-        await monitored.request(model="surprising")
-
     number = iter(range(1 << 20))
+
+    async def surprise() -> None:
+        await monitored.request(model="surprising", prompt=[next(number) % 2] * 48)
 
     async def store() -> None:
         await monitored.request(prompt=[next(number)] * 64)
@@ -207,6 +228,15 @@ async def test_faults_of_single_processes_raise_alerts(monitored: Monitored, tmp
     await monitored.start("sidecar", "--engine-pods", "app=vllm")  # There is no API server.
     missing = ("KvrouterListedWorkersMissing", "KvrouterEngineAway", "KvrouterPodsUnknown")
     await monitored.until_firing("KvrouterBookingsLeak", *missing)
+
+    for number in range(3):
+        fragile = ("--component", "fragile", "--model", "fragile", "--poison-token", str(POISON))
+        await monitored.start("mocker", *fragile, name=f"fragile-{number}")
+
+    async def poison() -> None:
+        await monitored.request(model="fragile", prompt=[POISON] * 64)
+
+    await monitored.until_firing("KvrouterPoisonPrompts", meanwhile=poison)
 
     async def guess() -> None:
         await asyncio.gather(*(monitored.request("guarded", key="kvr_guess.wrong") for _ in range(50)))
