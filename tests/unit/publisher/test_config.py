@@ -8,8 +8,9 @@ import pytest
 from kvrouter.net.etcd import InvalidEndpoint, parse_endpoints
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidConfig
-from kvrouter.v1.common_pb2 import Transport
+from kvrouter.v1.common_pb2 import Tier, Transport
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.registry_pb2 import StorageTier
 
 
 def config(**settings: Any) -> WorkerConfig:
@@ -55,6 +56,10 @@ def config(**settings: Any) -> WorkerConfig:
         ("labels", ["zone"]),
         ("lora_names", "adapter"),
         ("nats", None),
+        ("storage_tiers", [StorageTier(tier=Tier.TIER_HOST)]),
+        ("storage_tiers", (StorageTier(tier=Tier.TIER_DEVICE),)),
+        ("storage_tiers", (StorageTier(tier=Tier.TIER_DISK), StorageTier(tier=Tier.TIER_DISK))),
+        ("storage_tiers", (StorageTier(tier=Tier.TIER_HOST, load_gb_per_second=float("nan")),)),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: object) -> None:
@@ -77,7 +82,14 @@ def test_the_endpoint_is_what_others_reach(bind: str, advertise: str, endpoint: 
 
 
 def test_a_registration_says_where_the_engine_itself_is_reached() -> None:
-    chosen = config(openai_endpoint="http://e:8000", bootstrap_endpoint="e:8998", tokenizer="org/model", engine="vllm")
+    tiers = (StorageTier(tier=Tier.TIER_HOST), StorageTier(tier=Tier.TIER_DISK, load_gb_per_second=3))
+    chosen = config(
+        openai_endpoint="http://e:8000",
+        bootstrap_endpoint="e:8998",
+        tokenizer="org/model",
+        engine="vllm",
+        storage_tiers=tiers,
+    )
     registration = chosen.registration(
         endpoint="h:1", incarnation=1, transport=Transport.TRANSPORT_DURABLE, registered_unix_ns=1
     )
@@ -85,6 +97,7 @@ def test_a_registration_says_where_the_engine_itself_is_reached() -> None:
     assert registration.bootstrap_endpoint == "e:8998"
     assert registration.tokenizer == "org/model"
     assert registration.engine == "vllm"
+    assert tuple(registration.storage_tiers) == tiers
 
 
 def test_a_registration_leaves_out_what_is_unknown() -> None:

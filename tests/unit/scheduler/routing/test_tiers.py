@@ -9,6 +9,7 @@ from kvrouter.scheduler.policies.forecast.policy import PREFILL_N1_MS
 from kvrouter.scheduler.request.options import RoutingOptions, TierOptions
 from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
+from kvrouter.v1.registry_pb2 import StorageTier
 from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, SelectWorkerResponse
 
 from ..harness import BLOCK, MODEL, POOL, Parts, ResidentBlocks, key, routing, selecting, view, worker
@@ -96,6 +97,17 @@ async def test_the_time_of_loads_is_learned_from_first_tokens_by_rank_and_tier()
     assert load.latency_calibration.value == 1.0, "loads say nothing about computation"
     scheduler.now += 3600
     assert loads.factors(scheduler.now)[0][0] == pytest.approx(1.0, abs=1e-3), "it is tried again"
+
+
+async def test_a_registered_bandwidth_counts_before_the_configured_one() -> None:
+    slow = StorageTier(tier=Tier.TIER_HOST, load_gb_per_second=1.0)
+    held = {(number, 0): 0 for number in (1, 2, 3)}
+    indexer = ResidentBlocks(held, lower=dict.fromkeys(held, (40, 40, 40)))
+    views = view(worker(1, storage_tiers=[slow]), worker(2), worker(3, storage_tiers=[slow]))
+    scheduler = Parts(views, options=RoutingOptions("forecast"), indexer=indexer)
+    response = await chosen(scheduler)
+    assert response.rank.worker_id == 2
+    assert response.prefill_tokens < BLOCKS * BLOCK, "at the configured bandwidth, loads save computation"
 
 
 async def test_tokens_to_load_are_counted_by_tier() -> None:

@@ -20,6 +20,7 @@ from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.mocker.metrics import expose_load, lateness_histogram
 from kvrouter.mocker.poison import Poison
 from kvrouter.mocker.settings import MockerSettings
+from kvrouter.mocker.tiers import storage_tiers
 from kvrouter.net.model_files import TOKENIZER
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
@@ -84,6 +85,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         structured_output=_has_tokenizer(settings),
         publishes_events=settings.events,
         reads_shared_storage=settings.shared_blocks > 0,
+        storage_tiers=tuple(storage_tiers(engine_config(settings, worker_id, 0))),
         max_batched_tokens=settings.max_batched_tokens,
         max_sequences=settings.max_sequences,
         vocabulary_size=max(_VOCABULARY, settings.vocabulary_size) if settings.tokenizer else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,9 +14,9 @@ from kvrouter.net.etcd.registry_entries import name_fault
 from kvrouter.net.nats.access import InvalidNats, NatsAccess
 from kvrouter.net.tls import TlsOptions
 from kvrouter.publisher.errors import InvalidConfig
-from kvrouter.v1.common_pb2 import Component, CopyCounting, Role, Transport
+from kvrouter.v1.common_pb2 import Component, CopyCounting, Role, Tier, Transport
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, StorageTier, WorkerRegistration
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -24,6 +25,7 @@ HASH_SCHEME = "xxh3-1337"
 """Identifier of the hash algorithm and seed of local hashes; the only scheme so far."""
 
 
+_STORAGE = frozenset({Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED})
 _INTEGERS = {
     "block_size": (1, 1 << 20),
     "worker_id": (0, (1 << 64) - 1),
@@ -109,6 +111,10 @@ class WorkerConfig:
     """Whether the engine applies ``sampling_options.structured_output``. Requests with it are refused otherwise."""
     reads_shared_storage: bool = False
     """Whether the engine loads blocks from shared storage that other workers of the component have stored there."""
+
+    storage_tiers: tuple[StorageTier, ...] = ()
+    """Tiers of the engine's KV cache below device memory, each at most once, with the bandwidth of loads if it
+    is known."""
 
     bootstrap_endpoint: str = ""
     """Address at which decode workers meet this prefill worker, ``host:port``; empty for none."""
@@ -205,6 +211,7 @@ class WorkerConfig:
                 raise InvalidConfig(
                     f"ranks: expected 1 or more blocks, or None if unknown, received {rank}: {total_blocks}"
                 )
+        self._check_storage_tiers()
         try:
             EtcdAccess.of(self.etcd)
             NatsAccess.of(self.nats)
@@ -229,6 +236,7 @@ class WorkerConfig:
             ("ranks", Mapping, "{0: 16384}, rank → KV blocks"),
             ("labels", Mapping, '{"zone": "a"}'),
             ("lora_names", tuple, '("adapter",)'),
+            ("storage_tiers", tuple, "(StorageTier(tier=Tier.TIER_HOST, load_gb_per_second=20),)"),
             ("engine", str, '"vllm"'),
             *((name, str, '"127.0.0.1:9000"') for name in ("bind", "advertise", "engine_incarnation")),
             ("etcd", str | EtcdAccess, '"127.0.0.1:2379"'),
@@ -241,6 +249,15 @@ class WorkerConfig:
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise InvalidConfig(f"{name}: expected {example}, received {value!r:.100}")
+
+    def _check_storage_tiers(self) -> None:
+        tiers = [each.tier for each in self.storage_tiers]
+        if not _STORAGE.issuperset(tiers) or len(set(tiers)) < len(tiers):
+            names = ", ".join(map(Tier.Name, tiers))
+            raise InvalidConfig(f"storage_tiers: expected host, disk and shared, each at most once, received {names}")
+        for each in self.storage_tiers:
+            if each.HasField("load_gb_per_second") and not 0 < (value := each.load_gb_per_second) < math.inf:
+                raise InvalidConfig(f"storage_tiers: expected load_gb_per_second above 0 or unset, received {value}")
 
     def endpoint(self, port: int) -> str:
         """Returns the address under which others reach the WorkerService listening on ``port``."""
@@ -294,4 +311,5 @@ class WorkerConfig:
             tokenizer=self.tokenizer,
             serves_structured_output=self.structured_output,
             reads_shared_storage=self.reads_shared_storage,
+            storage_tiers=self.storage_tiers,
         )

@@ -96,7 +96,8 @@ class SchedulerSettings(RoutingSettings):
     shared_cache_multiplier: float = Field(default=0.5, ge=0, le=1)
     """The same for a block in shared storage."""
     host_load_gb_per_second: float = Field(default=20.0, gt=0, allow_inf_nan=False)
-    """Bandwidth at which mode forecast expects blocks from host memory, in 10^9 bytes per second, until measured."""
+    """Bandwidth at which mode forecast expects blocks from host memory, in 10^9 bytes per second, until measured; for
+    workers that register none."""
     disk_load_gb_per_second: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """The same for blocks on disk."""
     shared_load_gb_per_second: float = Field(default=10.0, gt=0, allow_inf_nan=False)

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from kvrouter.core import PrefixIndex, Rank, local_hashes
 from kvrouter.mocker.tiers import TIERS
-from kvrouter.scheduler.load.tier_loads import LOWER_TIERS
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.workers.candidates import ListedRanks
+from kvrouter.scheduler.workers.candidates import LOWER_TIERS, ListedRanks
 from kvrouter.simulator.engines.fleet import RawEvent
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEventBatch

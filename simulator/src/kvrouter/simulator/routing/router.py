@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvrouter.core import Rank
 from kvrouter.mocker.engine.config import EngineConfig
+from kvrouter.mocker.tiers import storage_tiers
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import Accounting
@@ -43,6 +44,7 @@ def pool_of(configs: Sequence[EngineConfig], clock: Callable[[], float], first_i
             max_batched_tokens=config.max_batched_tokens,
             max_sequences=config.max_sequences,
             reads_shared_storage=config.shared.num_blocks > 0,
+            storage_tiers=storage_tiers(config),
             ranks=[RankRegistration(dp_rank=dp_rank, incarnation=1, total_blocks=config.num_blocks)],
         )
         for (worker_id, dp_rank), config in zip(ranks_of(configs, first_id), configs, strict=True)

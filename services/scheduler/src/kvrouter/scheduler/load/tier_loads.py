@@ -2,27 +2,25 @@
 
     share(w)  = sum over tiers of tokens to load * min(time to load one, time to compute one)  part of the forecast [ms]
     loaded(w) = share(w) + measured time to first token - forecast, at least LEAST_MS          measured load        [ms]
-    factor    = as in ``kvrouter.scheduler.load.prefill_times``, of loaded(w) over the load at the configured bandwidth
+    factor    = as in ``kvrouter.scheduler.load.prefill_times``, of loaded(w) over the load at the expected bandwidth
 
 A first token is measured if its prompt had at least LEAST_TOKENS to load, and its rank computed no other prompt. A
-request that loads from several tiers counts for each. Until there are measurements, the factor is 1: the configured
-bandwidth. Without new ones it returns to 1, so that a rank whose loads were slow is tried again.
+request that loads from several tiers counts for each. Until there are measurements, the factor is 1: the registered
+or configured bandwidth. Without new ones it returns to 1, so that a rank whose loads were slow is tried again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS, Factor
-from kvrouter.v1.common_pb2 import Tier
+from kvrouter.scheduler.workers.candidates import LOWER_TIERS
 from numpy.typing import NDArray
 
-LOWER_TIERS = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
-"""Tiers below device memory, from the fastest: the rows of their columns."""
 REFRESH_SECONDS = 0.1
 """Time for which the columns are reused."""
 LEAST_MS = 0.01
@@ -38,7 +36,7 @@ class ExpectedLoad(NamedTuple):
     tokens: tuple[int, ...]
     """Tokens by tier."""
     modelled_ms: float
-    """Time at the configured bandwidth, ms."""
+    """Time at the expected bandwidth, ms."""
     share_ms: float
     """Part of the forecast, ms."""
     forecast_ms: float
@@ -97,15 +95,15 @@ class TierLoads:
         self._expected.pop(key, None)
 
 
-def saved_shares(load_ms: Sequence[float], factors: NDArray[np.float64], compute_ms: float) -> NDArray[np.float64]:
+def saved_shares(load_ms: NDArray[np.float64], factors: NDArray[np.float64], compute_ms: float) -> NDArray[np.float64]:
     """Returns the share of a token's computation that a rank saves by loading it, 0 to 1.
 
     There is a row for each tier, and a column for each rank.
 
     Args:
-        load_ms: Time to load a token from each tier, ms.
-        factors: Measured over modelled load times, with the same rows and columns.
+        load_ms: Time to load a token from each tier at the expected bandwidth, ms.
+        factors: Measured over expected load times. Both have these rows and columns.
         compute_ms: Time to compute a token, ms.
     """
-    saved: NDArray[np.float64] = np.maximum(1.0 - np.array(load_ms)[:, None] * factors / compute_ms, 0.0)
+    saved: NDArray[np.float64] = np.maximum(1.0 - load_ms * factors / compute_ms, 0.0)
     return saved

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
 from kvrouter.v1.common_pb2 import BusyThresholds, RoutingOverrides
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.scheduler_pb2 import SetBusyThresholdRequest
+from numpy.typing import NDArray
 
 DEFAULT_MODE = "forecast"
 
@@ -126,7 +128,7 @@ class TierOptions:
     weights: tuple[float, float, float] = (0.75, 0.25, 0.5)
     """Share of a block's computation that finding it there saves, 0 to 1, in modes without a forecast."""
     load_gb_per_second: tuple[float, float, float] = (20.0, 5.0, 10.0)
-    """Bandwidth of loads in 10^9 bytes per second, until measured."""
+    """Bandwidth of loads in 10^9 bytes per second, until measured, of workers that register none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,14 @@ class RoutingOptions:
         """Returns whether the policy queues requests without room."""
         return "max_queued_requests" in POLICIES[self.mode].options
 
-    @property
-    def load_ms_per_token(self) -> tuple[float, ...]:
-        """Returns the time to load a token's KV cache from each lower tier in ms, until measured."""
-        bytes_per_token = self.remote_prefill.transfer.bytes_per_token
-        return tuple(bytes_per_token / (bandwidth * 1e6) for bandwidth in self.tiers.load_gb_per_second)
+    def load_ms_per_token(self, registered: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the time to load a token's KV cache in ms, until measured: a row for each lower tier.
+
+        Args:
+            registered: Bandwidth of the same rows and columns, 10^9 bytes per second; 0 for the configured one.
+        """
+        bandwidths = np.where(registered > 0, registered, np.array(self.tiers.load_gb_per_second)[:, None])
+        return self.remote_prefill.transfer.bytes_per_token / (bandwidths * 1e6)
 
     @property
     def queries_indexer(self) -> bool:

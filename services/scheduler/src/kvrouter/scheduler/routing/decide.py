@@ -19,7 +19,7 @@ from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait, rank_label
 from kvrouter.scheduler.routing.affinity import HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
-from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, snapshot
+from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, expected_load_ms, snapshot
 from kvrouter.scheduler.workers.candidates import Candidate
 from kvrouter.v1.common_pb2 import PrefillDecision, Stage
 from kvrouter.v1.errors import KvRouterError
@@ -115,7 +115,7 @@ class Decision(NamedTuple):
             return None
         place, load = self.snapshot.worker_set.place(self.rank), request.pool.booked_load
         tokens = blocks[:, place] * load.block_size
-        modelled = tokens * np.array(request.options.load_ms_per_token)
+        modelled = tokens * expected_load_ms(request)[:, place]
         computed = tokens * token_ms * load.latency_calibration.value
         share = np.minimum(modelled * load.load_factors()[:, place], computed)
         return ExpectedLoad(self.rank, tuple(tokens.tolist()), float(modelled.sum()), float(share.sum()), forecast_ms)

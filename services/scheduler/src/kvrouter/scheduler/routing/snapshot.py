@@ -12,7 +12,7 @@ from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.load.booked_load import Loads
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.thresholds import Load
-from kvrouter.scheduler.load.tier_loads import LOWER_TIERS, saved_shares
+from kvrouter.scheduler.load.tier_loads import saved_shares
 from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -21,7 +21,14 @@ from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlaces, compute_ms, prefill_places, waits_ms
 from kvrouter.scheduler.routing.affinity import HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
-from kvrouter.scheduler.workers.candidates import Candidate, Places, WorkerConstraints, WorkerSet, why_unfit
+from kvrouter.scheduler.workers.candidates import (
+    LOWER_TIERS,
+    Candidate,
+    Places,
+    WorkerConstraints,
+    WorkerSet,
+    why_unfit,
+)
 from kvrouter.v1.common_pb2 import KvSource, LowerTiers, PrefillDecision, Stage, Tier
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers
 
@@ -224,7 +231,13 @@ def saved_by_loading(request: RequestContext) -> Amounts:
     token_ms = POLICIES[options.mode].token_ms
     if token_ms is None:
         return np.array(options.tiers.weights)[:, None]
-    return saved_shares(options.load_ms_per_token, load.load_factors(), token_ms * load.latency_calibration.value)
+    compute_ms = token_ms * load.latency_calibration.value
+    return saved_shares(expected_load_ms(request), load.load_factors(), compute_ms)
+
+
+def expected_load_ms(request: RequestContext) -> Amounts:
+    """Returns the time to load a token until measured, in ms: a row for each lower tier, a column for each rank."""
+    return request.options.load_ms_per_token(request.pool.worker_set.load_gb_per_second)
 
 
 def _with_conversation(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
-from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage
+from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage, Tier
 from kvrouter.v1.errors import BadRequest, UnknownWorker
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ _ROLES = {
     Stage.STAGE_DECODE: frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_DECODE}),
 }
 
+
+LOWER_TIERS = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
+"""Tiers below device memory, from the fastest: the rows of their columns."""
 
 _MAX_SHOWN_RANKS = 32
 _WHOLE = _ROLES[Stage.STAGE_WHOLE]
@@ -55,6 +58,8 @@ class Candidate:
     lora_names: frozenset[str]
     reads_shared_storage: bool = False
     """Whether it loads blocks from shared storage that others have stored."""
+    load_gb_per_second: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Bandwidth of loads from host memory, disk and shared storage, 10^9 bytes per second; 0 where unknown."""
 
 
 def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...]:
@@ -73,11 +78,18 @@ def candidates_of(workers: Iterable[WorkerRegistration]) -> tuple[Candidate, ...
             labels=dict(worker.labels),
             lora_names=frozenset(worker.lora_names),
             reads_shared_storage=worker.reads_shared_storage,
+            load_gb_per_second=_bandwidths(worker),
         )
         for worker in workers
         for rank in worker.ranks
     ]
     return tuple(sorted(candidates, key=lambda candidate: candidate.rank))
+
+
+def _bandwidths(worker: WorkerRegistration) -> tuple[float, float, float]:
+    known = {each.tier: each.load_gb_per_second for each in worker.storage_tiers}
+    host, disk, shared = (max(0.0, known.get(tier, 0.0)) for tier in LOWER_TIERS)
+    return host, disk, shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +238,9 @@ class WorkerSet:
         self.without_events = frozenset(each.rank for each in candidates if not each.publishes_events)
         """Ranks whose cache no Indexer knows."""
         self.reads_shared_storage = self._those_where(each.reads_shared_storage for each in candidates)
+        bandwidths = [each.load_gb_per_second for each in candidates]
+        self.load_gb_per_second: Amounts = np.array(bandwidths, np.float64).reshape(-1, len(LOWER_TIERS)).T
+        """Registered bandwidth of loads: a row for each lower tier; 0 where unknown."""
         self._worker_ids = np.array([worker_id for worker_id, _ in self.ranks], np.uint64)
         self._dp_ranks = np.array([dp_rank for _, dp_rank in self.ranks], np.uint32)
         self._place_of = {rank: place for place, rank in enumerate(self.ranks)}
