@@ -215,6 +215,23 @@ async def test_a_rank_that_the_client_names_serves_it(system: System, stack: Asy
     await system.until_idle()
 
 
+async def test_an_engine_learns_which_rank_has_more_of_the_prompt(
+    nats_url: str, etcd_endpoint: str, namespace: str, stack: AsyncExitStack
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": list(range(64))}).encode()
+    sources = []
+    async with running_system(nats_url, etcd_endpoint, namespace, scheduling={"router_mode": "kv"}) as system:
+        engine = await start_engine(system, stack, 1, publishes_events=False)
+        for rank in ("0", "1"):
+            sent = {"x-data-parallel-rank": rank, "x-kvrouter-kv-source": "9:9; tier=disk; blocks=1"}
+            url = f"http://{system.http}/v1/completions"
+            async with aiohttp.ClientSession() as http, http.post(url, data=body, headers=sent) as response:
+                sources.append(response.headers.get("x-kvrouter-kv-source"))
+        await stack.aclose()
+    assert sources == [None, "1:0; tier=device; blocks=3"]
+    assert [each.get("x-kvrouter-kv-source") for each in engine.headers] == sources, "never the client's"
+
+
 async def test_a_stream_passes_unchanged(system: System, stack: AsyncExitStack) -> None:
     await start_engine(system, stack, 1)
     response, received = await post(system, chat(stream=True))

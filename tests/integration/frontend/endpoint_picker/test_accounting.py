@@ -110,6 +110,26 @@ async def test_a_rank_that_the_client_names_serves_it(gateway: Gateway) -> None:
     assert (status, error["param"]) == (400, "dp_rank")
 
 
+async def test_engine_and_client_learn_which_rank_has_more_of_the_prompt(
+    nats_url: str, etcd_endpoint: str, namespace: str
+) -> None:
+    body = {"model": MODEL, "prompt": list(range(64))}
+    async with picking(nats_url, etcd_endpoint, namespace, scheduling={"router_mode": "kv"}) as gateway:
+        await gateway.add_engine(1, ranks={0: 1000, 1: 1000}, publishes_events=False)
+        for rank, source in (("0", None), ("1", "1:0; tier=device; blocks=3")):
+            stream = gateway.stream()
+            sent = {"x-data-parallel-rank": rank, "x-kvrouter-kv-source": "9:9"}
+            await stream.request(body, sent=sent)
+            routed = await stream.receive()
+            assert stream.set_headers(routed).get("x-kvrouter-kv-source") == source
+            removed = routed.request_headers.response.header_mutation.remove_headers
+            assert ("x-kvrouter-kv-source" in removed) == (source is None), "never the client's"
+            assert (await stream.receive()).request_body.response.body_mutation.streamed_response.end_of_stream
+            await stream.send(response_headers=HttpHeaders(headers=headers()))
+            assert stream.set_headers(await stream.receive()).get("x-kvrouter-kv-source") == source
+            await stream.end()
+
+
 async def test_an_engine_with_one_rank_gets_no_rank(gateway: Gateway) -> None:
     await gateway.add_engine(1)
     stream = gateway.stream()

@@ -15,9 +15,12 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
-from kvrouter.v1.common_pb2 import LowerTiers, Rank, Tier
+from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
+
+KV_SOURCE_HEADER = "x-kvrouter-kv-source"
+"""Header with another rank that holds more of the prompt, for clients and engines."""
 
 
 def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
@@ -64,6 +67,11 @@ def tier_name(tier: Tier) -> str:
     return Tier.Name(tier).removeprefix("TIER_").lower()
 
 
+def kv_source_text(source: KvSource) -> str:
+    """Returns another rank that holds more of a prompt, as clients and engines get it in a header."""
+    return f"{_rank_name(source.rank)}; tier={tier_name(source.tier)}; blocks={source.blocks}"
+
+
 def migration_notice(routing: RoutingInfo) -> bytes:
     """Returns a field for the first chunk of a stream's continuation; empty if the request has not migrated."""
     return b',"kvrouter":' + msgspec.json.encode(describe_routing(routing)) if routing.migrations else b""
@@ -78,10 +86,7 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
         "x-kvrouter-routed-on": routed_on_text(routing.routed_on),
     }
     if routing.HasField("kv_source"):
-        source = routing.kv_source
-        headers["x-kvrouter-kv-source"] = (
-            f"{_rank_name(source.rank)}; tier={tier_name(source.tier)}; blocks={source.blocks}"
-        )
+        headers[KV_SOURCE_HEADER] = kv_source_text(routing.kv_source)
     if routing.model_choice:
         headers["x-kvrouter-model-choice"] = routing.model_choice
     if routing.HasField("prefill_rank"):

@@ -18,6 +18,7 @@ from aiohttp import web
 from kvrouter.engines.fields import HARMLESS_HEADERS, quotes_internal, shown_failure
 from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
+from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER, kv_source_text
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.proxy.engine_request import (
     EngineFailed,
@@ -52,6 +53,7 @@ _NOT_FORWARDED = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "upgrade"),
         *("transfer-encoding", "host", "content-length", "content-encoding", "expect", RANK_HEADER),
+        KV_SOURCE_HEADER,
         *trace_context.HEADERS,
     }
 )
@@ -219,6 +221,8 @@ class EngineCalls:
             headers = _without(headers, frozenset(key)) | key
         if len(worker.ranks) > 1:
             headers[RANK_HEADER] = str(dispatch.request.dp_rank)
+        if dispatch.request.HasField("kv_source"):
+            headers[KV_SOURCE_HEADER] = kv_source_text(dispatch.request.kv_source)
         path = self._path or (self._request.path if self._is_authenticated else self._request.path_qs)
         seconds = dispatch.deadline.remaining()
         url = f"{worker.openai_endpoint.rstrip('/')}{path}"

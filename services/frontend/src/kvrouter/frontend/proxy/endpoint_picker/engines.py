@@ -205,7 +205,7 @@ class Pick:
     endpoints: Sequence[str]
     """The chosen endpoint, then fallbacks, as host:port."""
     headers: Mapping[str, str]
-    """Headers for the engine, such as the rank it shall use."""
+    """Headers for the engine, such as the rank it shall use, and who holds more of the prompt."""
     engine: EngineWatch
     """The engine, which may die of the request."""
     metrics: ModelMetrics

@@ -11,6 +11,7 @@ from kvrouter.frontend.access.body_room import BodyRoom, BodyTooLarge
 from kvrouter.frontend.access.caller import Caller, acting_for
 from kvrouter.frontend.access.quotas import Grant
 from kvrouter.frontend.access.request_admission import AdmittedRequest
+from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER
 from kvrouter.frontend.edge.http_body import ENCODINGS, inflated
 from kvrouter.frontend.edge.request_fields import RANK_HEADER, requested_id, requested_rank
 from kvrouter.frontend.proxy.endpoint_picker.engines import Pick
@@ -204,7 +205,7 @@ class GatewayRequest:
 
     def removed_headers(self) -> set[str]:
         """Returns headers of the client no engine gets."""
-        removed = set(self._hidden)
+        removed = self._hidden | {KV_SOURCE_HEADER} & self._headers.keys()
         if self._dp_rank is not None:
             removed.add(RANK_HEADER)
         if self._has_foreign_state:

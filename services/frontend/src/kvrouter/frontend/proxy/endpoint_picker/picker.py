@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import aiohttp
 import structlog
+from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER, kv_source_text
 from kvrouter.frontend.edge.model_name import renamed
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.packed_prompt import hash_prompt, with_content
@@ -227,6 +228,8 @@ class Picker:
         headers = self.settings.engine_keys.headers(view.name.name)
         if len(view.workers[chosen].ranks) > 1:
             headers[RANK_HEADER] = str(booking.rank.dp_rank)
+        if selection.HasField("kv_source"):
+            headers[KV_SOURCE_HEADER] = kv_source_text(selection.kv_source)
         return Pick(
             booking,
             link,
