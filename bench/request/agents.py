@@ -67,7 +67,7 @@ class Fleet:
             simulated = ("--worker-id", str(number), "--speed", "1000", "--model", MODEL, "--mean-output-tokens", "0")
             where = ("--no-registration", "--bind", f"127.0.0.1:{port}", "--http-bind", "")
             worker = ("-m", "kvrouter.mocker", *where, *simulated, *text)
-            engine = (str(HERE / "agent_engine.py"), str(port), MODEL)
+            engine = (str(HERE / "mock_engines.py"), MODEL, str(port))
             await self._start(f"{kind}-engine-{number}", worker if kind == TOKENS else engine)
         listed = self.directory / f"{kind}.toml"
         workers = ", ".join(f"{{{WORKERS[kind].format(port)}}}" for port in ports)

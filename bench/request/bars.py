@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from samples import Samples
 
 ONE_PROCESS, SPLIT, PEER = "one process", "split", "Dynamo"
-"""Names of the systems."""
+"""Names of the systems whose engines are workers."""
+FORWARDED, TOKENIZED, SGLANG, VLLM = "forwarded", "forwarded, tokenizer", "SGLang's router", "vLLM's router"
+PICKED, PICKED_TOKENIZED, ENVOY = "picker", "picker, tokenizer", "Envoy, round-robin"
+"""Names of the systems whose engines have OpenAI APIs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +24,14 @@ class Bar:
     value: str
     """Name of the value in the row's samples."""
     limit: float
-    relative: bool = False
-    """Whether the limit is a multiple of Dynamo's value in the same run."""
+    to: str = ""
+    """System of whose value in the same run the limit is a multiple; empty for none."""
     unit: str = "µs"
 
     def measured(self, samples: Samples) -> float | None:
         """Returns what the limit applies to; None if it was not measured."""
-        if self.relative:
-            return samples.ratio(self.row, self.system, PEER, self.value)
+        if self.to:
+            return samples.ratio(self.row, self.system, self.to, self.value)
         return samples.median(self.row, self.system, self.value)
 
     def verdict(self, samples: Samples) -> str:
@@ -42,11 +45,11 @@ class Bar:
         """Returns a value in the bar's unit."""
         if value is None:
             return ""
-        return f"{value:.2f} times Dynamo" if self.relative else f"{value:,.3g} {self.unit}"
+        return f"{value:.2f} times {self.to}" if self.to else f"{value:,.3g} {self.unit}"
 
 
 def _relative(work: str, row: str, value: str, limits: dict[str, float]) -> tuple[Bar, ...]:
-    return tuple(Bar(work, row, system, value, limit, relative=True) for system, limit in limits.items())
+    return tuple(Bar(work, row, system, value, limit, to=PEER) for system, limit in limits.items())
 
 
 BARS: tuple[Bar, ...] = (
@@ -73,4 +76,14 @@ BARS: tuple[Bar, ...] = (
         )
         for system in (ONE_PROCESS, SPLIT)
     ),
+    *(
+        Bar(f"forwarded {row}, 16 at once: CPU", row, FORWARDED, "cpu_us", limit, to=other)
+        for row in ("text of 1k", "chat of 1k", "text of 8k", "chat of 8k")
+        for other, limit in ((SGLANG, 2.5), (VLLM, 1.25))
+    ),
+    Bar("forwarded, a streamed token, 64 at once: CPU", "token of a chat", FORWARDED, "cpu_us", 1.25, to=VLLM),
+    Bar("picked chat of 1k: the picker's CPU", "chat of 1k", PICKED, "cpu_us picker", 1e6 / 1500),
+    Bar("picked chat of 8k: the picker's CPU", "chat of 8k", PICKED, "cpu_us picker", 1e6 / 600),
+    Bar("picked chat of 8k, tokenizer: the picker's CPU", "chat of 8k", PICKED_TOKENIZED, "cpu_us picker", 1e6 / 400),
+    Bar("picked, a streamed token, 64 at once: the picker's CPU", "token of a chat", PICKED, "cpu_us picker", 5),
 )

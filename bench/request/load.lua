@@ -1,18 +1,26 @@
 -- Requests of wrk: a prefix that 32 groups of requests share, then a suffix that no other request has.
--- Environment: PREFIX, SUFFIX (tokens, or words of a text; SUFFIX a multiple of 16), MAX_TOKENS, STREAM, MODEL, SEED, TEXT.
+-- Environment: PREFIX, SUFFIX (tokens, or words of a text; SUFFIX a multiple of 16), MAX_TOKENS, STREAM, MODEL, SEED,
+-- KIND: ids and text are completions, of a chat the prefix is the system's message and the suffix the user's.
 local GROUPS, CHUNKS, CHUNK_TOKENS = 32, 4096, 16
 local prefix_tokens, suffix_tokens = tonumber(os.getenv("PREFIX")), tonumber(os.getenv("SUFFIX"))
-local is_text = os.getenv("TEXT") == "true"
-local separator = is_text and " " or ","
-local head = '{"model":"' .. os.getenv("MODEL") .. '","prompt":' .. (is_text and '"' or "[")
-local tail = (is_text and '"' or "]") .. ',"max_tokens":' .. os.getenv("MAX_TOKENS") .. ',"stream":' .. os.getenv("STREAM")
+local kind = os.getenv("KIND")
+local separator = kind == "ids" and "," or " "
+local path = kind == "chat" and "/v1/chat/completions" or "/v1/completions"
+local before = '{"model":"' .. os.getenv("MODEL") .. '",'
+local between, after = separator, ""
+if kind == "chat" then
+  before = before .. '"messages":[{"role":"system","content":"'
+  between, after = '"},{"role":"user","content":"', '"}]'
+elseif kind == "text" then before, after = before .. '"prompt":"', '"'
+else before, after = before .. '"prompt":[', "]" end
+after = after .. ',"max_tokens":' .. os.getenv("MAX_TOKENS") .. ',"stream":' .. os.getenv("STREAM")
   .. ',"temperature":0,"ignore_eos":true}'
 local headers = { ["Content-Type"] = "application/json" }
 local prefixes, chunks = {}, {}
 
 local function tokens(count)
   local ids = {}
-  for i = 1, count do ids[i] = is_text and "w" .. math.random(100, 999) or math.random(300, 31000) end
+  for i = 1, count do ids[i] = kind == "ids" and math.random(300, 31000) or "w" .. math.random(100, 999) end
   return table.concat(ids, separator)
 end
 
@@ -25,9 +33,10 @@ end
 
 function request()
   local parts = {}
-  if prefix_tokens > 0 then parts[1] = prefixes[math.random(GROUPS)] end
-  for _ = 1, suffix_tokens / CHUNK_TOKENS do parts[#parts + 1] = chunks[math.random(CHUNKS)] end
-  return wrk.format("POST", "/v1/completions", headers, head .. table.concat(parts, separator) .. tail)
+  for i = 1, suffix_tokens / CHUNK_TOKENS do parts[i] = chunks[math.random(CHUNKS)] end
+  local prompt = table.concat(parts, separator)
+  if prefix_tokens > 0 or kind == "chat" then prompt = (prefixes[math.random(GROUPS)] or "") .. between .. prompt end
+  return wrk.format("POST", path, headers, before .. prompt .. after)
 end
 
 function done(summary, latency)

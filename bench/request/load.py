@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import json
 import os
+import resource
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 HERE = Path(__file__).parent
@@ -33,8 +35,8 @@ class Work:
     concurrency: int
     output: int = 1
     """Tokens of each response. More than one are streamed."""
-    is_text: bool = False
-    """Whether prompts are texts, with a word for each token."""
+    kind: Literal["ids", "text", "chat"] = "ids"
+    """What a prompt is: token ids, or a text or chat with a word for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class LoadResult:
     failed: int
     p50_us: float
     p99_us: float
+    generator_seconds: float = 0.0
+    """CPU time of the load generator, which has one thread: it keeps up while that is less than ``seconds``."""
 
 
 def installed() -> bool:
@@ -71,9 +75,10 @@ async def load(url: str, work: Work, seconds: float) -> LoadResult:
         "MAX_TOKENS": str(work.output),
         "MODEL": MODEL,
         "STREAM": "true" if work.output > 1 else "false",
-        "TEXT": "true" if work.is_text else "false",
+        "KIND": work.kind,
         "SEED": str(next(_seeds)),
     }
+    before = _children_seconds()
     process = await asyncio.create_subprocess_exec(
         *("wrk", "-t1", f"-c{work.concurrency}", f"-d{max(1, round(seconds))}s", "--timeout", f"{_LATE_SECONDS}s"),
         *("-s", str(HERE / "load.lua"), url),
@@ -86,11 +91,11 @@ async def load(url: str, work: Work, seconds: float) -> LoadResult:
     finally:
         if process.returncode is None:
             process.kill()
-    return read(said.decode())
+    return read(said.decode(), _children_seconds() - before)
 
 
-def read(said: str) -> LoadResult:
-    """Returns the result from wrk's output.
+def read(said: str, generator_seconds: float = 0.0) -> LoadResult:
+    """Returns the result from wrk's output. ``generator_seconds`` is the CPU time wrk took.
 
     Raises:
         NoLoad: it has no result.
@@ -101,27 +106,40 @@ def read(said: str) -> LoadResult:
     result = json.loads(lines[-1].removeprefix("RESULT "))
     failed = result["refused"] + result["broken"] + result["late"]
     return LoadResult(
-        result["requests"], result["seconds"], result["bytes"], failed, result["p50_us"], result["p99_us"]
+        result["requests"],
+        result["seconds"],
+        result["bytes"],
+        failed,
+        result["p50_us"],
+        result["p99_us"],
+        generator_seconds,
     )
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 async def response_bytes(url: str, work: Work) -> int:
     """Returns the size of one response with its headers and its framing."""
     address = urlsplit(url)
-    body = json.dumps(
-        {
-            "model": MODEL,
-            "prompt": list(range(300, 300 + work.prefix + work.suffix)),
-            "max_tokens": work.output,
-            "stream": work.output > 1,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-    ).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    body = json.dumps(_body(work)).encode()
+    path = "/v1/chat/completions" if work.kind == "chat" else "/v1/completions"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
         writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         return len(await reader.read(-1))
     finally:
         writer.close()
+
+
+def _body(work: Work) -> dict[str, Any]:
+    tokens = list(range(300, 300 + work.prefix + work.suffix))
+    text = " ".join(f"w{token}" for token in tokens)
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": work.output, "stream": work.output > 1}
+    fields |= {"temperature": 0, "ignore_eos": True}
+    if work.kind == "chat":
+        return fields | {"messages": [{"role": "user", "content": text}]}
+    return fields | {"prompt": text if work.kind == "text" else tokens}

@@ -2,7 +2,8 @@
 
     python bench/request/run.py [--only requests,stream] [--rounds 3] [--seconds 5] [--json FILE] [--before FILE]
 
-Dynamo is expected where PEERS_WORK says; without it kvrouter runs alone and bars that are ratios are not measured.
+Dynamo and the routers of SGLang and vLLM are expected where PEERS_WORK says; without them kvrouter runs alone, and bars
+that are ratios are not measured.
 Load comes from wrk. Systems run beside each other and are under load in turn, so that other work on the machine affects
 them alike. ``memory-one`` and ``memory-split`` send up to a million requests each and run only when they are named.
 """
@@ -29,6 +30,7 @@ from load import NoLoad, installed
 from memory import memory
 from overlap import overlap
 from rich.console import Console
+from routers import FORWARDERS, PICKERS, available
 from samples import Samples
 from sending import sending
 from systems import peer_home
@@ -36,7 +38,8 @@ from systems import peer_home
 HERE = Path(__file__).parent
 DEFAULT = ("requests", "stream", "overlap", "decisions", "emit")
 CORNERS = {f"corners-{workers}": workers for workers in traffic.CORNER_WORKERS}
-LONG = ("text", *CORNERS, "memory-one", "memory-split")
+ROUTES = {"forward": FORWARDERS, "picker": PICKERS}
+LONG = ("text", *ROUTES, *CORNERS, "memory-one", "memory-split")
 
 
 async def main(options: argparse.Namespace, console: Console) -> Samples:
@@ -50,6 +53,10 @@ async def main(options: argparse.Namespace, console: Console) -> Samples:
 
     def over_http(part: Callable[..., Awaitable[None]], directory: Path) -> Awaitable[None]:
         return part(samples, directory, options.rounds, options.seconds, say, **chosen)
+
+    def over_routes(names: tuple[str, ...], directory: Path) -> Awaitable[None]:
+        there = available(names, say)
+        return traffic.routes(samples, directory, options.rounds, options.seconds, say, names=there)
 
     def in_memory(name: str, directory: Path) -> Awaitable[None]:
         return memory(samples, directory, name, options.requests, options.minutes, say)
@@ -66,6 +73,8 @@ async def main(options: argparse.Namespace, console: Console) -> Samples:
     }
     for name, workers in CORNERS.items():
         parts[name] = partial(over_http, partial(traffic.corners, workers=workers))
+    for name, routers in ROUTES.items():
+        parts[name] = partial(over_routes, routers)
     for name in options.only.split(","):
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="bench-request-") as directory:

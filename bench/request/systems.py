@@ -61,21 +61,29 @@ class System:
     url: str
     router: dict[str, ManagedProcess] = field(default_factory=dict)
     engines: dict[str, ManagedProcess] = field(default_factory=dict)
+    counts_url: str = ""
+    """Where its engines say how many requests and hits each had; empty if they do not."""
 
 
 @dataclass
-class Servers:
-    """What all systems share: NATS, etcd, and a folder for logs."""
+class Processes:
+    """What all systems share: a folder for logs, and processes that end with a stack."""
 
     directory: Path
-    nats: NatsServer
-    etcd: EtcdServer
     stack: AsyncExitStack
 
     async def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ManagedProcess:
         process = await ManagedProcess.start(Command(name, arguments, environment), self.directory)
         self.stack.push_async_callback(process.stop, _STOP_SECONDS)
         return process
+
+
+@dataclass
+class Servers(Processes):
+    """Processes beside NATS and etcd."""
+
+    nats: NatsServer
+    etcd: EtcdServer
 
 
 def peer_home() -> Path | None:
@@ -91,7 +99,7 @@ async def running_servers(directory: Path) -> AsyncIterator[Servers]:
     try:
         await asyncio.gather(nats.start(), etcd.start())
         async with AsyncExitStack() as stack:
-            yield Servers(directory, nats, etcd, stack)
+            yield Servers(directory, stack, nats, etcd)
     finally:
         await asyncio.gather(nats.stop(), etcd.stop())
 
@@ -153,9 +161,9 @@ async def _kvrouter(
     system.engines["workers"] = await start("workers", (str(HERE / "workers.py"), *mocker_options(engines), *text))
     for part, arguments in parts.items():
         system.router[part] = await start(part, arguments)
-    await _until(system, lambda: _kvrouter_missing(f"127.0.0.1:{grpc}", engines.workers))
+    await until(system, lambda: _kvrouter_missing(f"127.0.0.1:{grpc}", engines.workers))
     if engines.has_text:
-        await _until(system, lambda: _completion_missing(system.url, "a text"))
+        await until(system, lambda: completion_missing(system.url, "a text"))
     return system
 
 
@@ -211,12 +219,12 @@ async def _dynamo(servers: Servers, engines: Engines) -> System:
     for parts, part, rest in ((system.engines, "mocker", mocker), (system.router, "frontend", frontend)):
         command = (python, "-m", f"dynamo.{part}", *rest, *planes)
         parts["workers" if part == "mocker" else part] = await servers.start(f"dynamo-{part}", command, environment)
-    await _until(system, lambda: _completion_missing(system.url, list(range(300, 364))))
+    await until(system, lambda: completion_missing(system.url, list(range(300, 364))))
     return system
 
 
-async def _completion_missing(url: str, prompt: str | list[int]) -> str:
-    """Returns why a completion is not answered. Dynamo does not say how many workers it knows."""
+async def completion_missing(url: str, prompt: str | list[int]) -> str:
+    """Returns why a completion is not answered. Not every system says how many workers it knows."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
     try:
         async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
@@ -225,7 +233,16 @@ async def _completion_missing(url: str, prompt: str | list[int]) -> str:
         return str(error)
 
 
-async def _until(system: System, missing: Callable[[], Awaitable[str]]) -> None:
+async def completion_counts(system: System) -> dict[str, list[int]]:
+    """Returns the requests and the hits of each engine; empty if engines do not say."""
+    if not system.counts_url:
+        return {}
+    async with aiohttp.ClientSession() as session, session.get(system.counts_url) as response:
+        counts: dict[str, list[int]] = await response.json()
+        return counts
+
+
+async def until(system: System, missing: Callable[[], Awaitable[str]]) -> None:
     """Waits until nothing is missing.
 
     Raises:

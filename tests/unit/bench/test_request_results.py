@@ -10,7 +10,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from rich.console import Console
 
-MODULES = ("bars", "load", "memory", "report", "run", "samples", "traffic")
+MODULES = ("bars", "load", "memory", "report", "routers", "run", "samples", "traffic")
+ONE_TOKEN_OUT = ("text of 1k", "chat of 1k", "text of 8k", "chat of 8k")
 
 
 @pytest.fixture
@@ -65,6 +66,35 @@ def test_a_bar_is_met_missed_or_not_measured(bench: SimpleNamespace) -> None:
 def test_every_bar_over_http_has_work_that_measures_it(bench: SimpleNamespace) -> None:
     measured = {*bench.traffic.REQUESTS, *bench.traffic.STREAM, *bench.traffic.TEXT, "token"}
     assert {bar.row for bar in bench.bars.BARS if bar.system in {"one process", "split"}} <= {*measured, "memory"}
+    routers = {*bench.routers.FORWARDERS, *bench.routers.PICKERS}
+    assert {bar.row for bar in bench.bars.BARS if bar.system in routers} == {*ONE_TOKEN_OUT, "token of a chat"}
+    assert set(ONE_TOKEN_OUT) <= set(bench.traffic.ROUTES)
+
+
+def test_a_token_costs_what_a_streamed_response_costs_more(bench: SimpleNamespace) -> None:
+    samples = bench.samples.Samples()
+    samples.add("streamed", "picker", 0, {"cpu_us": 1000 + 127 * 20, "cpu_us picker": 600 + 127 * 8, "p50_us": 9})
+    samples.add("one", "picker", 0, {"cpu_us": 1000, "cpu_us picker": 600, "p50_us": 5})
+    bench.traffic.add_tokens(samples, "picker", "token", "streamed", "one")
+    assert samples.names("token", "picker") == ["cpu_us", "cpu_us picker"]
+    assert samples.median("token", "picker", "cpu_us picker") == pytest.approx(8)
+
+
+def test_clients_and_engines_must_count_the_same_requests(bench: SimpleNamespace) -> None:
+    before, after = {"requests": [5, 5], "hits": [1, 1]}, {"requests": [35, 15], "hits": [21, 11]}
+    assert bench.traffic.reuse("a router", before, after, 38, 4) == {"hit_percent": 75, "busiest_engine": 1.5}
+    for responses in (41, 31):
+        with pytest.raises(bench.load.NoLoad, match=f"clients got {responses} responses, engines counted 40"):
+            bench.traffic.reuse("a router", before, after, responses, 4)
+    assert bench.traffic.reuse("a router", {}, {}, 38, 4) == {}
+
+
+def test_the_shipped_configuration_of_envoy_gets_engines_with_and_without_pickers(bench: SimpleNamespace) -> None:
+    picked = json.dumps(bench.routers.configured(1, [2, 3, 4, 5], [6]))
+    alone = json.dumps(bench.routers.configured(1, [2, 3, 4, 5], []))
+    assert all(f'"port_value": {port}' in picked for port in range(1, 7))
+    assert ("ext_proc" in picked, "ext_proc" in alone) == (True, False)
+    assert '"kvrouter"' not in alone
 
 
 def test_samples_survive_a_file(bench: SimpleNamespace) -> None:
