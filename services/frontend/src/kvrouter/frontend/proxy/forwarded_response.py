@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE, EventStream, StepWriter
-from kvrouter.frontend.edge.frame import Piece, ResponseFrame, routing_headers
+from kvrouter.frontend.edge.frame import ResponseFrame, routing_headers
 from kvrouter.frontend.edge.http_errors import error_event, shaped_error
 from kvrouter.frontend.edge.middlewares import cross_origin_headers
 from kvrouter.frontend.edge.request_fields import SharedFields
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.translated_request import TranslatedRequest
+from kvrouter.frontend.proxy.engine_chat import piece_of, read_answer
 from kvrouter.frontend.proxy.engine_response import EventReader, Usage, data_of
-from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
@@ -91,79 +91,6 @@ class ForwardedResponse:
             stream.end()
         else:
             transport.abort()
-
-
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct):
-    index: int | None = None
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Message | None = None
-    message: _Message | None = None
-    finish_reason: str | None = None
-    stop_reason: Any = None
-    matched_stop: Any = None
-    """SGLang's name of the stop string."""
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
-    """None in the chunk with the usage."""
-    usage: Usage | None = None
-    error: Any = None
-    """The engine's error within a stream; None if there is none."""
-
-
-_ANSWER = msgspec.json.Decoder(_Answer, strict=False)
-
-
-def _read(data: bytes) -> _Answer:
-    """Reads a chunk or a response.
-
-    Raises:
-        DependencyAway: it is none.
-    """
-    try:
-        return _ANSWER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise DependencyAway("its OpenAI API answers a chat with something else") from None
-
-
-def _piece(choice: _Choice) -> Piece:
-    message = choice.delta or choice.message or _Message()
-    stop = choice.stop_reason if choice.stop_reason is not None else choice.matched_stop
-    calls = message.tool_calls
-    # By position, as one is made for each token.
-    return Piece(
-        message.content or "",
-        (),
-        (),
-        (),
-        choice.finish_reason,
-        stop if isinstance(stop, str) else None,
-        [_call(place, call) for place, call in enumerate(calls)] if calls else (),
-        message.reasoning_content or message.reasoning or "",
-    )
-
-
-def _call(place: int, call: _Call) -> ToolCallPiece:
-    function = call.function or _Function()
-    index = place if call.index is None else call.index
-    return ToolCallPiece(index, function.arguments or "", function.name or "", call.id or "")
 
 
 _OK = 200
@@ -275,22 +202,22 @@ class TranslatedResponse(ForwardedResponse):
         data = data_of(event)
         if self._failed or not data.startswith(b"{"):
             return  # A comment, or the end.
-        answer = _read(data)
+        answer = read_answer(data)
         if answer.usage is not None:
             self._count(answer.usage)
         if answer.error is not None:
             self.fail({"error": answer.error} if isinstance(answer.error, dict) else {"error": {}})
         elif answer.choices:
-            events.add(0, _piece(answer.choices[0]))
+            events.add(0, piece_of(answer.choices[0]))
 
     def _whole(self, body: bytes) -> bytes:
-        answer = _read(body)
+        answer = read_answer(body)
         if answer.usage is not None:
             self._count(answer.usage)
         if not answer.choices:
             raise DependencyAway("its OpenAI API answers a chat without a choice")
         sink = self._translated.whole(self._frame)
-        sink.add(0, _piece(answer.choices[0]))
+        sink.add(0, piece_of(answer.choices[0]))
         return sink.body()
 
     def _count(self, usage: Usage) -> None:
