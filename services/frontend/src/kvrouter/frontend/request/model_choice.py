@@ -59,8 +59,8 @@ class ModelChoices:
         ).set_function(lambda: int(self._rejected))
         self._chosen = Counter(
             "kvrouter_frontend_model_choices",
-            "Requests for a name of the file of models, by the model that was tried, the reason (name, alias, canary or"
-            " fallback), and the pool that was tried, empty for any.",
+            "Attempts to serve a request whose model name is in the file of models. name is the requested one,"
+            " model and pool (empty for any) are what was tried, reason is why: name, alias, canary or fallback.",
             ["name", "model", "reason", "pool"],
             registry=registry,
         )

@@ -63,13 +63,8 @@ class ServedModels:
         if self._access is not None:
             # Texts are prepared, and requests forwarded, by their model before they are checked as a whole.
             self._access.enforce(lambda caller: check_model(caller, model), "")
-        components = self._components()
-        resolved, pool = self._resolved.get(model), chosen_pool()
         try:
-            if resolved is None:
-                # Only what is served is kept, so that clients cannot make it grow.
-                resolved = self._resolved[model] = resolve_model(model, components)
-            return (of_pool(resolved[0], pool), resolved[1]) if pool else resolved
+            return self._serving(model)
         except UnknownModel as error:
             if self._access is None:
                 raise
@@ -101,7 +96,7 @@ class ServedModels:
         Raises:
             UnknownModel: no component serves it (any more).
         """
-        found = of_pool(resolve_model(model, self._components())[0], chosen_pool())
+        found, _ = self._serving(model)
         if forwarding:
             return [view for view in found if view.name in self._forwarding] or found
         return [view for view in found if view.name not in self._only_forwarding] or found
@@ -139,6 +134,15 @@ class ServedModels:
         if not view.workers and self.texts.find(view.descriptor.model) is None:
             raise NoWorkers(f"{view.name} has no live worker")
         return self.texts.get(view.descriptor.model, field)
+
+    def _serving(self, model: str) -> tuple[list[ComponentView], str]:
+        """Returns the same as ``resolve_all``, whoever the caller is."""
+        components, pool = self._components(), chosen_pool()
+        resolved = self._resolved.get(model)
+        if resolved is None:
+            # Only what is served is kept, so that clients cannot make it grow.
+            resolved = self._resolved[model] = resolve_model(model, components)
+        return (of_pool(resolved[0], pool), resolved[1]) if pool else resolved
 
     def _components(self) -> Mapping[ComponentName, ComponentView]:
         """Returns the registered components. Derived values are renewed when they change."""
