@@ -112,7 +112,7 @@ def chat_messages(fields: PromptFields, conversation: Conversation | None = None
         content = message.get("content")
         if role is None:
             raise invalid(f"{path}.role", "expected user, assistant or system")
-        if not isinstance(content, str | list):
+        if not isinstance(content, (str, list)):
             raise invalid(f"{path}.content", "expected a text or a list of blocks")
         if role == "system":
             conversation.add_system(_system_text(content, f"{path}.content"))
@@ -255,10 +255,10 @@ def _add_user(conversation: Conversation, blocks: Sequence[Any], path: str) -> N
     parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         place = f"{path}.{index}"
-        if _kind(block, place) == "tool_result":
+        if (kind := _kind(block, place)) == "tool_result":
             _add_result(conversation, block, place)
         else:
-            parts += _parts(block, place)
+            parts += _parts(kind, block, place)
     if content := _content(parts):
         conversation.add({"role": "user", "content": content})
 
@@ -272,7 +272,10 @@ def _add_result(conversation: Conversation, block: Mapping[str, Any], path: str)
         return
     if not isinstance(content, list):
         raise invalid(f"{path}.content", "expected a text or a list of blocks")
-    parts = [part for index, each in enumerate(content) for part in _parts(each, f"{path}.content.{index}")]
+    parts: list[dict[str, Any]] = []
+    for index, each in enumerate(content):
+        place = f"{path}.content.{index}"
+        parts += _parts(_kind(each, place), each, place)
     texts = [part["text"] for part in parts if part["type"] == "text"]
     conversation.add({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
     if images := [part for part in parts if part["type"] != "text"]:
@@ -284,7 +287,7 @@ def _assistant(blocks: Sequence[Any], path: str) -> dict[str, Any]:
     parts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         place = f"{path}.{index}"
-        match _kind(block, place):
+        match kind := _kind(block, place):
             case "thinking":
                 thoughts.append(_text(block, place, "thinking"))
             case "redacted_thinking":
@@ -292,7 +295,7 @@ def _assistant(blocks: Sequence[Any], path: str) -> dict[str, Any]:
             case "tool_use":
                 calls.append(_call(block, place))
             case _:
-                parts += _parts(block, place)
+                parts += _parts(kind, block, place)
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -312,9 +315,8 @@ def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _parts(block: Any, path: str) -> list[dict[str, Any]]:
-    """Returns a block as parts of a chat's content."""
-    kind = _kind(block, path)
+def _parts(kind: str, block: Any, path: str) -> list[dict[str, Any]]:
+    """Returns a block of a kind as parts of a chat's content."""
     reader = _READERS.get(kind)
     if reader is None:
         raise invalid(path, f"a block of type {kind[:64]!r} cannot be translated to a chat", "Leave the block out.")

@@ -6,7 +6,6 @@ the pieces of its one choice become a response of the client's API.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -211,9 +210,6 @@ def chat_prompt(chat: Mapping[str, Any], characters: int, media: PromptMedia | N
     )
 
 
-_ARGUMENTS = json.JSONEncoder(ensure_ascii=False)
-
-
 def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message whose calls have their arguments as a text: templates take objects, engines' APIs do not."""
     if "tool_calls" not in message:
@@ -224,7 +220,9 @@ def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
 def _call_as_sent(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     if isinstance(arguments := function["arguments"], dict):
-        function = function | {"arguments": _ARGUMENTS.encode(arguments)}
+        # With the spaces that models write, which some templates show.
+        text = msgspec.json.format(msgspec.json.encode(arguments), indent=0).decode()
+        function = function | {"arguments": text}
     return call | {"function": function}
 
 
