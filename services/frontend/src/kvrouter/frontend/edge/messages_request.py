@@ -71,8 +71,6 @@ class MessageEvents(NamedEvents):
     """What grows now: text, thinking or a tool call; empty if no block is open."""
     _delta_head = b""
     """An event by which the block grows, until its text."""
-    _call = -1
-    """Number of the last tool call."""
     _last: Piece | None = None
     _has_calls = False
 
@@ -84,18 +82,18 @@ class MessageEvents(NamedEvents):
         if piece.reasoning:
             if self._kind != "thinking":
                 self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            self._grow(piece.reasoning)
+            self.grow(piece.reasoning)
         # Text that belongs to the end of an output with calls follows them.
         if piece.text:
             if self._kind != "text":
                 self._enter("text", {"type": "text", "text": ""})
-            self._grow(piece.text)
+            self.grow(piece.text)
         for call in piece.tool_calls:
-            if call.name:
+            if call.name or self._kind != "tool_use":
                 self._enter("tool_use", _tool_use(call) | {"input": {}})
-                self._call, self._has_calls = call.index, True
+                self._has_calls = True
             if call.arguments:
-                self._grow(call.arguments)
+                self.grow(call.arguments)
         self._last = piece
 
     def _finish(self) -> None:
@@ -115,7 +113,8 @@ class MessageEvents(NamedEvents):
         delta, field = _DELTAS[kind]
         self._delta_head = self._delta({"type": delta, field: ""}).removesuffix(_END_OF_DELTA)
 
-    def _grow(self, text: str) -> None:
+    def grow(self, text: str) -> None:
+        """Adds a text to the open block."""
         self._write(self._delta_head + msgspec.json.encode(text) + _END_OF_DELTA[2:])
 
     def _delta(self, delta: dict[str, Any]) -> bytes:

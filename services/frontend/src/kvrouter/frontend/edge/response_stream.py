@@ -128,6 +128,14 @@ class NamedEvents(ResponseStream, ABC):
             self._begin()
         self._piece(piece)
 
+    @abstractmethod
+    def grow(self, text: str) -> None:
+        """Adds a text to what the last piece has made grow, and nothing else.
+
+        Raises:
+            TooLarge: the client has left too much unread.
+        """
+
     async def end(self) -> None:
         """Writes the rest of the response."""
         if self._flushing is not None:

@@ -25,15 +25,16 @@ from kvrouter.frontend.edge.translated_request import ROUTING_FIELDS, Translated
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 
 Event = tuple[bytes, bytes]
-"""Name of an event, and its fields as JSON without the first brace."""
+"""The bytes of an event before and after its number."""
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Type of the only part of an item."""
 _DELTAS = {
-    "message": b"response.output_text.delta",
-    "reasoning": b"response.reasoning_text.delta",
-    "function_call": b"response.function_call_arguments.delta",
+    "message": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+    "function_call": "response.function_call_arguments.delta",
 }
 """Name of the event by which an item grows."""
+_NO_TEXT = b'""'
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -52,6 +53,7 @@ class OutputItems:
         self._delta: Event = (b"", b"")
         """The event by which it grows, until its text."""
         self._after_delta = b""
+        """The bytes after the text."""
         self._texts: list[str] = []
         self._request_id = ""
 
@@ -65,14 +67,20 @@ class OutputItems:
         if piece.reasoning:
             self.reasoning_tokens += len(piece.token_ids)
             self._enter("reasoning", {"summary": [], "content": []}, events)
-            self._grow(piece.reasoning, events)
+            events.append(self.grow(piece.reasoning))
         if piece.text:
             self._enter("message", {"role": "assistant", "content": []}, events)
-            self._grow(piece.text, events)
+            events.append(self.grow(piece.text))
         for call in piece.tool_calls:
             self._call(call, events)
         self.finish_reason = piece.finish_reason
         return events
+
+    def grow(self, text: str) -> Event:
+        """Adds a text to the item that grows. Returns the event of a stream."""
+        self._texts.append(text)
+        before, after = self._delta
+        return before, b"%b%b%b" % (after, msgspec.json.encode(text), self._after_delta)
 
     def end(self) -> list[Event]:
         """Ends the last item. Returns the events of a stream."""
@@ -83,9 +91,9 @@ class OutputItems:
     def _call(self, call: ToolCallPiece, events: list[Event]) -> None:
         if call.name:
             self._leave(events)
-            self._enter("function_call", {"call_id": call.id, "name": call.name, "arguments": ""}, events)
+        self._enter("function_call", {"call_id": call.id, "name": call.name, "arguments": ""}, events)
         if call.arguments:
-            self._grow(call.arguments, events)
+            events.append(self.grow(call.arguments))
 
     def _enter(self, kind: str, fields: dict[str, Any], events: list[Event]) -> None:
         """Begins an item unless one of its kind grows."""
@@ -99,13 +107,10 @@ class OutputItems:
         if kind in _PARTS:
             self._place["content_index"] = 0
             events.append(_event("response.content_part.added", self._place | {"part": _part(kind, "")}))
-        self._delta = _DELTAS[kind], msgspec.json.encode(self._place)[1:-1] + b',"delta":'
-        self._after_delta = b',"logprobs":[]}' if kind == "message" else b"}"
-
-    def _grow(self, text: str, events: list[Event]) -> None:
-        self._texts.append(text)
-        name, before = self._delta
-        events.append((name, before + msgspec.json.encode(text) + self._after_delta))
+        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        before, after = _event(_DELTAS[kind], self._place | {"delta": ""} | extra)
+        start, _, self._after_delta = after.rpartition(_NO_TEXT)
+        self._delta = before, start
 
     def _leave(self, events: list[Event], status: str = "completed") -> None:
         """Ends the item that grows."""
@@ -131,7 +136,8 @@ class OutputItems:
 
 
 def _event(name: str, fields: dict[str, Any]) -> Event:
-    return name.encode(), msgspec.json.encode(fields)[1:]
+    before = f'event: {name}\ndata: {{"type":"{name}","sequence_number":'
+    return before.encode(), b",%b\n\n" % msgspec.json.encode(fields)[1:]
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
@@ -221,12 +227,17 @@ class ResponseEvents(NamedEvents):
 
     def _begin(self) -> None:
         self._items.begin(self._frame.request_id)
+        response = msgspec.Raw(msgspec.json.encode(self._envelope.with_items(self._items, "in_progress")))
         for name in ("response.created", "response.in_progress"):
-            self._numbered(_event(name, {"response": self._envelope.with_items(self._items, "in_progress")}))
+            self._numbered(_event(name, {"response": response}))
 
     def _piece(self, piece: Piece) -> None:
         for event in self._items.add(piece):
             self._numbered(event)
+
+    def grow(self, text: str) -> None:
+        """Adds a text to the item that grows."""
+        self._numbered(self._items.grow(text))
 
     def _finish(self) -> None:
         for event in self._items.end():
@@ -241,8 +252,8 @@ class ResponseEvents(NamedEvents):
         return [named_event("response.failed", {"sequence_number": self._number, "response": response})]
 
     def _numbered(self, event: Event) -> None:
-        name, fields = event
-        self._write(b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b\n\n' % (name, name, self._number, fields))
+        before, after = event
+        self._write(b"%b%d%b" % (before, self._number, after))
         self._number += 1
 
 

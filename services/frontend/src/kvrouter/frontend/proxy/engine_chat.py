@@ -1,4 +1,7 @@
-"""Reads an engine's chat, whole or chunk by chunk, as the pieces that a Choice makes of tokens."""
+"""Reads an engine's chat, whole or chunk by chunk, as the pieces that a Choice makes of tokens.
+
+Nearly all chunks of a stream differ in a short text only, so that it is found without parsing them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.edge.frame import Piece
-from kvrouter.frontend.proxy.engine_response import Usage
+from kvrouter.frontend.proxy.engine_response import Usage, data_of
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.v1.errors import DependencyAway
 
@@ -86,3 +89,63 @@ def _call(place: int, call: _Call) -> ToolCallPiece:
     function = call.function or _Function()
     index = place if call.index is None else call.index
     return ToolCallPiece(index, function.arguments or "", function.name or "", call.id or "")
+
+
+def _growth(answer: Answer) -> str:
+    """Returns the text by which a chunk makes the output grow; empty if it does anything else."""
+    if answer.usage is not None or answer.error is not None or not answer.choices:
+        return ""
+    piece = piece_of(answer.choices[0])
+    texts = list(filter(None, (piece.reasoning, piece.text, *(call.arguments for call in piece.tool_calls))))
+    is_more = piece.finish_reason or piece.stop_reason or any(call.name for call in piece.tool_calls)
+    return "" if is_more or len(texts) != 1 else texts[0]
+
+
+_TEXT = msgspec.json.Decoder(str)
+_PROBE = "probe"
+"""Stands for the text of a chunk, to see whether the chunk means the same with another one."""
+_MOST_UNUSED = 8
+"""Patterns in a row without a further chunk, after which none is learned: it costs more than it saves."""
+
+
+class ChunkPattern:
+    """The chunks that differ from the last one only in the text by which the output grows: most of a stream."""
+
+    def __init__(self) -> None:
+        self._before = b""
+        """The bytes before the text, with its quotation mark; empty if no chunk is known."""
+        self._after = b""
+        self._unused = 0
+        """Patterns in a row without a further chunk."""
+
+    def text_of(self, event: bytes) -> str | None:
+        """Returns the text of such a chunk; None for any other."""
+        before, after = self._before, self._after
+        if not before or not event.startswith(before) or not event.endswith(after):
+            return None
+        try:
+            text = _TEXT.decode(event[len(before) - 1 : 1 - len(after)])
+        except _MALFORMED:
+            return None
+        self._unused = 0
+        return text or None
+
+    def learn(self, event: bytes, answer: Answer) -> None:
+        """Takes the last chunk as it is, and as it was read."""
+        self.forget()
+        if self._unused == _MOST_UNUSED or not (text := _growth(answer)):
+            return
+        self._unused += 1
+        before, found, after = event.partition(msgspec.json.encode(text))
+        if not found:
+            return  # The engine escapes the text in another way.
+        try:
+            other = read_answer(data_of(b'%b"%b"%b' % (before, _PROBE.encode(), after)))
+        except DependencyAway:
+            return
+        if _growth(other) == _PROBE:
+            self._before, self._after = before + b'"', b'"' + after
+
+    def forget(self) -> None:
+        """Forgets the last chunk."""
+        self._before = b""

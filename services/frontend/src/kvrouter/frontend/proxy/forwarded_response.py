@@ -15,7 +15,7 @@ from kvrouter.frontend.edge.request_fields import SharedFields
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.translated_request import TranslatedRequest
-from kvrouter.frontend.proxy.engine_chat import piece_of, read_answer
+from kvrouter.frontend.proxy.engine_chat import ChunkPattern, piece_of, read_answer
 from kvrouter.frontend.proxy.engine_response import EventReader, Usage, data_of
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.errors import DependencyAway
@@ -125,6 +125,7 @@ class TranslatedResponse(ForwardedResponse):
         self._status = _OK
         self._events: NamedEvents | None = None
         self._reader = EventReader()
+        self._pattern = ChunkPattern()
         self._body = bytearray()
         self._routing_info = RoutingInfo()
         self._failed = False
@@ -141,7 +142,7 @@ class TranslatedResponse(ForwardedResponse):
             return
         self._status = status
         self._body.clear()
-        self._reader, self._events, self.stream = EventReader(), None, None
+        self._reader, self._pattern, self._events, self.stream = EventReader(), ChunkPattern(), None, None
         if status == _OK and headers.get("Content-Type", "").startswith(STREAM_TYPE):
             self.stream = EventStream(self._request, self._writer)
             self.stream.add_headers(self.headers | cross_origin_headers(self._request))
@@ -154,11 +155,17 @@ class TranslatedResponse(ForwardedResponse):
         Raises:
             DependencyAway: it is no chat, or too long.
         """
-        if self._events is None:
-            self._body += output.raw or b""
+        events, raw = self._events, output.raw
+        if events is None:
+            self._body += raw
+        elif (text := self._pattern.text_of(raw)) is not None:
+            events.grow(text)
+            return
         else:
-            for event in self._reader.take(output.raw or b""):
-                self._take(event, self._events)
+            for event in self._reader.take(raw):
+                self._take(event, events)
+            if len(self._reader):
+                self._pattern.forget()  # What comes next is no whole event.
         if len(self._body) + len(self._reader) > _MAX_BYTES:
             raise DependencyAway(f"its OpenAI API answers with more than {_MAX_BYTES} bytes at once")
 
@@ -185,6 +192,7 @@ class TranslatedResponse(ForwardedResponse):
         """Ends a begun response with an error."""
         if self._events is not None and not self._failed:
             self._failed = True
+            self._pattern.forget()
             self._events.fail(error)
 
     def close(self) -> None:
@@ -199,6 +207,9 @@ class TranslatedResponse(ForwardedResponse):
         return web.Response(status=error.status, body=body, headers=headers)
 
     def _take(self, event: bytes, events: NamedEvents) -> None:
+        if (text := self._pattern.text_of(event)) is not None:
+            events.grow(text)
+            return
         data = data_of(event)
         if self._failed or not data.startswith(b"{"):
             return  # A comment, or the end.
@@ -209,6 +220,7 @@ class TranslatedResponse(ForwardedResponse):
             self.fail({"error": answer.error} if isinstance(answer.error, dict) else {"error": {}})
         elif answer.choices:
             events.add(0, piece_of(answer.choices[0]))
+            self._pattern.learn(event, answer)
 
     def _whole(self, body: bytes) -> bytes:
         answer = read_answer(body)
