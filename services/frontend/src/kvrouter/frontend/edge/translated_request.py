@@ -212,18 +212,18 @@ def chat_prompt(chat: Mapping[str, Any], characters: int, media: PromptMedia | N
 
 def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message whose calls have their arguments as a text: templates take objects, engines' APIs do not."""
-    if "tool_calls" not in message:
-        return message
-    return message | {"tool_calls": list(map(_call_as_sent, message["tool_calls"]))}
+    calls = message.get("tool_calls")
+    return message if calls is None else message | {"tool_calls": list(map(_call_as_sent, calls))}
 
 
 def _call_as_sent(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    if isinstance(arguments := function["arguments"], dict):
-        # With the spaces that models write, which some templates show.
-        text = msgspec.json.format(msgspec.json.encode(arguments), indent=0).decode()
-        function = function | {"arguments": text}
-    return call | {"function": function}
+    arguments = function["arguments"]
+    if not isinstance(arguments, dict):
+        return call
+    # With the spaces that models write, which some templates show.
+    text = msgspec.json.format(msgspec.json.encode(arguments), indent=0).decode()
+    return call | {"function": function | {"arguments": text}}
 
 
 def translated_chat(

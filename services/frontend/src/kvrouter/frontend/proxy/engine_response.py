@@ -17,6 +17,7 @@ from kvrouter.engines.fields import TRANSFER_RESULTS, quotes_internal, shown_fai
 from kvrouter.v1.errors import DependencyAway
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n")
+_END = b"\n\n"
 _LONGEST_END = len(b"\r\n\r\n")
 _DATA = b"data:"
 
@@ -33,8 +34,8 @@ class EventReader:
 
     def take(self, piece: bytes) -> list[bytes]:
         """Returns the events ending in a further piece, each with its end."""
-        if not self._begun and 0 <= piece.find(b"\n\n") == len(piece) - 2 and b"\r" not in piece:
-            return [piece]  # Most pieces are one event.
+        if not self._begun and piece.endswith(_END) and b"\r" not in piece:
+            return [event + _END for event in piece[: -len(_END)].split(_END)]  # Most pieces are whole events.
         scanned = max(0, len(self._begun) - _LONGEST_END)
         self._begun += piece
         events, at = [], 0
