@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
+from kvrouter.scheduler.load.first_tokens import FirstTokens
 from numpy.typing import NDArray
 
 WINDOW = 50
@@ -144,9 +145,6 @@ class RelativeLatency:
 STEP = 0.02
 """Correction by one first token, as a share of the difference in logarithms: about 50 form a new value."""
 
-MAX_EXPECTED = 1 << 16
-"""Most forecasts without a first token; beyond it the oldest are dropped."""
-
 
 class _Expected(NamedTuple):
     forecast_ms: float
@@ -157,15 +155,15 @@ class _Expected(NamedTuple):
     """The rank's first tokens; of an earlier incarnation if the rank has restarted since."""
 
 
-class LatencyCalibration:
+class LatencyCalibration(FirstTokens[_Expected]):
     """Learns the factor. Pure: every event is passed in with its time in seconds."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.value = 1.0
         """Measured time over forecast time."""
         self.relative = RelativeLatency()
         """How slow each rank is, relative to the component."""
-        self._expected: dict[Hashable, _Expected] = {}
 
     def expect(self, key: Hashable, rank: Rank, forecast_ms: float, now: float) -> None:
         """Records a dispatch with its forecast.
@@ -176,10 +174,8 @@ class LatencyCalibration:
             forecast_ms: Its forecast time to first token at the component's speed, ms.
             now: Time in seconds.
         """
-        if len(self._expected) >= MAX_EXPECTED:
-            del self._expected[next(iter(self._expected))]
         relative = self.relative
-        self._expected[key] = _Expected(forecast_ms, now, relative.of(rank, now), relative.mean_of(rank))
+        self._expect(key, _Expected(forecast_ms, now, relative.of(rank, now), relative.mean_of(rank)))
 
     def first_token(self, key: Hashable, now: float) -> None:
         """Updates the factors with the first token of a request."""
@@ -190,7 +186,3 @@ class LatencyCalibration:
         if expected.mean is not None:
             self.relative.observe(expected.mean, ratio, now)
         self.value *= min(max(ratio / expected.latency, 1 / WIDEST), WIDEST) ** STEP
-
-    def forget(self, key: Hashable) -> None:
-        """Drops the forecast of a request without a first token."""
-        self._expected.pop(key, None)

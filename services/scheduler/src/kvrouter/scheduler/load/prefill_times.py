@@ -18,6 +18,7 @@ import math
 from collections.abc import Hashable
 
 import numpy as np
+from kvrouter.scheduler.load.first_tokens import FirstTokens
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors, modelled_ms
 
 LEAST_TOKENS = 256
@@ -30,8 +31,6 @@ _PRIOR = 3
 """Measurements for which the model counts."""
 _WIDEST = 16.0
 """Limit of a single ratio of measured to modelled time, in either direction."""
-_MAX_EXPECTED = 1 << 16
-"""Most prompts without a first token; beyond it the oldest are dropped."""
 
 
 class Factor:
@@ -66,12 +65,12 @@ class Factor:
         return self._mean * left / weight, weight
 
 
-class PrefillTimes:
+class PrefillTimes(FirstTokens[tuple[int, float]]):
     """The factors of one component. Pure: times are passed in."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._compute, self._transfer = Factor(), Factor()
-        self._expected: dict[Hashable, tuple[int, float]] = {}
 
     def factors(self, now: float) -> PrefillFactors:
         """Returns measured times over modelled ones; 1 before anything is measured. ``now``: seconds."""
@@ -90,21 +89,14 @@ class PrefillTimes:
             tokens: Prompt tokens to compute.
             now: Time in seconds.
         """
-        if tokens < LEAST_TOKENS:
-            return
-        if len(self._expected) >= _MAX_EXPECTED:
-            del self._expected[next(iter(self._expected))]
-        self._expected[key] = (tokens, now)
+        if tokens >= LEAST_TOKENS:
+            self._expect(key, (tokens, now))
 
     def first_token(self, key: Hashable, now: float) -> None:
         """Measures an expected prompt."""
         if (expected := self._expected.pop(key, None)) is not None:
             tokens, since = expected
             self._compute.observe((now - since) * 1e3, float(modelled_ms(np.array([tokens]))[0]), now)
-
-    def forget(self, key: Hashable) -> None:
-        """Drops a prompt without a first token."""
-        self._expected.pop(key, None)
 
     def handed_over(self, measured_ms: float, modelled: float, now: float) -> None:
         """Measures a hand-over, given the time of the model of the link, both in ms; ``now``: seconds."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
+from kvrouter.scheduler.load.first_tokens import FirstTokens
 from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS, Factor
 from kvrouter.scheduler.workers.candidates import LOWER_TIERS
 from numpy.typing import NDArray
@@ -25,8 +26,6 @@ REFRESH_SECONDS = 0.1
 """Time for which the columns are reused."""
 LEAST_MS = 0.01
 """Lower limit of a measured load. A load may take place during computation and add nothing to the time."""
-_MAX_EXPECTED = 1 << 16
-"""Most loads without a first token; beyond it the oldest are dropped."""
 
 
 class ExpectedLoad(NamedTuple):
@@ -43,13 +42,13 @@ class ExpectedLoad(NamedTuple):
     """Forecast time to first token, ms."""
 
 
-class TierLoads:
+class TierLoads(FirstTokens[tuple[ExpectedLoad, float]]):
     """The factors of one component. Pure: times are passed in, in seconds."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._factors: dict[tuple[Rank, int], Factor] = {}
         self._places: dict[Rank, int] = {}
-        self._expected: dict[Hashable, tuple[ExpectedLoad, float]] = {}
         self._columns: NDArray[np.float64] = np.ones((len(LOWER_TIERS), 0))
         self._refresh_at = -math.inf
 
@@ -73,11 +72,8 @@ class TierLoads:
 
     def expect(self, key: Hashable, load: ExpectedLoad, now: float) -> None:
         """Records a dispatch to a rank that computes no other prompt."""
-        if sum(load.tokens) < LEAST_TOKENS:
-            return
-        if len(self._expected) >= _MAX_EXPECTED:
-            del self._expected[next(iter(self._expected))]
-        self._expected[key] = load, now
+        if sum(load.tokens) >= LEAST_TOKENS:
+            self._expect(key, (load, now))
 
     def first_token(self, key: Hashable, now: float) -> None:
         """Measures an expected load."""
@@ -89,10 +85,6 @@ class TierLoads:
             if tokens:
                 factor = self._factors.setdefault((load.rank, tier), Factor())
                 factor.observe(loaded_ms, load.modelled_ms, now)
-
-    def forget(self, key: Hashable) -> None:
-        """Drops a load without a first token."""
-        self._expected.pop(key, None)
 
 
 def saved_shares(load_ms: NDArray[np.float64], factors: NDArray[np.float64], compute_ms: float) -> NDArray[np.float64]:
