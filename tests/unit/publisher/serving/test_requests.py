@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -194,8 +195,7 @@ async def test_a_caller_that_does_not_read_costs_bounded_memory_and_fails_alone(
         requests.emit([RequestOutput("a", large), RequestOutput("b", [1])])
     await until(lambda: engine.aborted == ["a"])
     with pytest.raises(TooMuchUnread, match=str(MAX_UNREAD_BYTES)) as refused:
-        async for _ in call.responses():
-            pass
+        await call.write_to(AsyncMock())
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(other.tokens) == 200
 

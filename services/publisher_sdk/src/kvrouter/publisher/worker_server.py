@@ -179,8 +179,7 @@ class WorkerServer:
         del data
         try:
             # Not yielded: gRPC does not close a generator at once when the caller disconnects.
-            async for response in call.responses():
-                await context.write(response)
+            await call.write_to(context.write)
         finally:
             call.cancel()
 

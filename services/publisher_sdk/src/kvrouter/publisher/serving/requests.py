@@ -6,7 +6,7 @@ import asyncio
 import struct
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -254,15 +254,15 @@ class GenerateCall:
         if notify is not None:
             notify()
 
-    async def responses(self) -> AsyncIterator[bytes]:
-        """Yields the responses.
+    async def write_to(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Writes the responses, one after the other, until the call has ended.
 
         Raises:
             KvRouterError: the call has failed.
         """
         while taken := await self._buffer.take():
             for response in taken:
-                yield response
+                await write(response)
         error, self._error = self._error, None
         if error is not None:
             try:
