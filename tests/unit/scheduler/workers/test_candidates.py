@@ -88,7 +88,7 @@ def busy(
     reports.set_ranks([((0, 0), 0)])
     if report is not None:
         assert reports.take(report.SerializeToString(), 0.0) == ""
-    load = Load.of(np.array([blocks]), np.array([tokens]), np.array([total]), reports.columns(0.0))
+    load = Load.of(np.array([blocks]), np.array([tokens]), np.array([total or np.inf]), reports.columns(0.0))
     assert bool(load.above(thresholds)[0]) == bool(load.why(thresholds, 0))
     return bool(load.why(thresholds, 0))
 

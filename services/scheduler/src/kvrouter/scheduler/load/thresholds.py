@@ -138,10 +138,13 @@ class Load:
     prefill_tokens: Column
 
     @classmethod
-    def of(cls, active_blocks: Column, prefill_tokens: Column, total_blocks: Column, reported: Reported) -> Load:
-        """Returns the greater of booked load, without the request to place, and reported load."""
-        booked = np.where(total_blocks > 0, active_blocks / np.maximum(total_blocks, 1), 0.0)
-        return cls(np.maximum(booked, reported.shares), np.maximum(prefill_tokens, reported.prefill_tokens))
+    def of(cls, active_blocks: Column, prefill_tokens: Column, total_blocks: Amounts, reported: Reported) -> Load:
+        """Returns the greater of booked load, without the request to place, and reported load.
+
+        ``total_blocks`` is infinite where unknown.
+        """
+        shares = np.maximum(active_blocks / total_blocks, reported.shares)
+        return cls(shares, np.maximum(prefill_tokens, reported.prefill_tokens))
 
     def above(self, thresholds: Thresholds) -> Mask:
         """Returns which candidates are busy."""

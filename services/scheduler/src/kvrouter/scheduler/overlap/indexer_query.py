@@ -252,21 +252,21 @@ def read_answer(answer: bytes, most_blocks: int) -> Overlaps:
         response = PackedFindMatchesResponse.FromString(answer)
         listed = _decoded(response.worker_ids, response.dp_ranks, response.incarnations)
         device, shared = response.device_blocks, response.shared_blocks
-        columns = [decode_varints(device)]
+        blocks, lower = decode_varints(device), None
         if shared and shared != device:  # else no rank has blocks elsewhere
-            columns += map(decode_varints, (response.host_blocks, response.disk_blocks, shared))
+            lower = np.vstack([decode_varints(each) for each in (response.host_blocks, response.disk_blocks, shared)])
     except (DecodeError, ValueError):
         raise Internal("the Indexer sent a response that cannot be parsed") from None
     event_ids = response.next_event_ids
     ranks = len(listed.incarnations)
-    lengths = [len(event_ids), *map(len, columns)]
-    if lengths.count(ranks) != len(lengths):
+    if not ranks == len(blocks) == len(event_ids) or (lower is not None and lower.shape[1] != ranks):
         raise Internal(
-            f"expected columns of one length, received {ranks} ranks, {'/'.join(map(str, lengths[1:]))} overlaps and "
-            f"{lengths[0]} event ids"
+            f"expected columns of one length, received {ranks} ranks, {len(blocks)} overlaps and "
+            f"{len(event_ids)} event ids"
         )
-    blocks = np.minimum(columns[0], most_blocks, out=columns[0])
-    lower = np.minimum(columns[1:], most_blocks) if len(columns) > 1 else None
+    np.minimum(blocks, most_blocks, out=blocks)
+    if lower is not None:
+        np.minimum(lower, most_blocks, out=lower)
     return Overlaps(listed, blocks, lower, min(response.pooled_blocks, most_blocks), event_ids)
 
 

@@ -269,7 +269,7 @@ def _is_kept(candidates: CandidateSnapshot, request: RequestContext, now: float)
     ranks, loads, size = candidates.worker_set, candidates.loads, pool.booked_load.block_size
     if not request.options.queues or not headroom.uses_more(tenant, now):
         return ranks.nowhere
-    total = np.where(ranks.total_blocks, ranks.total_blocks, np.inf)
+    total = ranks.block_limits
     slots = np.where(ranks.accepting, candidates.free_slots - pool.ahead(), 0.0)
     if not np.isfinite(np.minimum(slots, total)[ranks.accepting]).all():
         return ranks.nowhere  # there is no limit that others could meet

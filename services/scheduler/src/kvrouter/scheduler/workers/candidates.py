@@ -229,6 +229,8 @@ class WorkerSet:
         self.ranks: tuple[Rank, ...] = tuple(candidate.rank for candidate in candidates)
         self.zeros: Column = np.zeros(len(candidates), np.int64)
         self.total_blocks = self._column(candidate.total_blocks for candidate in candidates)
+        self.block_limits: Amounts = np.where(self.total_blocks, self.total_blocks, np.inf)
+        """KV blocks of each; infinite where unknown."""
         self.largest_cache = int(self.total_blocks.max()) if len(candidates) and self.total_blocks.all() else 0
         """Most KV blocks of a candidate; 0 if those of one of them are unknown."""
         self.max_batched_tokens = self._column(candidate.max_batched_tokens for candidate in candidates)
