@@ -16,6 +16,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.errors import KvRouterError, NotFound
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision, ExplainRequest, GetStatusRequest
+from kvrouter.v1.texts import by_tier, text_of
 from rich.table import Table
 
 _RESPONSE_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -190,10 +191,9 @@ def summary(decision: Decision) -> list[str]:
         compute, transfer = decision.prefill.compute_factor, decision.prefill.transfer_factor
         lines.append(f"measured over modelled time: {compute:.2f} to compute, {transfer:.2f} to transfer")
     if decision.HasField("kv_source"):
-        source, tier = decision.kv_source, Tier.Name(decision.kv_source.tier).removeprefix("TIER_").lower()
-        lines.append(
-            f"rank {rank_name(source.rank)} has more of the prompt: {source.blocks:,} blocks, down to tier {tier}"
-        )
+        source = decision.kv_source
+        held = f"{source.blocks:,} blocks, down to tier {text_of(Tier, source.tier)}"
+        lines.append(f"rank {rank_name(source.rank)} has more of the prompt: {held}")
     if decision.load_only:
         lines.append("on load alone: no Indexer answered in time, cached blocks are unknown")
     return lines
@@ -277,9 +277,7 @@ def _made_of(candidate: CandidateTerms, differing: list[str]) -> str:
 
 
 def _cached(decision: Decision, candidate: CandidateTerms) -> str:
-    lower = candidate.lower_blocks
-    tiers = (("host", lower.host), ("disk", lower.disk), ("shared", lower.shared))
-    where = "".join(f", {blocks:,} {tier}" for tier, blocks in tiers if blocks)
+    where = "".join(f", {blocks:,} {tier}" for tier, blocks in by_tier(candidate.lower_blocks).items() if blocks)
     return f"{candidate.overlap_blocks:,} of {decision.prompt_blocks:,}{where}"
 
 

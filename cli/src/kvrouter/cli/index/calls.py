@@ -35,6 +35,7 @@ from kvrouter.v1.indexer_pb2 import (
     VerifyResponse,
 )
 from kvrouter.v1.pages import whole
+from kvrouter.v1.texts import text_of
 from rich.table import Table
 
 _SHOWN_DIFFERENCES = 32  # of each rank
@@ -109,9 +110,8 @@ class IndexerCalls:
                 shown = answer.differences[:_SHOWN_DIFFERENCES]
                 left_out += len(answer.differences) - len(shown)
                 for each in shown:
-                    tier = Tier.Name(each.tier).removeprefix("TIER_").lower()
                     counts = (str(each.index_copies), str(each.worker_copies))
-                    different.add_row(who, f"{each.engine_hash:016x}", tier, *counts)
+                    different.add_row(who, f"{each.engine_hash:016x}", text_of(Tier, each.tier), *counts)
         _console().print(table)
         if different.row_count:
             _console().print(different)
@@ -306,4 +306,4 @@ def _last_resync(rank: RankStats) -> str:
 
 
 def _transport(transport: Transport) -> str:
-    return Transport.Name(transport).removeprefix("TRANSPORT_").lower() if transport else "-"
+    return text_of(Transport, transport) if transport else "-"

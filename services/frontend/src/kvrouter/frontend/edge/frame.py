@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +16,7 @@ from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
+from kvrouter.v1.texts import LOWER_TIERS, by_tier, text_of
 from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
 
 KV_SOURCE_HEADER = "x-kvrouter-kv-source"
@@ -31,19 +31,18 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
         "predicted_overlap_blocks": routing.predicted_overlap_blocks,
         "prompt_blocks": routing.prompt_blocks,
         "mode": routing.mode,
-        "routed_on": routed_on_text(routing.routed_on),
+        "routed_on": text_of(RoutedOn, routing.routed_on),
         "router_us": routing.router_us,
         "queued_us": routing.queued_us,
     }
     if routing.HasField("predicted_lower_blocks"):
-        lower = routing.predicted_lower_blocks
-        routed["predicted_lower_blocks"] = {"host": lower.host, "disk": lower.disk, "shared": lower.shared}
+        routed["predicted_lower_blocks"] = by_tier(routing.predicted_lower_blocks)
     if routing.HasField("kv_source"):
         source = routing.kv_source
         routed["kv_source"] = {
             "worker_id": source.rank.worker_id,
             "dp_rank": source.rank.dp_rank,
-            "tier": tier_name(source.tier),
+            "tier": text_of(Tier, source.tier),
             "blocks": source.blocks,
         }
     if routing.earlier_ranks:
@@ -62,14 +61,9 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
     return routed
 
 
-def tier_name(tier: Tier) -> str:
-    """Returns a tier as responses contain it: ``device``, ``host``, ``disk`` or ``shared``."""
-    return Tier.Name(tier).removeprefix("TIER_").lower()
-
-
 def kv_source_text(source: KvSource) -> str:
     """Returns another rank that holds more of a prompt, as clients and engines get it in a header."""
-    return f"{_rank_name(source.rank)}; tier={tier_name(source.tier)}; blocks={source.blocks}"
+    return f"{_rank_name(source.rank)}; tier={text_of(Tier, source.tier)}; blocks={source.blocks}"
 
 
 def migration_notice(routing: RoutingInfo) -> bytes:
@@ -83,7 +77,7 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
         "x-request-id": routing.request_id,
         "x-kvrouter-worker": _rank_name(routing.rank),
         "x-kvrouter-overlap-blocks": str(routing.predicted_overlap_blocks),
-        "x-kvrouter-routed-on": routed_on_text(routing.routed_on),
+        "x-kvrouter-routed-on": text_of(RoutedOn, routing.routed_on),
     }
     if routing.HasField("kv_source"):
         headers[KV_SOURCE_HEADER] = kv_source_text(routing.kv_source)
@@ -92,12 +86,6 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
     if routing.HasField("prefill_rank"):
         headers["x-kvrouter-prefill-worker"] = _rank_name(routing.prefill_rank)
     return headers
-
-
-@cache
-def routed_on_text(routed_on: RoutedOn) -> str:
-    """Returns a decision's knowledge of the prompt, as responses say it."""
-    return RoutedOn.Name(routed_on).removeprefix("ROUTED_ON_").lower()
 
 
 def _rank_name(rank: Rank) -> str:
@@ -245,7 +233,7 @@ class ResponseFrame:
         output_tokens = sum(count.output_tokens for count in self.counts)
         cached = [count.cached_tokens for count in each if count.cached_tokens is not None]
         details = {"cached_tokens": sum(cached)}
-        for tier in ("host", "disk", "shared"):
+        for tier in LOWER_TIERS:
             if loaded := sum(getattr(count.lower_cached_tokens, tier) for count in each):
                 details[f"{tier}_cached_tokens"] = loaded
         return {

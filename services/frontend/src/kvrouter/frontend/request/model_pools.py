@@ -10,6 +10,7 @@ from kvrouter.v1.errors import BadRequest, NoWorkers, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
+from kvrouter.v1.texts import text_of
 
 CONSTRAINT_FIELD = "sampling_options.structured_output"
 """Field of the contract that constrains an output."""
@@ -31,7 +32,7 @@ def pools_of_model(
     serving = [view for view in of_model if _serves(view, unfit)]
     if not serving:
         known = {view.descriptor.model for view in components.values() if view.workers and _serves(view, unfit)}
-        only = Role.Name(unfit).removeprefix("ROLE_").lower() if any(view.workers for view in of_model) else ""
+        only = text_of(Role, unfit) if any(view.workers for view in of_model) else ""
         raise UnknownModel(model, sorted(known), only)
     return _largest_first(serving)
 

@@ -16,6 +16,7 @@ from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, ComponentStatus, Decision, RankStatus
+from kvrouter.v1.texts import by_tier
 
 Json = dict[str, Any]
 
@@ -106,7 +107,7 @@ def _candidate(message: CandidateTerms) -> Json:
         "rank": _name(message.rank),
         "cost": message.cost if math.isfinite(message.cost) else None,
         "overlap_blocks": message.overlap_blocks,
-        "lower_blocks": message.lower_blocks.host + message.lower_blocks.disk + message.lower_blocks.shared,
+        "lower_blocks": sum(by_tier(message.lower_blocks).values()),
         "terms": {name: value if math.isfinite(value) else None for name, value in sorted(message.terms.items())},
         "excluded": message.excluded,
     }

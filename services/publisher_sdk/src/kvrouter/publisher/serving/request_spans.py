@@ -12,6 +12,7 @@ from kvrouter.net import trace_context
 from kvrouter.net.span_context import parent_context, traceparent_of
 from kvrouter.publisher.serving.requests import OutputCall
 from kvrouter.v1.errors import KvRouterError
+from kvrouter.v1.texts import text_of
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
@@ -84,7 +85,7 @@ class TracedCall:
             if not self._has_output:
                 self._first_output(encoded)
             reason = WorkerServiceGenerateResponse.FromString(encoded).output.finish_reason
-            self._span.set_attribute("gen_ai.response.finish_reasons", [_reason_name(reason)])
+            self._span.set_attribute("gen_ai.response.finish_reasons", [text_of(FinishReason, reason)])
         self._end()
         self._call.end(encoded)
 
@@ -114,7 +115,3 @@ class TracedCall:
     def _end(self) -> None:
         self._phase.end()
         self._span.end()
-
-
-def _reason_name(reason: FinishReason) -> str:
-    return FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

@@ -16,7 +16,7 @@ import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
-from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER, routed_on_text
+from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER
 from kvrouter.frontend.proxy.endpoint_picker import responses
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayRequest
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
@@ -24,6 +24,8 @@ from kvrouter.frontend.proxy.endpoint_picker.responses import code_details, head
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.net.budgets import loop_budget
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
+from kvrouter.v1.frontend_pb2 import RoutedOn
+from kvrouter.v1.texts import text_of
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
@@ -251,7 +253,7 @@ class Exchange:
             rank = pick.booking.rank
             added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request.id}
             added["x-kvrouter-overlap-blocks"] = str(pick.overlap_blocks)
-            added["x-kvrouter-routed-on"] = routed_on_text(pick.routed_on)
+            added["x-kvrouter-routed-on"] = text_of(RoutedOn, pick.routed_on)
             if source := pick.headers.get(KV_SOURCE_HEADER):
                 added[KV_SOURCE_HEADER] = source
         removed = ("content-length",) if hides_internal else ()

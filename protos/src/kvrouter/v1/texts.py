@@ -1,0 +1,34 @@
+"""Values of the contract as people read them: in responses, headers, metrics and tables."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+from kvrouter.v1.common_pb2 import LowerTiers
+
+_LABELS = 256
+"""Values to keep, more than all enums have."""
+
+
+class Enum(Protocol):
+    """An enum of the contract."""
+
+    def Name(self, number: int) -> str:  # noqa: N802 - protobuf's name
+        """Returns the name of a value."""
+
+
+@lru_cache(maxsize=_LABELS)
+def text_of(enum: Enum, value: int) -> str:
+    """Returns the name of an enum's value without that of the enum: ``host`` for TIER_HOST."""
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return enum.Name(value).removeprefix(prefix).lower()
+
+
+def by_tier(lower: LowerTiers) -> dict[str, int]:
+    """Returns the numbers below device memory by tier, the fastest first: ``host``, ``disk`` and ``shared``."""
+    return {tier: getattr(lower, tier) for tier in LOWER_TIERS}
+
+
+LOWER_TIERS = tuple(LowerTiers.DESCRIPTOR.fields_by_name)
+"""Names of the tiers below device memory, from the fastest."""
