@@ -19,6 +19,8 @@ class Panel(NamedTuple):
     queries: dict[str, str]
     """PromQL by legend."""
     description: str = ""
+    is_signed: bool = False
+    """Whether values may be below 0."""
 
 
 def _quantile(share: int, metric: str, by: str = "") -> str:
@@ -40,6 +42,7 @@ def _by_rank(metric: str) -> dict[str, str]:
 
 
 _TOKENS = "sum by (model) (rate(kvrouter_frontend_{}_tokens_total[$__rate_interval]))"
+_AUDITED = "sum by (model) (rate(kvrouter_scheduler_{}_cached_blocks_total[$__rate_interval]))"
 _PROMPT = _TOKENS.format("prompt")
 
 ROWS: dict[str, list[Panel]] = {
@@ -77,6 +80,25 @@ ROWS: dict[str, list[Panel]] = {
             "Prompt tokens saved", "short", {"{{model}}": _TOKENS.format("cached")}, "Tokens per second not computed."
         ),
         Panel("Predictions", "ops", _rate("kvrouter_scheduler_predictions_total", "verdict")),
+        Panel(
+            "Error of predictions",
+            "percentunit",
+            {"{{model}}": f"{_AUDITED.format('predicted')} / {_AUDITED.format('actual')} - 1"},
+            "Predicted over reported cached blocks, less 1. Above 0 the index promises more than engines reuse.",
+            is_signed=True,
+        ),
+        Panel(
+            "Prompt tokens loaded from lower tiers",
+            "short",
+            {
+                f"{{{{model}}}} {{{{tier}}}} {by}": (
+                    "sum by (model, tier) "
+                    f'(rate(kvrouter_scheduler_audited_tier_tokens_total{{source="{by}"}}[$__rate_interval]))'
+                )
+                for by in ("reported", "predicted")
+            },
+            "Tokens per second from host memory, disk and shared storage.",
+        ),
     ],
     "Routing": [
         Panel(
@@ -194,6 +216,10 @@ def text() -> str:
     return json.dumps(dashboard(), indent=2) + "\n"
 
 
+def _from(panel: Panel) -> dict[str, int]:
+    return {} if panel.is_signed else {"min": 0}
+
+
 def _place(left: int, top: int, width: int, height: int) -> dict[str, int]:
     return {"x": left, "y": top, "w": width, "h": height}
 
@@ -206,7 +232,7 @@ def _graph(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
         "description": panel.description,
         "datasource": source,
         "gridPos": place,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "fieldConfig": {"defaults": {"unit": panel.unit} | _from(panel), "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
             {"refId": chr(ord("A") + index), "datasource": source, "expr": query, "legendFormat": legend}

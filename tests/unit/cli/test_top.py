@@ -12,7 +12,7 @@ from kvrouter.cli.terminal import PlainConsole, count
 from kvrouter.cli.top.frame import frame
 from kvrouter.runtime.overview.ranks import HitRate, HitWindow, duration
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
-from kvrouter.v1.common_pb2 import BusyThresholds, Component, PrefillDecision, Rank, Role
+from kvrouter.v1.common_pb2 import BusyThresholds, Component, LowerTiers, PrefillDecision, Rank, Role
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import ComponentStats, GetStatsResponse, RankStats
@@ -27,6 +27,7 @@ from kvrouter.v1.scheduler_pb2 import (
     QueueStatus,
     RankStatus,
     ReplicaStatus,
+    TierTokens,
 )
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -334,6 +335,24 @@ def test_a_difference_from_the_prediction_is_said_unless_nothing_is_reported(fou
     shown = "\n".join(lines(system([scheduler(pool(rank(1, cache_hits=HitCounts(**sums))))])))
     assert words in shown
     assert ("predicted to be cached" in shown) == bool(words)
+
+
+def test_what_comes_from_which_tier_is_said_beside_its_prediction() -> None:
+    sums = HitCounts(
+        prompt_tokens=200,
+        cached_tokens=100,
+        predicted_prompt_tokens=100,
+        predicted_cached_tokens=60,
+        lower_cached_tokens=TierTokens(host=60, shared=2),
+        predicted_lower_tokens=TierTokens(host=40),
+    )
+    candidate = CandidateTerms(rank=Rank(worker_id=1), overlap_blocks=9, lower_blocks=LowerTiers(host=4, disk=1))
+    chosen = Decision(component=component(), chosen=Rank(worker_id=1), candidates=[candidate])
+    shown = "\n".join(lines(system([scheduler(pool(rank(1, cache_hits=sums)), decisions=[chosen])])))
+    assert (
+        "found of the prompt tokens: 30% in host memory (40% predicted), 1% in shared storage (0% predicted)" in shown
+    )
+    assert "; 4 blocks in host memory; 1 block on disk" in shown
 
 
 def test_a_scheduler_that_restarts_counts_from_its_start() -> None:

@@ -10,7 +10,7 @@ from kvrouter.scheduler.request.options import RoutingOptions, TierOptions
 from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.registry_pb2 import StorageTier
-from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, SelectWorkerResponse, TierTokens
 
 from ..harness import BLOCK, MODEL, POOL, Parts, ResidentBlocks, key, routing, selecting, view, worker
 
@@ -118,6 +118,25 @@ async def test_tokens_to_load_are_counted_by_tier() -> None:
         for tier in ("host", "disk", "shared")
     }
     assert counted == {"host": 8 * BLOCK, "disk": 12 * BLOCK, "shared": 16 * BLOCK}
+
+
+async def test_predicted_tokens_by_tier_are_compared_with_those_that_the_worker_loaded() -> None:
+    scheduler = parts({1: (4, 12, 24, 40)})
+    await chosen(scheduler)
+    loaded = LowerTiers(host=5 * BLOCK, shared=16 * BLOCK)
+    scheduler.bookings.free(FreeRequest(booking=key("a"), cached_tokens=25 * BLOCK, lower_cached_tokens=loaded))
+    audited = {
+        (tier, source): scheduler.figure(
+            "kvrouter_scheduler_audited_tier_tokens_total", model=MODEL, tier=tier, source=source
+        )
+        / BLOCK
+        for tier in ("host", "disk", "shared")
+        for source in ("predicted", "reported")
+    }
+    assert list(audited.values()) == [8, 5, 12, 0, 16, 16]
+    hits = pool_of(scheduler).cache_hits.of((1, 0))
+    assert hits.lower_cached_tokens == TierTokens(host=5 * BLOCK, shared=16 * BLOCK)
+    assert hits.predicted_lower_tokens == TierTokens(host=8 * BLOCK, disk=12 * BLOCK, shared=16 * BLOCK)
 
 
 async def test_blocks_in_shared_storage_count_for_every_rank_that_reads_it() -> None:

@@ -181,7 +181,8 @@ def _component_line(
 
 
 def _notes(status: ComponentStatus, hit_rate: HitRate) -> list[Text]:
-    return [*_replica_line(status), *queue_lines(status.queued), *_prediction_line(hit_rate)]
+    tiers = [Text(f"found of the prompt tokens: {hit_rate.tiers}")] if hit_rate.tiers else []
+    return [*_replica_line(status), *queue_lines(status.queued), *_prediction_line(hit_rate), *tiers]
 
 
 def _lost_line(health: Mapping[int, Sequence[WorkerHealth]]) -> list[Text]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from kvrouter.cli.terminal import amount, count, rank_name, share, shortened
-from kvrouter.runtime.overview.ranks import HitRate, duration, rank_notes
+from kvrouter.runtime.overview.ranks import TIERS, HitRate, duration, rank_notes
 from kvrouter.runtime.overview.system import Rank, rank_of
 from kvrouter.v1.frontend_pb2 import WorkerHealth
 from kvrouter.v1.indexer_pb2 import RankStats
@@ -210,6 +210,10 @@ def why(decision: Decision, *, wide: bool = True) -> str:
         others = [each for each in decision.candidates[1:] if math.isfinite(each.cost)]
         words += "".join(
             f"; next {rank_name(each.rank, wide=wide)} {_number(each.cost)} ({_queued(each)})" for each in others
+        )
+        lower = decision.candidates[0].lower_blocks
+        words += "".join(
+            f"; {amount(count, 'block')} {place}" for tier, place in TIERS.items() if (count := getattr(lower, tier))
         )
     if decision.prefill.remote:
         words += "; a prefill worker computes the prompt"

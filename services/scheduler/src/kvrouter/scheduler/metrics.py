@@ -14,12 +14,14 @@ from kvrouter.runtime.telemetry.counter import Count, LoopCounter
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
 from kvrouter.v1.common_pb2 import LowerTiers
+from kvrouter.v1.scheduler_pb2 import TierTokens
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _QUEUED_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_TIERS = ("host", "disk", "shared")
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
 
@@ -118,6 +120,11 @@ class SchedulerMetrics:
             "Prompt tokens that the index had on the chosen rank below device memory, at the booking.",
             ["model", "tier"],
         )
+        self.audited_tier_tokens = of_each(
+            "kvrouter_scheduler_audited_tier_tokens",
+            "Cached prompt tokens below device memory, of ended requests: predicted, and reported by their workers.",
+            ["model", "tier", "source"],
+        )
         self._cached: dict[str, tuple[Count, ...]] = {}
         self._audited: dict[str, tuple[Count, Count]] = {}
 
@@ -136,6 +143,13 @@ class SchedulerMetrics:
             label = model_label(model, self._cached)
             for field, blocks in lower.ListFields():
                 self.lower_tier_tokens.of(label, field.name).inc(blocks * block_size)
+
+    def audit_tiers(self, model: str, predicted: TierTokens, reported: TierTokens) -> None:
+        """Compares the predicted tokens below device memory with the worker's report."""
+        label = model_label(model, self._audited)
+        for tier in _TIERS:
+            self.audited_tier_tokens.of(label, tier, "predicted").inc(getattr(predicted, tier))
+            self.audited_tier_tokens.of(label, tier, "reported").inc(getattr(reported, tier))
 
     def audit(self, model: str, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the worker's report."""

@@ -14,6 +14,7 @@ from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output
 from kvrouter.runtime.tracing import Span
+from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 
@@ -100,6 +101,8 @@ class Progress:
         """Output tokens of this attempt."""
         self.cached_tokens: int | None = None
         """Prompt tokens the worker found cached; None while it has not said so."""
+        self.lower_cached_tokens: LowerTiers | None = None
+        """Those from below device memory; None if it has not said so."""
         self._booking = booking
         self._link = link
         self._metrics = metrics
@@ -138,7 +141,7 @@ class Progress:
             if output_tokens > self._room and not output.finish_reason:
                 self._report()
         if output.cached_tokens is not None and self.cached_tokens is None:
-            self.cached_tokens = output.cached_tokens
+            self.cached_tokens, self.lower_cached_tokens = output.cached_tokens, output.lower_cached_tokens
             if not self._continues:
                 self._metrics.cached_tokens.inc(output.cached_tokens)
                 self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
@@ -160,7 +163,12 @@ class Progress:
     def end(self) -> None:
         """Frees the booking."""
         self._count()
-        self._link.free(self._booking, self.cached_tokens, prefill_complete=self._frees_when_prefilled)
+        self._link.free(
+            self._booking,
+            self.cached_tokens,
+            lower_cached_tokens=self.lower_cached_tokens,
+            prefill_complete=self._frees_when_prefilled,
+        )
 
     def _prefill_complete(self, *, ends: bool) -> None:
         if self._handover_us is not None:

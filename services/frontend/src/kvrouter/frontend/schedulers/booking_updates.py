@@ -222,10 +222,9 @@ class BookingUpdates:
             return None
         return pb.BookingUpdate(output=pb.ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
 
-    def free(self, key: BookingKey, cached_tokens: int | None = None, *, prefill_complete: bool = False) -> None:
-        """Ends a booking, and adds the update that frees it. ``prefill_complete`` as in the contract."""
-        self._live.pop(key_of(key), None)
-        freeing = pb.FreeRequest(booking=key, cached_tokens=cached_tokens, prefill_complete=prefill_complete)
+    def free(self, freeing: pb.FreeRequest) -> None:
+        """Ends a booking, and adds the update that frees it."""
+        self._live.pop(key_of(freeing.booking), None)
         self.add(pb.BookingUpdate(free=freeing))
 
     def add(self, update: pb.BookingUpdate) -> None:

@@ -25,7 +25,7 @@ from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.runtime.deadline import Backoff, Deadline
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1 import scheduler_pb2 as pb
-from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest
+from kvrouter.v1.common_pb2 import BookingKey, LowerTiers, RoutingRequest
 from kvrouter.v1.errors import (
     DeadlineExceeded,
     DependencyAway,
@@ -258,19 +258,36 @@ class SchedulerLink:
             self._updates.add(update)
             self._schedule_send()
 
-    def free(self, booking: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool = False) -> None:
+    def free(
+        self,
+        booking: LiveBooking,
+        cached_tokens: int | None = None,
+        *,
+        lower_cached_tokens: LowerTiers | None = None,
+        prefill_complete: bool = False,
+    ) -> None:
         """Frees a booking. Does not wait, so a handler being cancelled can call it.
 
         Args:
             booking: The booking.
             cached_tokens: Prompt tokens the worker found in its cache; None if it did not say so.
+            lower_cached_tokens: Those from below device memory; None if there are none, or if it did not say so.
             prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
         """
-        self._updates.free(booking.key, cached_tokens, prefill_complete=prefill_complete)
-        self._schedule_send()
+        self._free(
+            pb.FreeRequest(
+                booking=booking.key,
+                cached_tokens=cached_tokens,
+                lower_cached_tokens=lower_cached_tokens,
+                prefill_complete=prefill_complete,
+            )
+        )
 
     def _release(self, key: BookingKey) -> None:
-        self._updates.free(key)
+        self._free(pb.FreeRequest(booking=key))
+
+    def _free(self, freeing: pb.FreeRequest) -> None:
+        self._updates.free(freeing)
         self._schedule_send()
 
     def _schedule_send(self) -> None:

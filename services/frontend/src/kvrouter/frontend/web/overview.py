@@ -166,6 +166,7 @@ def _component(name: ComponentName, status: ComponentStatus, system: System, hit
         "hits_predicted": total.predicted,
         "hits_found": total.found,
         "hits_possible": total.possible,
+        "tiers": total.tiers,
         "queued": status.queued.requests,
         "queue_capacity": status.queued.capacity,
         "queue_oldest_seconds": status.queued.oldest_age_ms / 1e3,

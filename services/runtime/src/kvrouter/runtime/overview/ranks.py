@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvrouter.runtime.overview.system import Rank, System, name_of, rank_of
@@ -15,9 +15,12 @@ from kvrouter.v1.scheduler_pb2 import HitCounts, RankStatus
 
 _Key = tuple[str, int, ComponentName, Rank]
 """(Scheduler, its start, component, rank). Totals of a restarted Scheduler start from 0."""
-_Sums = tuple[int, int, int, int, int]
-"""(prompt tokens, cached tokens, prompt tokens with a prediction, predicted tokens, tokens that some rank held)."""
-_NONE: _Sums = (0, 0, 0, 0, 0)
+_Sums = tuple[int, ...]
+"""Prompt tokens, cached tokens, prompt tokens with a prediction, predicted tokens, tokens that some rank held; cached
+tokens and predicted ones by tier below device memory."""
+TIERS = {"host": "in host memory", "disk": "on disk", "shared": "in shared storage"}
+"""Tiers below device memory, each as it is shown."""
+_NONE: _Sums = (0,) * (5 + 2 * len(TIERS))
 
 _TOLERANCE = 0.1
 """The Scheduler's tolerance."""
@@ -31,6 +34,20 @@ class HitRate:
     found: float | None = None
     possible: float | None = None
     """Tokens the best rank held of each prompt, by the prediction; at least ``found``."""
+
+    lower_found: Mapping[str, float] = field(default_factory=dict)
+    """The share of each tier below device memory in ``found``, if there are such tokens."""
+    lower_predicted: Mapping[str, float] = field(default_factory=dict)
+    """The same in ``predicted``."""
+
+    @property
+    def tiers(self) -> str:
+        """Says how much was found in which tier below device memory; empty if nothing was."""
+        return ", ".join(
+            f"{self.lower_found.get(tier, 0.0):.0%} {place} ({self.lower_predicted.get(tier, 0.0):.0%} predicted)"
+            for tier, place in TIERS.items()
+            if tier in self.lower_found or tier in self.lower_predicted
+        )
 
     @property
     def differs(self) -> bool:
@@ -102,21 +119,28 @@ def _of(hit_rates: HitCounts) -> _Sums:
         hit_rates.predicted_prompt_tokens,
         hit_rates.predicted_cached_tokens,
         hit_rates.reachable_cached_tokens,
+        *(getattr(hit_rates.lower_cached_tokens, tier) for tier in TIERS),
+        *(getattr(hit_rates.predicted_lower_tokens, tier) for tier in TIERS),
     )
 
 
 def _plus(sums: _Sums, others: _Sums, sign: int = 1) -> _Sums:
-    a, b, c, d, e = (one + sign * other for one, other in zip(sums, others, strict=True))
-    return (a, b, c, d, e)
+    return tuple(one + sign * other for one, other in zip(sums, others, strict=True))
 
 
 def _rate(sums: _Sums) -> HitRate:
-    prompt, cached, predicted_prompt, predicted, reachable = sums
-    found = cached / prompt if prompt > 0 else None
+    prompt, cached, predicted_prompt, predicted, reachable, *lower = sums
+    found, lower_found = cached / prompt if prompt > 0 else None, _shares(lower[: len(TIERS)], prompt)
     if predicted_prompt <= 0:
-        return HitRate(found=found)
+        return HitRate(found=found, lower_found=lower_found)
     # Requests without a prediction count in ``found`` only, so it may be the larger one.
-    return HitRate(predicted / predicted_prompt, found, max(found or 0.0, reachable / predicted_prompt))
+    possible = max(found or 0.0, reachable / predicted_prompt)
+    lower_predicted = _shares(lower[len(TIERS) :], predicted_prompt)
+    return HitRate(predicted / predicted_prompt, found, possible, lower_found, lower_predicted)
+
+
+def _shares(tokens: Sequence[int], of: int) -> dict[str, float]:
+    return {tier: count / of for tier, count in zip(TIERS, tokens, strict=True) if count}
 
 
 BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN)

@@ -17,6 +17,7 @@ from kvrouter.runtime.requests import pack_sequence_hashes
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.prompt import MAX_SEQUENCES, Prompt
+from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ReassertBooking, SelectWorkerResponse
@@ -130,6 +131,8 @@ class Freed(NamedTuple):
     """Whether its lease ran out."""
     cached_tokens: int | None
     """Prompt tokens found in the worker's cache; None if unknown."""
+    lower_cached_tokens: LowerTiers | None = None
+    """Those of them from below device memory; None if there are none, or if unknown."""
 
 
 class SessionEnded(NamedTuple):

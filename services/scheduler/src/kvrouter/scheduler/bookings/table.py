@@ -27,6 +27,7 @@ from kvrouter.scheduler.bookings.booking import (
     SessionEnded,
 )
 from kvrouter.scheduler.identifiers import Key
+from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.names import ComponentName
 
 _Change = TypeVar("_Change", bound=BookingChange)
@@ -209,6 +210,7 @@ class BookingTable:
         key: Key,
         *,
         cached_tokens: int | None = None,
+        lower_cached_tokens: LowerTiers | None = None,
         prefilled: bool = False,
         is_remote: bool = False,
         is_expired: bool = False,
@@ -218,6 +220,7 @@ class BookingTable:
         Args:
             key: The booking.
             cached_tokens: Prompt tokens found in the worker's cache; None if unknown.
+            lower_cached_tokens: Those of them from below device memory; None if there are none, or if unknown.
             prefilled: Whether its prompt is computed as well, as ``prefill_complete`` notes it.
             is_remote: Whether another Scheduler announced the end.
             is_expired: Whether its lease ran out.
@@ -232,7 +235,7 @@ class BookingTable:
             self._unindex(booking)
             self._release(booking, prefilled=prefilled)
         if booking is not None or not is_known:
-            self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens))
+            self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens))
         return booking
 
     def _publish(self, change: BookingChange) -> None:

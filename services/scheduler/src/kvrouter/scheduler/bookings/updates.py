@@ -48,7 +48,10 @@ class BookingUpdates:
         """Releases a booking."""
         cached_tokens = request.cached_tokens if request.HasField("cached_tokens") else None
         booking = self.booking_table.free(
-            checked_key(request.booking), cached_tokens=cached_tokens, prefilled=request.prefill_complete
+            checked_key(request.booking),
+            cached_tokens=cached_tokens,
+            lower_cached_tokens=request.lower_cached_tokens if request.HasField("lower_cached_tokens") else None,
+            prefilled=request.prefill_complete,
         )
         if booking is None:
             self.metrics.unknown_frees.inc()

@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvrouter.core import Rank
-from kvrouter.v1.scheduler_pb2 import HitCounts
+from kvrouter.v1.common_pb2 import LowerTiers
+from kvrouter.v1.scheduler_pb2 import HitCounts, TierTokens
+
+_NO_TOKENS = TierTokens()
+
+
+def tier_tokens(counts: LowerTiers, block_size: int = 1) -> TierTokens:
+    """Returns numbers of blocks by tier in tokens."""
+    return TierTokens(host=counts.host * block_size, disk=counts.disk * block_size, shared=counts.shared * block_size)
 
 
 class CacheHits:
@@ -35,6 +43,8 @@ class CacheHits:
         cached_tokens: int,
         predicted_tokens: int | None,
         reachable_tokens: int = 0,
+        lower_tokens: TierTokens = _NO_TOKENS,
+        predicted_lower_tokens: TierTokens = _NO_TOKENS,
     ) -> None:
         """Adds an ended request.
 
@@ -44,19 +54,30 @@ class CacheHits:
             cached_tokens: Tokens found in the worker's cache.
             predicted_tokens: Cached tokens predicted from the index; None without a prediction.
             reachable_tokens: The same for the rank with the largest overlap.
+            lower_tokens: Those of ``cached_tokens`` from below device memory.
+            predicted_lower_tokens: Those of ``predicted_tokens``.
         """
         counts = self._counts.setdefault(rank, HitCounts())
         counts.requests += 1
         counts.prompt_tokens += prompt_tokens
         counts.cached_tokens += cached_tokens
+        _add(counts.lower_cached_tokens, lower_tokens)
         if predicted_tokens is not None:
             counts.predicted_prompt_tokens += prompt_tokens
             counts.predicted_cached_tokens += predicted_tokens
             counts.reachable_cached_tokens += reachable_tokens
+            _add(counts.predicted_lower_tokens, predicted_lower_tokens)
 
     def of(self, rank: Rank) -> HitCounts:
         """Returns the sums of one rank."""
         return self._counts.get(rank, HitCounts())
+
+
+def _add(sums: TierTokens, tokens: TierTokens) -> None:
+    if tokens.ByteSize():
+        sums.host += tokens.host
+        sums.disk += tokens.disk
+        sums.shared += tokens.shared
 
 
 WINDOW_SECONDS = 60.0
