@@ -159,3 +159,41 @@ def test_a_tenant_that_leaves_room_for_others_is_asked_once_in_a_pass() -> None:
 
     assert [tenant for (tenant, _), _ in queue.release(1.0, decide)] == ["quiet"] * 3
     assert Counter(asked) == {"quiet": 3, "flood": 1}
+
+
+def join(queue: Queue, session: str, numbers: range, now: float) -> None:
+    """Adds requests of a session of one tenant."""
+    for number in numbers:
+        wait = Wait(0, WHY, room_tokens=1000)
+        assert queue.add((session, number), wait, now, tenant=QUIET, conversation=session.encode())
+
+
+def test_a_session_that_comes_later_does_not_wait_for_the_many_requests_of_another() -> None:
+    queue = Queue()
+    join(queue, "many", range(50), 0.0)
+    join(queue, "one", range(1), 0.1)
+    join(queue, "two", range(2), 0.1)
+    assert released(queue, 0.2, 4) == ["many", "one", "two", "many"]
+
+
+def test_requests_on_ranks_count_for_their_session_until_they_end() -> None:
+    queue = Queue()
+    for number in range(3):
+        queue.dispatched(("many", number), QUIET, 1000, b"many")
+    join(queue, "many", range(3, 4), 0.0)
+    join(queue, "one", range(1), 0.1)
+    assert released(queue, 0.2, 1) == ["one"]
+    for number in range(4):
+        queue.ended(("many", number))
+    queue.remove(("many", 3))
+    queue.ended(("one", 0))
+    join(queue, "many", range(5, 6), 1.0)
+    join(queue, "one", range(1, 2), 1.1)
+    assert released(queue, 1.2, 1) == ["many"], "nothing is kept of what has ended"
+
+
+def test_requests_without_a_session_keep_their_order() -> None:
+    queue = Queue()
+    join(queue, "", range(10), 0.0)
+    join(queue, "one", range(1), 0.1)
+    assert released(queue, 0.2, 11) == [""] * 10 + ["one"]

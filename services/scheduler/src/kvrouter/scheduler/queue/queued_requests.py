@@ -123,7 +123,7 @@ class QueuedRequests:
             response = self.router.settle(request, overlaps, decision)
             if key is not None and verdict is not None and self.max_queued_requests:
                 component = self._component(request.pool)
-                component.queue.dispatched(key, request.tenant, verdict.use_tokens)
+                component.queue.dispatched(key, request.tenant, verdict.use_tokens, request.conversation)
                 self._began(component, request, key, verdict)
             return response
         self.router.decisions.add(decision.queued())
@@ -158,6 +158,7 @@ class QueuedRequests:
             deadline=math.inf if remaining is None else now + remaining,
             priority=request.priority,
             tenant=request.tenant,
+            conversation=request.conversation,
         ):
             self._count(component, "full")
             most = self.max_queued_requests
