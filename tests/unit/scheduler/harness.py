@@ -19,6 +19,7 @@ from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.api.status import Status
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
+from kvrouter.scheduler.bookings.conversations import Conversations
 from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -224,6 +225,7 @@ class Parts:
         self.board = ThresholdBoard(self.options.thresholds)
         predictions = None if predicts is None else Predictions(predicts, clock, predicts_everywhere)
         affinity = Affinity(conversations)
+        self.conversations = Conversations(conversations, self.metrics, clock)
         self.router = Router(
             self.pools,
             self.booking_ownership,
@@ -234,12 +236,14 @@ class Parts:
             rng=Random(1),
             clock=clock,
             predictions=predictions,
+            conversations=self.conversations,
             affinity=affinity,
         )
         self.queued = QueuedRequests(self.router, self.metrics, max_queued_requests=max_queued_requests, clock=clock)
         reader = RequestReader(self.pools, self.board, self.options)
         self.selector = Selector(reader, self.router, self.queued, self.metrics)
         affinity.follow(self.booking_table)
+        self.conversations.follow(self.booking_table)
         if predictions is not None:
             predictions.follow(self.booking_table)
         self.queued.follow(self.booking_table)

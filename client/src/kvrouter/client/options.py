@@ -73,6 +73,8 @@ class RequestOptions(TypedDict, total=False):
     """Constraints on the ranks of the request."""
     conversation_id: str
     """Conversation, which is routed to the same rank if possible."""
+    expected_output_tokens: int
+    """Expected number of output tokens; learned from earlier outputs if it is not given."""
     priority: int
     """Priority in queues: a smaller value is served earlier."""
     lora_name: str
@@ -180,6 +182,7 @@ def _routing_fields(options: RoutingOptions | GenerateOptions) -> dict[str, Any]
         "overrides": _nested(RoutingOverrides, "router_config_override", options.get("router_config_override")),
         "constraints": _nested(RoutingConstraints, "constraints", constraints),
         "conversation_id": options.get("conversation_id", ""),
+        "expected_output_tokens": options.get("expected_output_tokens", 0),
         "priority": options.get("priority", 0),
     }
     return fields | ({"scope": _message(BlockScope, **scope)} if any(scope.values()) else {})

@@ -64,6 +64,7 @@ SAMPLES: dict[str, Any] = {
     "priority": 3,
     "cache_salt": "s",
     "conversation_id": "c",
+    "expected_output_tokens": 3,
     "worker_id": 3,
     "dp_rank": 1,
     "migration_limit": 2,

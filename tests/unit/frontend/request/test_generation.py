@@ -63,7 +63,7 @@ class Link:
         selection = SelectWorkerResponse(rank=Rank(worker_id=worker_id), endpoint=ENDPOINTS[worker_id])
         return selection, LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size)
 
-    def free(self, *_: object, prefill_complete: bool = False) -> None:
+    def free(self, *_: object, prefill_complete: bool = False, **_fields: object) -> None:
         self.live -= 1
 
     def prefill_complete(self, _: object) -> None: ...

@@ -12,7 +12,7 @@ from kvrouter.frontend.request.progress import Progress
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.output import DetailedOutput, Output
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.common_pb2 import BookingKey, LowerTiers
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import FinishReason
@@ -34,8 +34,9 @@ class Link:
         booking.output_tokens = output_tokens
         self.reported.append(output_tokens)
 
-    def free(self, _: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool) -> None:
+    def free(self, _: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool, **further: object) -> None:
         self.freed.append(cached_tokens)
+        self.further = further
         self.prefilled_by_free.append(prefill_complete)
 
 
@@ -95,6 +96,29 @@ def test_a_first_piece_that_is_the_last_is_reported_by_the_free_alone(finish_rea
     ends = finish_reason == FinishReason.FINISH_REASON_LENGTH
     assert (link.prefills, link.reported) == ((0, []) if ends else (1, [1]))
     assert link.prefilled_by_free == [ends]
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "output_tokens"),
+    [
+        (FinishReason.FINISH_REASON_UNSPECIFIED, None),
+        (FinishReason.FINISH_REASON_STOP, 5),
+        (FinishReason.FINISH_REASON_LENGTH, 5),
+        (FinishReason.FINISH_REASON_ABORT, None),
+        (FinishReason.FINISH_REASON_ERROR, None),
+    ],
+)
+def test_the_free_says_what_was_loaded_and_the_length_of_a_whole_output(
+    finish_reason: FinishReason, output_tokens: int | None
+) -> None:
+    booking = LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", 16, 16)
+    link, metrics = Link(), MetricsByModel(CollectorRegistry()).of("llama")
+    progress = Progress(booking, cast(SchedulerLink, link), Received(), metrics, since_ns=0)
+    lower = LowerTiers(host=16)
+    progress.pass_on(DetailedOutput(1, [1], cached_tokens=16, lower_cached_tokens=lower))
+    progress.pass_on(DetailedOutput(4, [1, 2, 3, 4], finish_reason=finish_reason))
+    progress.end()
+    assert link.further == {"lower_cached_tokens": lower, "output_tokens": output_tokens}
 
 
 def test_a_hand_over_is_reported_even_if_the_first_piece_is_the_last() -> None:

@@ -23,6 +23,7 @@ from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import SessionLost
 from kvrouter.v1.scheduler_pb2 import (
     BookingUpdate,
+    FreeRequest,
     MarkPrefillCompleteRequest,
     ReportOutputRequest,
     UpdateBookingsRequest,
@@ -87,7 +88,7 @@ class NumberedUpdates(RuleBasedStateMachine):
         key = BookingKey(request_id=name)
         self.all.append(name)
         if kind == 0:
-            self.client.free(key)
+            self.client.free(FreeRequest(booking=key))
         elif kind == 1:
             self.client.add(BookingUpdate(prefill_complete=MarkPrefillCompleteRequest(booking=key)))
         else:
@@ -186,7 +187,7 @@ def test_what_waits_for_too_long_is_replaced_by_the_next_opening(monkeypatch: An
     for number in range(6):
         key = BookingKey(request_id=f"r{number}")
         client.add(BookingUpdate(output=ReportOutputRequest(booking=key, output_tokens=1)))
-        client.free(key)
+        client.free(FreeRequest(booking=key))
     assert client.overflowed
     client.opened(node.sessions.open(client.opening()))
     request = client.next_call()

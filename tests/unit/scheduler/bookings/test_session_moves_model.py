@@ -115,12 +115,12 @@ class Client:
     def cancel(self, name: str) -> None:
         key = self.waiting.pop(name)
         if name in self.sent:
-            self.updates.free(key)
+            self.updates.free(FreeRequest(booking=key))
             self.send()
         self.updates.selected(key)
 
     def finish(self, name: str) -> None:
-        self.updates.free(self.live.pop(name).key)
+        self.updates.free(FreeRequest(booking=self.live.pop(name).key))
         self.send()
 
     def hear(self, request: Request, response: Response | None) -> None:

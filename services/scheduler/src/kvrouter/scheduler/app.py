@@ -17,6 +17,7 @@ from kvrouter.scheduler.api.selection import Selector
 from kvrouter.scheduler.api.service import SchedulerService
 from kvrouter.scheduler.api.sessions import TICK_SECONDS, Sessions
 from kvrouter.scheduler.api.status import Status
+from kvrouter.scheduler.bookings.conversations import Conversations
 from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -83,6 +84,8 @@ async def running(
     predictions = Predictions(settings.prediction_limits(), clock, not settings.kv_events) if predicts else None
     affinity = Affinity(settings.conversations_kept)
     affinity.follow(booking_table)
+    conversations = Conversations(settings.conversations_kept, metrics, clock)
+    conversations.follow(booking_table)
     if predictions is not None:
         predictions.follow(booking_table)
     overload = OverloadDetector(settings.overload_lag_ms)
@@ -112,6 +115,7 @@ async def running(
         rng=rng or Random(),
         clock=clock,
         predictions=predictions,
+        conversations=conversations,
         affinity=affinity,
         is_behind=lambda: overload.behind,
     )
@@ -135,13 +139,13 @@ async def running(
     metrics.bookings.set_function(lambda: len(booking_table))
     metrics.sessions.set_function(lambda: booking_ownership.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
-    metrics.conversations.set_function(lambda: len(affinity))
+    metrics.conversations.set_function(lambda: len(conversations))
     metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
     runtime.registry.register(rank_load_gauges(pools))
     runtime.registry.register(queue_gauges(queued))
     bounds = bounds_of(runtime.registry)
     bounds.add("decisions_kept", lambda: len(decisions), settings.decisions_kept, when_full="evicts")
-    bounds.add("conversations", lambda: len(affinity), settings.conversations_kept, when_full="evicts")
+    bounds.add("conversations", lambda: len(conversations), settings.conversations_kept, when_full="evicts")
     if predictions is not None:
         predicted = predictions
         bounds.add("predicted_blocks", lambda: predicted.most_blocks, settings.router_max_tree_size, when_full="evicts")

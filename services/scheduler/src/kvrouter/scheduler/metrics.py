@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvrouter.runtime.telemetry.counter import Count, LoopCounter
-from kvrouter.runtime.telemetry.histogram import LoopHistogram
+from kvrouter.runtime.telemetry.histogram import LoopHistogram, Observations
 from kvrouter.runtime.telemetry.metrics import model_label
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.scheduler_pb2 import TierTokens
@@ -21,6 +21,10 @@ from prometheus_client.registry import Collector
 
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _QUEUED_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_TURNS = (1, 2, 4, 8, 16, 32, 64, 128)
+_PAUSES = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
+_HITS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
+_RATIOS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)
 _TIERS = ("host", "disk", "shared")
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
@@ -43,18 +47,21 @@ class SchedulerMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
         of_each = partial(LoopCounter, registry=registry)
+
+        def of_one(name: str, text: str, buckets: Sequence[float]) -> Observations:
+            return LoopHistogram(name, text, buckets=buckets, registry=registry).of()
+
         self.selections = of_each(
             "kvrouter_scheduler_selections", "Selections by mode and outcome, a gRPC code.", ["mode", "code"]
         )
         self.repeated = counter(
             "kvrouter_scheduler_repeated_selections", "Repeated selections, answered with the first outcome."
         )
-        self.select_seconds = LoopHistogram(
+        self.select_seconds = of_one(
             "kvrouter_scheduler_select_seconds",
             "Duration of a selection, the Indexer's query included, the time in the queue excluded.",
             buckets=_SECONDS,
-            registry=registry,
-        ).of()
+        )
         self.queued = counter(
             "kvrouter_scheduler_queued_requests",
             "Queued requests by outcome: room, patience (sent without room), late, full, cancelled, refused.",
@@ -77,6 +84,26 @@ class SchedulerMetrics:
         self.sessions = gauge("kvrouter_scheduler_sessions", "Sessions that are open or within their grace period.")
         self.decisions = gauge("kvrouter_scheduler_decisions_kept", "Past decisions that Explain can show.")
         self.conversations = gauge("kvrouter_scheduler_conversations", "Conversations whose rank is remembered.")
+        self.session_turns = of_one(
+            "kvrouter_scheduler_session_turns",
+            "Number of a request in its session, from 1, at each request of a session.",
+            buckets=_TURNS,
+        )
+        self.session_pauses = of_one(
+            "kvrouter_scheduler_session_pause_seconds",
+            "Time from the end of a session's request to the next request.",
+            buckets=_PAUSES,
+        )
+        self.session_hits = of_one(
+            "kvrouter_scheduler_session_hit_ratio",
+            "Share of the prompt that workers found cached, of requests that were not the first of their session.",
+            buckets=_HITS,
+        )
+        self.output_ratios = of_one(
+            "kvrouter_scheduler_output_ratio",
+            "Output tokens of a request over those that were expected.",
+            buckets=_RATIOS,
+        )
         self.predicted_index_blocks = gauge(
             "kvrouter_scheduler_predicted_index_blocks", "Blocks that ranks are predicted to hold, with --no-kv-events."
         )

@@ -101,6 +101,7 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     priority: Int32 | None = None
     cache_salt: str | None = None
     conversation_id: str | None = None
+    expected_output_tokens: UInt32 | None = None
     return_token_ids: bool | None = None
     worker_id: UInt64 | None = None
     dp_rank: UInt32 | None = None
@@ -232,6 +233,7 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             request.migration_limit = self.migration_limit
         request.priority = self.priority or 0
         request.conversation_id = self.conversation_id or ""
+        request.expected_output_tokens = self.expected_output_tokens or 0
         return request
 
 

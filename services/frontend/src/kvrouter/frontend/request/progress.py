@@ -16,6 +16,7 @@ from kvrouter.frontend.workers.output import Output
 from kvrouter.runtime.tracing import Span
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.worker_pb2 import FinishReason
 
 
 class OutputComplete(Exception):
@@ -39,6 +40,8 @@ class OutputReceiver(Protocol):
         """Receives a piece of the output."""
         ...
 
+
+_BROKEN_OFF = (FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR)
 
 _MAX_PIECES = 512
 """Pieces kept before ``compact`` packs their tokens."""
@@ -113,6 +116,8 @@ class Progress:
         self._observe_latency = metrics.token_latency.observe
         self._continues = continues
         self._handover_us = handover_us
+        self._is_whole = False
+        """Whether the output has ended, by itself or at its limit."""
         self._frees_when_prefilled = False
         """Whether the first output was also the last, so the free reports the computed prompt as well."""
         self.first_output_ns = self.last_output_ns = 0
@@ -152,6 +157,8 @@ class Progress:
             else:
                 # The client has received what the first worker found, of the prompt that it sent.
                 output = output.without("cached_tokens")
+        if output.finish_reason:
+            self._is_whole = output.finish_reason not in _BROKEN_OFF
         self._output(output)
 
     @property
@@ -167,6 +174,7 @@ class Progress:
             self._booking,
             self.cached_tokens,
             lower_cached_tokens=self.lower_cached_tokens,
+            output_tokens=self.output_tokens if self._is_whole and not self._continues else None,
             prefill_complete=self._frees_when_prefilled,
         )
 

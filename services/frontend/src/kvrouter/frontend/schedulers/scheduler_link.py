@@ -264,6 +264,7 @@ class SchedulerLink:
         cached_tokens: int | None = None,
         *,
         lower_cached_tokens: LowerTiers | None = None,
+        output_tokens: int | None = None,
         prefill_complete: bool = False,
     ) -> None:
         """Frees a booking. Does not wait, so a handler being cancelled can call it.
@@ -272,6 +273,7 @@ class SchedulerLink:
             booking: The booking.
             cached_tokens: Prompt tokens the worker found in its cache; None if it did not say so.
             lower_cached_tokens: Those from below device memory; None if there are none, or if it did not say so.
+            output_tokens: Length of the output; None if that broke off, or is unknown.
             prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
         """
         self._free(
@@ -279,6 +281,7 @@ class SchedulerLink:
                 booking=booking.key,
                 cached_tokens=cached_tokens,
                 lower_cached_tokens=lower_cached_tokens,
+                output_tokens=output_tokens,
                 prefill_complete=prefill_complete,
             )
         )

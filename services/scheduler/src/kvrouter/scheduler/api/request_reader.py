@@ -119,6 +119,7 @@ class RequestReader:
             ignored_overrides(request.overrides, options.mode),
             may_prefill_locally,
             self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
+            expected_output_tokens=request.expected_output_tokens,
             model_choice=request.model_choice[:_MAX_CHOICE_CHARACTERS],
         )
 

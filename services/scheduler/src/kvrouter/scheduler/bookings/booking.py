@@ -59,6 +59,10 @@ class Booking:
     lease_until: float = 0.0
     conversation: bytes = b""
     """Digest of its conversation; empty for none."""
+    tenant: str = ""
+    """Whose request it is, as far as this Scheduler booked it."""
+    expected_output_tokens: float = 0.0
+    """Expected length of its output; 0 if unknown."""
     prefilled: bool = False
     output_tokens: int = 0
     has_local_progress: bool = False
@@ -133,6 +137,8 @@ class Freed(NamedTuple):
     """Prompt tokens found in the worker's cache; None if unknown."""
     lower_cached_tokens: LowerTiers | None = None
     """Those of them from below device memory; None if there are none, or if unknown."""
+    output_tokens: int | None = None
+    """Length of its output; None if that broke off, or if unknown."""
 
 
 class SessionEnded(NamedTuple):

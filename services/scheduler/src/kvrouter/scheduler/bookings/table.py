@@ -211,6 +211,7 @@ class BookingTable:
         *,
         cached_tokens: int | None = None,
         lower_cached_tokens: LowerTiers | None = None,
+        output_tokens: int | None = None,
         prefilled: bool = False,
         is_remote: bool = False,
         is_expired: bool = False,
@@ -221,6 +222,7 @@ class BookingTable:
             key: The booking.
             cached_tokens: Prompt tokens found in the worker's cache; None if unknown.
             lower_cached_tokens: Those of them from below device memory; None if there are none, or if unknown.
+            output_tokens: Length of its output; None if that broke off, or if unknown.
             prefilled: Whether its prompt is computed as well, as ``prefill_complete`` notes it.
             is_remote: Whether another Scheduler announced the end.
             is_expired: Whether its lease ran out.
@@ -235,7 +237,7 @@ class BookingTable:
             self._unindex(booking)
             self._release(booking, prefilled=prefilled)
         if booking is not None or not is_known:
-            self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens))
+            self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens, output_tokens))
         return booking
 
     def _publish(self, change: BookingChange) -> None:

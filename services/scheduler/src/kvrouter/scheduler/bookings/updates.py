@@ -51,6 +51,7 @@ class BookingUpdates:
             checked_key(request.booking),
             cached_tokens=cached_tokens,
             lower_cached_tokens=request.lower_cached_tokens if request.HasField("lower_cached_tokens") else None,
+            output_tokens=request.output_tokens if request.HasField("output_tokens") else None,
             prefilled=request.prefill_complete,
         )
         if booking is None:

@@ -77,6 +77,8 @@ class SchedulingContext(NamedTuple):
     """Time of the decision by the same clock, in seconds."""
     latency_calibration: float = 1.0
     """Ratio of measured to forecast prefill times in the component."""
+    expected_output_tokens: float = 0.0
+    """Expected length of the output; 0 if unknown."""
 
     def at(self, places: NDArray[np.intp]) -> SchedulingContext:
         """Returns the context of some of the candidates."""

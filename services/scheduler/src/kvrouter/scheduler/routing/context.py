@@ -50,6 +50,8 @@ class RequestContext(NamedTuple):
     """Known components whose workers may compute the prompt instead."""
     tenant: Tenant = Tenant()
     """Whose request it is."""
+    expected_output_tokens: float = 0.0
+    """Expected length of the output, as the request states or earlier ones teach; 0 if unknown."""
     model_choice: str = ""
     """How the Frontend chose the model; empty if it is the one that the client named."""
 

@@ -232,6 +232,7 @@ class Decision(NamedTuple):
             component=component_message(self.component),
             prefill=self.prefill,
             model_choice=self.model_choice,
+            expected_output_tokens=0.0 if self.context is None else self.context.expected_output_tokens,
             kv_source=None if self.chosen is None else self.snapshot.kv_source(self.chosen),
         )
 

@@ -15,6 +15,7 @@ from random import Random
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.bookings.booking import Booking, Placement
+from kvrouter.scheduler.bookings.conversations import Conversations
 from kvrouter.scheduler.bookings.ownership import BookingFreed, BookingOwnership
 from kvrouter.scheduler.identifiers import Key, component_message, rank_message
 from kvrouter.scheduler.load.pools import Pool, Pools
@@ -56,6 +57,7 @@ class Router:
     rng: Random
     clock: Callable[[], float]
     predictions: Predictions | None = None
+    conversations: Conversations | None = None
     affinity: Affinity = field(default_factory=lambda: Affinity(0))
     is_behind: Callable[[], bool] = lambda: False
 
@@ -125,7 +127,7 @@ class Router:
             raise NoWorkers(f"{pool.name} has gone, or has another block size")
         self.check(context)
         decision = decide(
-            context,
+            self._expecting(context),
             overlaps,
             rng=self.rng,
             now=self.clock(),
@@ -138,6 +140,13 @@ class Router:
                 self.decisions.add(decision.refused(refusal))
             raise refusal.untraced()
         return decision
+
+    def _expecting(self, context: RequestContext) -> RequestContext:
+        """Returns a request with the expected length of its output, if that is known."""
+        if self.conversations is None or context.expected_output_tokens:
+            return context
+        tokens = self.conversations.expected_output_tokens(context.pool, context.conversation, context.tenant.name)
+        return context._replace(expected_output_tokens=tokens) if tokens else context
 
     def settle(self, context: RequestContext, overlaps: Overlaps, decision: Decision) -> SelectWorkerResponse:
         """Books the rank of a decision made in the same step, if the request names a booking. Returns the response.
@@ -186,6 +195,8 @@ class Router:
             session_id=context.booking.session_id,
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,
+            tenant=context.tenant.name,
+            expected_output_tokens=decision.context.expected_output_tokens if decision.context is not None else 0.0,
         )
         if not self.booking_ownership.book(booking, self.clock()):
             return False

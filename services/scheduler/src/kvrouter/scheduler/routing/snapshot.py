@@ -340,6 +340,7 @@ def context_of(
         now=heads.now,
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
         relative_latency=pool.booked_load.latency_calibration.relative.column(heads.now),
+        expected_output_tokens=request.expected_output_tokens,
     )
     return every if len(places) == len(worker_set) else every.at(places)
 

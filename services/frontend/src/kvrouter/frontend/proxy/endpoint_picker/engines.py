@@ -229,17 +229,18 @@ class Pick:
         if is_stream:
             self.link.report_output(self.booking, self.output_tokens)
 
-    def end(self, cached_tokens: int | None = None) -> None:
+    def end(self, cached_tokens: int | None = None, output_tokens: int | None = None) -> None:
         """Frees the booking.
 
         Args:
             cached_tokens: Prompt tokens the engine found in its cache; None if it did not report them.
+            output_tokens: Length of the output; None if the engine did not report it.
         """
         if self.has_ended:
             return
         self.has_ended = True
         self.engine.end()
-        self.link.free(self.booking, cached_tokens)
+        self.link.free(self.booking, cached_tokens, output_tokens=output_tokens)
         if cached_tokens is not None:
             self.metrics.cached_tokens.inc(cached_tokens)
             self.metrics.predicted_cached_tokens.inc(self.booking.predicted_cached_tokens)

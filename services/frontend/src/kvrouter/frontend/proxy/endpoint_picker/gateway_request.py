@@ -229,7 +229,7 @@ class GatewayRequest:
         if usage is not None:
             self._routed.counted(usage.prompt_tokens)
         if pick is not None:
-            pick.end(None if usage is None else usage.cached_tokens)
+            pick.end(None if usage is None else usage.cached_tokens, output_tokens)
             if output_tokens is None and (is_stream or not pick.output_tokens):
                 output_tokens = pick.output_tokens
         if admitted is not None:
