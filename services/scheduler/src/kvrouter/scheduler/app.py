@@ -30,6 +30,7 @@ from kvrouter.scheduler.metrics import SchedulerMetrics, SyncMetrics
 from kvrouter.scheduler.overlap.indexer_query import IndexerSource
 from kvrouter.scheduler.overlap.indexers import RemoteIndexers
 from kvrouter.scheduler.overlap.predictions import Predictions
+from kvrouter.scheduler.policies.catalogue import INSTALLED
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests, queue_gauges
 from kvrouter.scheduler.replication.channel import MAX_OUTGOING, Network, SyncLink
 from kvrouter.scheduler.replication.nats_network import NatsNetwork
@@ -91,6 +92,8 @@ async def running(
     overload = OverloadDetector(settings.overload_lag_ms)
     if ignored := settings.ignored_options():
         log.warning("options.ignored", options=ignored, mode=options.mode)
+    for name, cause in INSTALLED.refused.items():
+        log.warning("policy.refused", policy=name, cause=cause)
     sync = link = None
     network: Network | None = peers
     if settings.replica_sync:

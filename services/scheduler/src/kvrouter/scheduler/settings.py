@@ -6,7 +6,7 @@ from kvrouter.runtime.config.settings import RoutingSettings
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.overlap.predictions import PredictionLimits
-from kvrouter.scheduler.policies.catalogue import POLICIES
+from kvrouter.scheduler.policies.catalogue import INSTALLED, POLICIES
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import (
     DEFAULT_MODE,
@@ -112,6 +112,8 @@ class SchedulerSettings(RoutingSettings):
     @classmethod
     def _is_known(cls, mode: str) -> str:
         if mode not in POLICIES:
+            if (cause := INSTALLED.refused.get(mode)) is not None:
+                raise ValueError(f"the policy of this mode cannot be used: {cause}")
             raise ValueError(f"unknown mode: use one of {', '.join(POLICIES)}")
         return mode
 
