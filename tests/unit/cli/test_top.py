@@ -337,6 +337,14 @@ def test_a_difference_from_the_prediction_is_said_unless_nothing_is_reported(fou
     assert ("predicted to be cached" in shown) == bool(words)
 
 
+def test_a_component_whose_workers_reuse_less_than_predicted_says_so() -> None:
+    status = pool(rank(1))
+    assert "decisions count" not in "\n".join(lines(system([scheduler(status)])))
+    status.reuse_ratio = 0.256
+    shown = "\n".join(lines(system([scheduler(status)])))
+    assert "decisions count 26% of predicted blocks, since workers reuse no more" in shown
+
+
 def test_what_comes_from_which_tier_is_said_beside_its_prediction() -> None:
     sums = HitCounts(
         prompt_tokens=200,

@@ -49,6 +49,22 @@ def test_what_is_within_the_tolerance_or_passes_is_not_found() -> None:
     assert found == [None] * 5
 
 
+def test_the_measured_share_counts_while_workers_reuse_less_than_predicted() -> None:
+    requests = Requests()
+    ratios = []
+    for reported in (20, 20, 40, 75, 20, 20, 0, 0):
+        requests.window(80, reported, MIN_REQUESTS + 1)
+        ratios.append(requests.check.reuse_ratio)
+    assert ratios == pytest.approx([1, 0.25, 0.5, 1, 1, 0.25, 0, 0], abs=0.05)
+
+
+def test_workers_that_reuse_more_than_predicted_change_no_decision() -> None:
+    requests = Requests()
+    for _ in range(3):
+        requests.window(10, 80)
+    assert requests.check.reuse_ratio == 1
+
+
 def test_few_requests_have_no_result() -> None:
     requests = Requests()
     assert [requests.window(80, 10, MIN_REQUESTS // 2) for _ in range(5)] == [None] * 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import read_answer
 from kvrouter.scheduler.policies.forecast.policy import PREFILL_N1_MS
@@ -10,7 +11,13 @@ from kvrouter.scheduler.request.options import RoutingOptions, TierOptions
 from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.registry_pb2 import StorageTier
-from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, SelectWorkerResponse, TierTokens
+from kvrouter.v1.scheduler_pb2 import (
+    FreeRequest,
+    GetStatusRequest,
+    MarkPrefillCompleteRequest,
+    SelectWorkerResponse,
+    TierTokens,
+)
 
 from ..harness import BLOCK, MODEL, POOL, Parts, ResidentBlocks, key, routing, selecting, view, worker
 
@@ -137,6 +144,17 @@ async def test_predicted_tokens_by_tier_are_compared_with_those_that_the_worker_
     hits = pool_of(scheduler).cache_hits.of((1, 0))
     assert hits.lower_cached_tokens == TierTokens(host=5 * BLOCK, shared=16 * BLOCK)
     assert hits.predicted_lower_tokens == TierTokens(host=8 * BLOCK, disk=12 * BLOCK, shared=16 * BLOCK)
+
+
+@pytest.mark.parametrize("mode", ["kv", "forecast"])
+async def test_decisions_count_the_share_that_workers_reuse(mode: str) -> None:
+    scheduler = parts({1: (20, 20, 20, 20)}, RoutingOptions(mode))
+    pool_of(scheduler).prediction_check.reuse_ratio = 0.26
+    response = await chosen(scheduler)
+    assert response.prefill_tokens == (BLOCKS - 5) * BLOCK + 1
+    assert response.overlap_blocks == 20, "the prediction stays as it is, for the next comparison"
+    status = await scheduler.service().get_status(GetStatusRequest(), deadline=Deadline.after(1))
+    assert status.components[0].reuse_ratio == 0.26
 
 
 async def test_blocks_in_shared_storage_count_for_every_rank_that_reads_it() -> None:

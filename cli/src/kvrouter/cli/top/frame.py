@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from kvrouter.cli.terminal import amount
 from kvrouter.cli.top.tables import WIDE, decisions_table, queue_lines, ranks_table
-from kvrouter.runtime.overview.ranks import BACKED_OFF, HitRate, HitWindow, duration
+from kvrouter.runtime.overview.ranks import BACKED_OFF, HitRate, HitWindow, duration, reuse_note
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
@@ -182,7 +182,8 @@ def _component_line(
 
 def _notes(status: ComponentStatus, hit_rate: HitRate) -> list[Text]:
     tiers = [Text(f"found of the prompt tokens: {hit_rate.tiers}")] if hit_rate.tiers else []
-    return [*_replica_line(status), *queue_lines(status.queued), *_prediction_line(hit_rate), *tiers]
+    reuse = [Text(note, "yellow")] if (note := reuse_note(status)) else []
+    return [*_replica_line(status), *queue_lines(status.queued), *_prediction_line(hit_rate), *reuse, *tiers]
 
 
 def _lost_line(health: Mapping[int, Sequence[WorkerHealth]]) -> list[Text]:

@@ -23,7 +23,7 @@ from kvrouter.scheduler.bookings.statistics import BookingStatistics
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates
 from kvrouter.scheduler.load.overload import OverloadDetector
-from kvrouter.scheduler.load.pools import Pools, rank_load_gauges
+from kvrouter.scheduler.load.pools import Pools, rank_load_gauges, reuse_ratio_gauge
 from kvrouter.scheduler.load.reported_load import LoadListener
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics, SyncMetrics
@@ -145,6 +145,7 @@ async def running(
     metrics.conversations.set_function(lambda: len(conversations))
     metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
     runtime.registry.register(rank_load_gauges(pools))
+    runtime.registry.register(reuse_ratio_gauge(pools))
     runtime.registry.register(queue_gauges(queued))
     bounds = bounds_of(runtime.registry)
     bounds.add("decisions_kept", lambda: len(decisions), settings.decisions_kept, when_full="evicts")

@@ -10,7 +10,7 @@ from typing import Any
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
 from kvrouter.frontend.web.traffic import Point, TrafficRates
-from kvrouter.runtime.overview.ranks import HitRate, HitWindow, Note, rank_notes
+from kvrouter.runtime.overview.ranks import HitRate, HitWindow, Note, rank_notes, reuse_note
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System, rank_of
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.indexer_pb2 import RankStats
@@ -166,7 +166,7 @@ def _component(name: ComponentName, status: ComponentStatus, system: System, hit
         "hits_predicted": total.predicted,
         "hits_found": total.found,
         "hits_possible": total.possible,
-        "tiers": total.tiers,
+        "hits_note": "; ".join(filter(None, (total.tiers, reuse_note(status)))),
         "queued": status.queued.requests,
         "queue_capacity": status.queued.capacity,
         "queue_oldest_seconds": status.queued.oldest_age_ms / 1e3,

@@ -11,7 +11,7 @@ from kvrouter.runtime.overview.system import Rank, System, name_of, rank_of
 from kvrouter.v1.frontend_pb2 import WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import HitCounts, RankStatus
+from kvrouter.v1.scheduler_pb2 import ComponentStatus, HitCounts, RankStatus
 
 _Key = tuple[str, int, ComponentName, Rank]
 """(Scheduler, its start, component, rank). Totals of a restarted Scheduler start from 0."""
@@ -141,6 +141,13 @@ def _rate(sums: _Sums) -> HitRate:
 
 def _shares(tokens: Sequence[int], of: int) -> dict[str, float]:
     return {tier: count / of for tier, count in zip(TIERS, tokens, strict=True) if count}
+
+
+def reuse_note(status: ComponentStatus) -> str:
+    """Says that decisions count less than is predicted; empty if they do not."""
+    if not status.HasField("reuse_ratio") or status.reuse_ratio >= 1:
+        return ""
+    return f"decisions count {status.reuse_ratio:.0%} of predicted blocks, since workers reuse no more"
 
 
 BACKED_OFF = (WorkerHealthState.WORKER_HEALTH_STATE_BACKED_OFF, WorkerHealthState.WORKER_HEALTH_STATE_HALF_OPEN)

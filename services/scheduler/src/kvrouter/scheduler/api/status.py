@@ -114,6 +114,7 @@ class Status:
             component=component_message(pool.name),
             model=pool.model,
             role=pool.role,
+            reuse_ratio=pool.prediction_check.reuse_ratio,
             block_size=pool.booked_load.block_size,
             mode=self.mode,
             thresholds=thresholds.to_message(),

@@ -4,6 +4,9 @@ A second check finds out whether workers report other numbers of cached tokens t
 Each window of time is judged by itself: the difference is the predicted minus the reported share of the prompt tokens,
 over requests whose worker reported its cached tokens. It is persistent if two windows in succession exceed the
 tolerance in the same direction. Windows with few requests have no result.
+
+While workers lastingly reuse less than predicted, decisions count the measured share of predicted blocks: engines of
+hybrid models reuse a prefix only as far as the blocks of every group of layers reach, and the index has one group.
 """
 
 from __future__ import annotations
@@ -127,6 +130,8 @@ class PredictionCheck:
         self._requests = 0
         self._prompt = self._predicted = self._reported = 0
         self._previous_direction = 0
+        self.reuse_ratio = 1.0
+        """Share of predicted blocks to count, 0 to 1."""
 
     def add(self, *, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> Difference | None:
         """Adds an ended request; returns a persistent difference, at most once for each window."""
@@ -146,4 +151,7 @@ class PredictionCheck:
         if window.requests < MIN_REQUESTS:
             return None
         previous, self._previous_direction = self._previous_direction, window.direction
-        return window if window.direction and window.direction == previous else None
+        is_persistent = bool(window.direction) and window.direction == previous
+        overpredicts = is_persistent and window.direction > 0
+        self.reuse_ratio = window.reported / window.predicted if overpredicts else 1.0
+        return window if is_persistent else None

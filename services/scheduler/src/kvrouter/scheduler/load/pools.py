@@ -224,6 +224,18 @@ def _component_name(namespace: str, name: str) -> ComponentName:
     return ComponentName(namespace, name)
 
 
+def reuse_ratio_gauge(pools: Pools) -> ScrapedGauges:
+    """Returns the share of predicted blocks that decisions count, by component."""
+    documentation = {
+        "kvrouter_scheduler_reuse_ratio": "Share of predicted blocks that decisions count; 1 unless workers reuse less."
+    }
+    return ScrapedGauges(
+        documentation,
+        ["component", "model"],
+        lambda: [((str(pool.name), pool.model), (pool.prediction_check.reuse_ratio,)) for pool in pools],
+    )
+
+
 def rank_load_gauges(pools: Pools) -> ScrapedGauges:
     """Returns the load of every rank with a registration or bookings, and the relative latency of registered ones."""
 

@@ -54,7 +54,7 @@ class CandidateSnapshot(NamedTuple):
     """Those of them that each candidate would load, as rows by lower tier; None if there are none."""
     saved_blocks: Column
     """Blocks whose computation each candidate saves: those in device memory, and of ``lower_blocks`` the share that
-    loading saves."""
+    loading saves; of these, the share that engines reuse as measured."""
     new_prefill_tokens: Column
     """Prompt tokens for each candidate to compute itself."""
     free_slots: Amounts
@@ -187,6 +187,8 @@ def snapshot(
     if lower_blocks is not None:
         overlap_blocks = saved_blocks + lower_blocks.sum(axis=0)
         saved_blocks = saved_blocks + (lower_blocks * saved_by_loading(request)).sum(axis=0).astype(np.int64)
+    if (ratio := pool.prediction_check.reuse_ratio) < 1.0:
+        saved_blocks = (saved_blocks * ratio).astype(np.int64)
     uncached = np.maximum(request.prompt.tokens - saved_blocks * pool.booked_load.block_size, 0)
     fit = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
     if request.prompt.is_estimated:

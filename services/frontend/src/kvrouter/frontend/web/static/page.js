@@ -260,7 +260,7 @@ function drawFleet(components) {
     const rows = component.ranks.filter(wanted);
     const role = component.role === "both" ? "" : `, ${component.role}`;
     const queue = component.queued ? `, ${number(component.queued)} of at most ${number(component.queue_capacity)} queued, the oldest for ${duration(component.queue_oldest_seconds)}` : "";
-    const about = ` model ${component.model}${role}, mode ${component.mode}, hits predicted ${share(component.hits_predicted)}, found ${share(component.hits_found)}, best rank held ${share(component.hits_possible)} in the last minute${component.tiers ? `; ${component.tiers}` : ""}${queue}`;
+    const about = ` model ${component.model}${role}, mode ${component.mode}, hits predicted ${share(component.hits_predicted)}, found ${share(component.hits_found)}, best rank held ${share(component.hits_possible)} in the last minute${component.hits_note ? `; ${component.hits_note}` : ""}${queue}`;
     const shown = rows.length === component.ranks.length ? "" : element("p", { className: "quiet", text: `${rows.length} of ${component.ranks.length} ranks` });
     return element(
       "div",
