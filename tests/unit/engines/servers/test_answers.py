@@ -20,7 +20,7 @@ from kvrouter.engines.servers.vllm.api import read_loads as read_vllm_loads
 from kvrouter.engines.servers.vllm.requests import CompletionReader
 from kvrouter.engines.servers.vllm.requests import call as vllm_call
 from kvrouter.publisher.errors import RequestRefused
-from kvrouter.v1.common_pb2 import BlockScope, Stage
+from kvrouter.v1.common_pb2 import BlockScope, LowerTiers, Stage
 from kvrouter.v1.worker_pb2 import (
     ChoiceOutput,
     FinishReason,
@@ -103,6 +103,21 @@ def test_cumulative_and_incremental_token_ids(events: list[Any]) -> None:
     outputs = read(GenerateReader(), *events, b"[DONE]")
     assert tokens(outputs) == [[1], [2, 3], [4]]
     assert outputs[-1].finish_reason == FinishReason.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("details", "lower"),
+    [
+        ({"device": 8, "host": 4}, LowerTiers(host=4)),
+        ({"device": 8, "host": 4, "storage": 2, "storage_backend": "x"}, LowerTiers(host=4, shared=2)),
+        ({"device": 8, "host": 0}, None),
+        (None, None),
+    ],
+)
+def test_sglang_says_what_it_loaded_from_which_tier(details: Any, lower: LowerTiers | None) -> None:
+    said = state(1, finish={"type": "stop"}, cached_tokens=14, cached_tokens_details=details)
+    (output,) = read(GenerateReader(), said)
+    assert (output.lower_cached_tokens if output.HasField("lower_cached_tokens") else None) == lower
 
 
 def test_cached_tokens_of_sglang_come_first() -> None:

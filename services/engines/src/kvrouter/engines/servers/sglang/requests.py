@@ -36,10 +36,18 @@ class _Finish(msgspec.Struct):
     status_code: int | None = None
 
 
+class _CachedTokens(msgspec.Struct):
+    """Cached tokens by tier: a part of them is loaded from host memory, or from the storage behind it."""
+
+    host: TokenId | None = None
+    storage: TokenId | None = None
+
+
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | str | None = None
     completion_tokens: int | None = None
     cached_tokens: TokenId | None = None
+    cached_tokens_details: _CachedTokens | None = None
     output_token_logprobs: list[list[Any]] | None = None
     output_top_logprobs: list[list[list[Any]] | None] | None = None
 
@@ -142,6 +150,10 @@ class GenerateReader:
         if answer.meta_info.cached_tokens is not None and not self._has_cached_tokens:
             self._has_cached_tokens = True
             output.cached_tokens = answer.meta_info.cached_tokens
+            by_tier = answer.meta_info.cached_tokens_details
+            if by_tier is not None and (by_tier.host or by_tier.storage):
+                output.lower_cached_tokens.host = by_tier.host or 0
+                output.lower_cached_tokens.shared = by_tier.storage or 0
         if answer.meta_info.output_token_logprobs:
             output.logprobs.extend(_logprobs(answer.meta_info.output_token_logprobs[first:]))
         if answer.meta_info.output_top_logprobs:
