@@ -144,8 +144,10 @@ def test_tiers_and_who_holds_more_are_shown() -> None:
         prompt_blocks=20,
         candidates=[candidate(1, 1.0, 10), candidate(2, 2.0, 12)],
         kv_source=KvSource(rank=Rank(worker_id=2), tier=Tier.TIER_HOST, blocks=12),
+        expected_output_tokens=1234.5,
     )
     decision.candidates[1].lower_blocks.host = 5
+    assert "expected to generate 1,234 tokens" in summary(decision)
     assert "rank 2:0 has more of the prompt: 12 blocks, down to tier host" in summary(decision)
     out = io.StringIO()
     PlainConsole(file=out, width=120).print(candidates_table(decision))

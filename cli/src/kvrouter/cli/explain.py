@@ -183,6 +183,8 @@ def summary(decision: Decision) -> list[str]:
     lines.append(f"{chosen} by mode {decision.mode}{because}")
     if decision.model_choice:
         lines.append(f"model chosen as {decision.model_choice}")
+    if decision.expected_output_tokens:
+        lines.append(f"expected to generate {decision.expected_output_tokens:,.0f} tokens")
     if decision.queued_us:
         lines.append(f"queued for {decision.queued_us / 1e6:.2f} s before")
     if decision.HasField("prefill"):
