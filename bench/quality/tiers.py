@@ -1,6 +1,6 @@
 """Routing with a host tier of four times the device cache, against device-only routing and Dynamo's factors.
 
-    .venv/bin/python bench/quality/tiers.py [--seeds 3] [--requests 8000] [--workloads agents,chat,trace]
+    .venv/bin/python bench/quality/tiers.py [--seeds 3] [--requests 8000] [--workloads agents,chat] [--loads 0.2,1]
 
 Prints the rows of bench/tiers.md. Device caches hold 0.3 of the distinct blocks of the prompts, host memory is read at
 20 GB/s.
@@ -55,14 +55,16 @@ def fleet(workload: Workload, prompts: Prompts) -> list[EngineConfig]:
     return [EngineConfig(num_blocks=blocks, host=host, hash_seed=number) for number in range(ENGINES)]
 
 
-def measured(names: Sequence[str], requests: int, seeds: int) -> Iterator[tuple[str, float, Routing, RunStatistics]]:
-    """Yields the statistics of each run as it ends."""
+def measured(
+    names: Sequence[str], requests: int, seeds: int, loads: Sequence[float]
+) -> Iterator[tuple[str, float, Routing, RunStatistics]]:
+    """Yields the statistics of each run as it ends; ``loads`` are those of the workload if empty."""
     for name in names:
         for seed in range(1 if name == "trace" else seeds):
             workload = workload_of(name, requests) if name == "trace" else generate(name, requests, seed)
             prompts = Prompts(workload, BLOCK)
             engines = fleet(workload, prompts)
-            for load in LOADS[name]:
+            for load in loads or LOADS[name]:
                 for routing in ROUTINGS:
                     options = routing_options(routing.policy)
                     setting = Setting(engines, options, seed, regret=False, sees_tiers=routing.sees_tiers)
@@ -76,10 +78,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8000)
     parser.add_argument("--workloads", default=",".join(LOADS))
+    parser.add_argument("--loads", default="")
     options = parser.parse_args()
+    loads = [float(load) for load in options.loads.split(",") if load]
     began = time.perf_counter()
     runs: dict[tuple[str, float, Routing], list[RunStatistics]] = {}
-    for name, load, routing, statistics in measured(options.workloads.split(","), options.requests, options.seeds):
+    names = options.workloads.split(",")
+    for name, load, routing, statistics in measured(names, options.requests, options.seeds, loads):
         runs.setdefault((name, load, routing), []).append(statistics)
     print("| workload, load | routing | found in a cache | of it in host memory | mean TTFT, ms | p99 | within SLO |")
     print("|---|---|---|---|---|---|---|")
