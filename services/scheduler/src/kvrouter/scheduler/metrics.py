@@ -15,6 +15,7 @@ from kvrouter.runtime.telemetry.histogram import LoopHistogram, Observations
 from kvrouter.runtime.telemetry.metrics import model_label
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.scheduler_pb2 import TierTokens
+from kvrouter.v1.texts import LOWER_TIERS
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -25,7 +26,6 @@ _TURNS = (1, 2, 4, 8, 16, 32, 64, 128)
 _PAUSES = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800)
 _HITS = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
 _RATIOS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)
-_TIERS = ("host", "disk", "shared")
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
 
@@ -174,7 +174,7 @@ class SchedulerMetrics:
     def audit_tiers(self, model: str, predicted: TierTokens, reported: TierTokens) -> None:
         """Compares the predicted tokens below device memory with the worker's report."""
         label = model_label(model, self._audited)
-        for tier in _TIERS:
+        for tier in LOWER_TIERS:
             self.audited_tier_tokens.of(label, tier, "predicted").inc(getattr(predicted, tier))
             self.audited_tier_tokens.of(label, tier, "reported").inc(getattr(reported, tier))
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from kvrouter.core import Rank
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.scheduler_pb2 import HitCounts, TierTokens
+from kvrouter.v1.texts import LOWER_TIERS, by_tier
 
 _NO_TOKENS = TierTokens()
 
 
 def tier_tokens(counts: LowerTiers, block_size: int = 1) -> TierTokens:
     """Returns numbers of blocks by tier in tokens."""
-    return TierTokens(host=counts.host * block_size, disk=counts.disk * block_size, shared=counts.shared * block_size)
+    return TierTokens(**{tier: count * block_size for tier, count in by_tier(counts).items()})
 
 
 class CacheHits:
@@ -78,9 +79,8 @@ class CacheHits:
 
 def _add(sums: TierTokens, tokens: TierTokens) -> None:
     if tokens.ByteSize():
-        sums.host += tokens.host
-        sums.disk += tokens.disk
-        sums.shared += tokens.shared
+        for tier in LOWER_TIERS:
+            setattr(sums, tier, getattr(sums, tier) + getattr(tokens, tier))
 
 
 WINDOW_SECONDS = 60.0
