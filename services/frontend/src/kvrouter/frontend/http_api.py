@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
 from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
+from kvrouter.frontend.proxy.engine_connections import EngineConnections
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted, serves_itself, with_token_ids
 from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse, TranslatedResponse
 from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
@@ -92,6 +94,7 @@ class HttpApi:
         self._settings = frontend.runner.settings
         self._sessions = frontend.runner.sessions
         self._page = page
+        self._engines = EngineConnections()
         self._session: aiohttp.ClientSession | None = None
         self._writer = StepWriter()
         self._frontend = frontend
@@ -195,7 +198,8 @@ class HttpApi:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             self._session = session
-            yield
+            with closing(self._engines):
+                yield
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Returns 200 if requests can be routed, otherwise 503."""
@@ -382,6 +386,7 @@ class HttpApi:
             response,
             passed,
             view,
+            self._engines,
             self._session,
             self._frontend.runner,
             routed,

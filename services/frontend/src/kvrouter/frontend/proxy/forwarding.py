@@ -20,14 +20,12 @@ from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER, kv_source_text
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
+from kvrouter.frontend.proxy.engine_connections import EngineConnections
+from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineFailed
 from kvrouter.frontend.proxy.engine_request import (
-    EngineFailed,
     can_share,
-    chunks,
     decode_body,
     engine_request_id,
-    failure_body,
-    posted,
     prefill_body,
     transfer_params,
 )
@@ -71,6 +69,8 @@ _MOST_COUNTED = 1 << 20
 """Maximum number of output tokens a usage may report."""
 _MAX_PREFILL_BYTES = 16 << 20
 """Maximum size of the response of a prefill engine."""
+_MAX_FAILURE_BYTES = 64 << 10
+"""Maximum size of an engine's error, bytes."""
 
 
 def generate_request(
@@ -108,6 +108,7 @@ class EngineCalls:
         response: ForwardedResponse,
         body: bytes,
         view: ComponentView,
+        connections: EngineConnections,
         session: aiohttp.ClientSession,
         runner: RequestRunner,
         routed: RoutedBody,
@@ -120,7 +121,8 @@ class EngineCalls:
             response: Its response.
             body: Its body.
             view: The largest pool of workers.
-            session: Connections to their OpenAI APIs.
+            connections: Connections to their OpenAI APIs.
+            session: Connections that show whether one lives.
             runner: Has the workers, and the options of the Frontend.
             routed: The parts of the body that routing needs.
             path: Path of the engine's API, whose responses are translated; empty for the client's own.
@@ -139,6 +141,7 @@ class EngineCalls:
         self._response = response
         self._body = body
         self._view = view
+        self._connections = connections
         self._session = session
         self._workers = runner.workers
         self._worker_at = runner.models.worker_at
@@ -207,7 +210,7 @@ class EngineCalls:
         worker: WorkerRegistration | None,
         dispatch: Dispatch,
         body: bytes,
-        read: Callable[[aiohttp.ClientResponse, WorkerAttempt], Awaitable[None]],
+        read: Callable[[EngineAnswer, WorkerAttempt], Awaitable[None]],
         receiver: WorkerAttempt,
     ) -> None:
         if worker is None or not worker.openai_endpoint:
@@ -225,19 +228,21 @@ class EngineCalls:
             headers[KV_SOURCE_HEADER] = kv_source_text(dispatch.request.kv_source)
         path = self._path or (self._request.path if self._is_authenticated else self._request.path_qs)
         seconds = dispatch.deadline.remaining()
-        url = f"{worker.openai_endpoint.rstrip('/')}{path}"
+        answer: EngineAnswer | None = None
         try:
-            async with posted(self._session, url, data=body, headers=headers, seconds=seconds) as answer:
-                if answer.status == _BUSY_STATUS or answer.status >= 500:
-                    raise await self._refusal(answer)
-                if answer.status == HTTPStatus.UNAUTHORIZED and (key or self._is_authenticated):
-                    # The credential that it refuses is not the client's.
-                    raise DependencyAway("its OpenAI API refuses the Frontend: expected its key in --engine-keys-file")
-                if answer.status == HTTPStatus.NOT_FOUND and answer.content_length == 0:
-                    raise DependencyAway(f"its server answers an empty 404 to {path}: check the URL of its OpenAI API")
-                if (self._is_authenticated or self._path) and "Content-Encoding" in answer.headers:
-                    raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
-                await read(answer, receiver)
+            answer = await self._connections.post(
+                worker.openai_endpoint, path, data=body, headers=headers, seconds=seconds
+            )
+            if answer.status == _BUSY_STATUS or answer.status >= 500:
+                raise await self._refusal(answer)
+            if answer.status == HTTPStatus.UNAUTHORIZED and (key or self._is_authenticated):
+                # The credential that it refuses is not the client's.
+                raise DependencyAway("its OpenAI API refuses the Frontend: expected its key in --engine-keys-file")
+            if answer.status == HTTPStatus.NOT_FOUND and answer.headers.get("Content-Length") == "0":
+                raise DependencyAway(f"its server answers an empty 404 to {path}: check the URL of its OpenAI API")
+            if (self._is_authenticated or self._path) and "Content-Encoding" in answer.headers:
+                raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
+            await read(answer, receiver)
         except EngineFailed as error:
             # Engines that live end connections too, such as an idle one that a request has just taken.
             lives = await is_alive(self._session, worker.openai_endpoint)
@@ -246,6 +251,9 @@ class EngineCalls:
             return  # The client has left; aiohttp cancels its handler.
         except Exception as error:
             receiver.on_error(error)
+        finally:
+            if answer is not None:
+                self._connections.end(answer)
 
     def _headers(self, request_id: str) -> dict[str, Any]:
         """Returns the client's headers for an engine."""
@@ -262,11 +270,13 @@ class EngineCalls:
     def _shown(self, failure: str) -> str:
         return shown_failure(failure) if self._is_authenticated else failure
 
-    async def _refusal(self, answer: aiohttp.ClientResponse) -> AllBusy | DependencyAway | EngineFailed:
+    async def _refusal(self, answer: EngineAnswer) -> AllBusy | DependencyAway | EngineFailed:
         """Returns the error for a response with which an engine says that another one may serve the request."""
-        body = await failure_body(answer)
+        body = b""
+        while len(body) < _MAX_FAILURE_BYTES and (part := await answer.part()):
+            body += part[: _MAX_FAILURE_BYTES - len(body)]
         message = f"its OpenAI API answers {answer.status}: {self._shown(body.decode(errors='replace'))[:256]}"
-        is_whole = answer.content_type == _JSON_TYPE and answer.content.at_eof()
+        is_whole = answer.content_type == _JSON_TYPE and answer.is_read
         if is_whole and not (self._is_authenticated and quotes_internal(body)):
             headers = {name: answer.headers[name] for name in _KEPT_OF_ERRORS if name in answer.headers}
             self._engine_error = web.Response(status=answer.status, body=body, headers=headers)
@@ -275,11 +285,11 @@ class EngineCalls:
         # One that answers 503 has not begun with the request.
         return DependencyAway(message) if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else EngineFailed(message)
 
-    async def _read_prefill(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
+    async def _read_prefill(self, answer: EngineAnswer, receiver: WorkerAttempt) -> None:
         """Reads the response of a prefill engine, which the client does not get."""
         kept = bytearray()
-        async for chunk in chunks(answer):
-            kept += chunk
+        while part := await answer.part():
+            kept += part
             if len(kept) > _MAX_PREFILL_BYTES:
                 raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_PREFILL_BYTES} bytes")
         if answer.status != HTTPStatus.OK:
@@ -289,12 +299,12 @@ class EngineCalls:
         receiver.take(DetailedOutput(1, finish_reason=FinishReason.FINISH_REASON_LENGTH, transfer_params=params))
         receiver.on_end()
 
-    async def _pass_on(self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt) -> None:
+    async def _pass_on(self, answer: EngineAnswer, receiver: WorkerAttempt) -> None:
         """Passes on the response of the engine generating the output."""
         is_stream = answer.content_type == STREAM_TYPE
         response = EngineResponse(is_stream=is_stream, status=answer.status, hides_internal=self._is_authenticated)
         headers = _without(answer.headers, _NOT_RETURNED | (_LENGTH if self._is_authenticated else frozenset()))
-        self._response.answers(answer.status, answer.reason or "", headers)
+        self._response.answers(answer.status, answer.reason, headers)
         pass_on = self._pass_stream if is_stream else self._pass_whole
         last = await pass_on(answer, receiver, response)
         last.finish_reason = FinishReason.FINISH_REASON_STOP
@@ -306,20 +316,20 @@ class EngineCalls:
         receiver.on_end()
 
     async def _pass_stream(
-        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse
+        self, answer: EngineAnswer, receiver: WorkerAttempt, response: EngineResponse
     ) -> DetailedOutput:
-        async for chunk in chunks(answer):
-            receiver.take(DetailedOutput(count_tokens(chunk), raw=response.take(chunk)))
+        while part := await answer.part():
+            receiver.take(DetailedOutput(count_tokens(part), raw=response.take(part)))
             await self._response.drain()
         return DetailedOutput(raw=response.take(b"", ends=True))
 
     async def _pass_whole(
-        self, answer: aiohttp.ClientResponse, receiver: WorkerAttempt, response: EngineResponse
+        self, answer: EngineAnswer, receiver: WorkerAttempt, response: EngineResponse
     ) -> DetailedOutput:
         """Keeps a response until it is complete, or too long: until then another engine can give it."""
         kept, begun_tokens = bytearray(), 0
-        async for chunk in chunks(answer):
-            kept += response.take(chunk)
+        while part := await answer.part():
+            kept += response.take(part)
             if begun_tokens or len(kept) > _MAX_WHOLE_BYTES:
                 receiver.take(DetailedOutput(0 if begun_tokens else 1, raw=bytes(kept)))
                 begun_tokens = 1

@@ -1,0 +1,181 @@
+"""Connections to the OpenAI APIs of engines, for requests that are forwarded. Redirects are for the client.
+
+A connection serves one request at a time, and waits some seconds for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineConnection, error_words, late
+from kvrouter.net.calls import NotSent
+from kvrouter.net.http2.connecting import addresses_of, first_connection
+
+_CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = 15.0
+"""Time after which an idle connection is closed."""
+
+
+class _Origin(NamedTuple):
+    """The server of a URL."""
+
+    host: str
+    port: int
+    is_encrypted: bool
+    path: str
+    """Path before the paths of its APIs, without a slash at its end."""
+    authority: str
+    """Host and port as its requests name them."""
+    credential: str
+    """Header with the login in the URL; empty if there is none."""
+
+    @classmethod
+    @lru_cache(4096)
+    def of(cls, url: str) -> _Origin:
+        """Raises ValueError if it is no URL of HTTP."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii():
+            raise ValueError("expected a URL with http:// or https://")
+        is_encrypted = parts.scheme == "https"
+        credential = ""
+        if parts.username is not None:
+            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            credential = f"Authorization: Basic {base64.b64encode(login.encode()).decode()}\r\n"
+        port = parts.port or (443 if is_encrypted else 80)
+        path, authority = parts.path.rstrip("/"), parts.netloc.rpartition("@")[2]
+        return cls(parts.hostname, port, is_encrypted, path, authority, credential)
+
+
+class EngineConnections:
+    """The connections to all engines. ``close`` must follow."""
+
+    def __init__(self) -> None:
+        self._idle: dict[_Origin, list[EngineConnection]] = {}
+        self._running: dict[EngineAnswer, tuple[_Origin, EngineConnection]] = {}
+        self._check: asyncio.TimerHandle | None = None
+
+    async def post(
+        self, url: str, path: str, *, data: bytes, headers: Mapping[str, str], seconds: float | None
+    ) -> EngineAnswer:
+        """Sends a request to an engine, and returns its response when the head has arrived. ``end`` must follow.
+
+        Args:
+            url: URL of the server.
+            path: Path of its API, with the query.
+            data: The body.
+            headers: The headers but Host and Content-Length.
+            seconds: Time until the end of the response; None for any.
+
+        Raises:
+            NotSent: the engine cannot be connected to.
+            EngineFailed: the connection ended before the head of the response.
+            DependencyAway: the response is not HTTP.
+            DeadlineExceeded: the time is over.
+            ValueError: a header or the path has a line break.
+        """
+        try:
+            origin = _Origin.of(url)
+        except ValueError as error:
+            raise NotSent(f"its OpenAI API cannot be reached: {error}") from None
+        named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if named.count("\n") != len(headers) or named.count("\r") != len(headers) or "\0" in named or not _is_one(path):
+            raise ValueError("expected headers and a path without line breaks")
+        if origin.credential and "authorization" not in map(str.lower, headers):
+            named += origin.credential
+        line = f"POST {origin.path}{path} HTTP/1.1\r\nHost: {origin.authority}\r\n"
+        head = f"{line}{named}Content-Length: {len(data)}\r\n\r\n"
+        connection = self._take(origin) or await self._connect(origin, seconds)
+        try:
+            answer = await connection.exchange(head.encode(), data, seconds)
+        except BaseException:
+            connection.end()
+            raise
+        self._running[answer] = origin, connection
+        return answer
+
+    def end(self, answer: EngineAnswer) -> None:
+        """Ends a response. Its connection can serve another request if all of the response has arrived."""
+        origin, connection = self._running.pop(answer)
+        if not connection.end():
+            return
+        loop = asyncio.get_running_loop()
+        connection.idle_since = loop.time()
+        self._idle.setdefault(origin, []).append(connection)
+        if self._check is None:
+            self._check = loop.call_later(_IDLE_SECONDS, self._close_old)
+
+    def close(self) -> None:
+        """Closes idle connections."""
+        if self._check is not None:
+            self._check.cancel()
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.close()
+        self._idle.clear()
+
+    def _take(self, origin: _Origin) -> EngineConnection | None:
+        idle = self._idle.get(origin)
+        while idle:
+            connection = idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    def _close_old(self) -> None:
+        loop = asyncio.get_running_loop()
+        for origin, idle in list(self._idle.items()):
+            kept = [each for each in idle if each.is_open and loop.time() - each.idle_since < _IDLE_SECONDS]
+            for connection in set(idle).difference(kept):
+                connection.close()
+            self._idle[origin] = kept
+            if not kept:
+                del self._idle[origin]
+        self._check = loop.call_later(_IDLE_SECONDS, self._close_old) if self._idle else None
+
+    async def _connect(self, origin: _Origin, seconds: float | None) -> EngineConnection:
+        loop = asyncio.get_running_loop()
+
+        async def connect(address: str) -> EngineConnection:
+            _, protocol = await loop.create_connection(
+                EngineConnection,
+                address,
+                origin.port,
+                ssl=_tls() if origin.is_encrypted else None,
+                server_hostname=origin.host if origin.is_encrypted else None,
+            )
+            return protocol
+
+        is_late = seconds is not None and seconds < _CONNECT_SECONDS
+        limit = seconds if seconds is not None and is_late else _CONNECT_SECONDS
+        try:
+            async with asyncio.timeout(limit):
+                addresses = await addresses_of(origin.host, origin.port)
+                return await first_connection(addresses, connect, limit)
+        except TimeoutError:
+            if is_late:
+                raise late() from None
+            failure = "no answer in time"
+        except OSError as error:
+            failure = error_words(error)
+        except ExceptionGroup as group:
+            last = group.exceptions[-1]
+            failure = error_words(last) if isinstance(last, OSError) else str(last)
+        raise NotSent(f"its OpenAI API cannot be reached: {failure} at {origin.host}:{origin.port}")
+
+
+def _is_one(path: str) -> bool:
+    """Returns whether a path is one word, so that no other request begins in it."""
+    return path.isascii() and path.isprintable() and " " not in path
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context

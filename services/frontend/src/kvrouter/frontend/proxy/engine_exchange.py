@@ -1,0 +1,264 @@
+"""One request to an engine and its response, on a connection of HTTP/1.1.
+
+The body of a response is taken as it arrives; more than some 256 KiB that nobody takes stay in the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import cast
+
+import httptools
+from kvrouter.net.budgets import loop_budget
+from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
+from multidict import CIMultiDict
+
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_UNREAD_BYTES = 256 << 10
+"""Bytes of a body that wait to be taken. No more are read meanwhile."""
+_PART_US = 60
+"""CPU time to pass a part of a response on, microseconds."""
+_BYTES_PER_US = 50
+_FIRST_FINAL = 200
+_NO_BODY = frozenset({204, 304})
+
+
+class EngineFailed(Exception):
+    """An engine failed a request it had received: it broke the connection, or answered with an error."""
+
+
+class EngineAnswer:
+    """The response of an engine: its head, and its body in parts."""
+
+    def __init__(self, status: int, reason: str, headers: CIMultiDict[str], read_on: Callable[[], None]) -> None:
+        """Creates it without a body. ``read_on`` is called when a body of which too much was unread has been taken."""
+        self.status = status
+        self.reason = reason
+        """The phrase of the status."""
+        self.headers = headers
+        self._read_on = read_on
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
+        self._is_complete = False
+        self._error: Exception | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    @property
+    def content_type(self) -> str:
+        """The media type, in lower case and without parameters; empty if there is none."""
+        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the body was taken to its end."""
+        return self._is_complete and not self._unread
+
+    async def part(self) -> bytes:
+        """Returns the next bytes of the body, in their turn on the event loop; empty at its end.
+
+        Raises:
+            EngineFailed: the connection broke.
+            DependencyAway: the body is not HTTP.
+            DeadlineExceeded: the time is over.
+        """
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
+            if self._is_complete:
+                return b""
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        part = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
+        self._unread.clear()
+        if self._unread_bytes > _MAX_UNREAD_BYTES:
+            self._read_on()
+        self._unread_bytes = 0
+        await loop_budget().turn(_PART_US + len(part) // _BYTES_PER_US)
+        return part
+
+    def add(self, data: bytes) -> bool:
+        """Takes further bytes of the body. Returns False if there are too many."""
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        self._wake()
+        return self._unread_bytes <= _MAX_UNREAD_BYTES
+
+    def end(self, error: Exception | None = None) -> None:
+        """Takes the end of the body, or the error that ended it."""
+        self._is_complete = error is None
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+class EngineConnection(asyncio.Protocol):
+    """A connection with one request at a time."""
+
+    def __init__(self) -> None:
+        self.idle_since = 0.0
+        """When it became idle, seconds of the loop's clock."""
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._answered: asyncio.Future[EngineAnswer] | None = None
+        """Done when the head of the response has arrived; None while the connection is idle."""
+        self._answer: EngineAnswer | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._reason = b""
+        self._headers: CIMultiDict[str] = CIMultiDict()
+        self._head_bytes = 0
+        self._is_interim = False
+        self._ends_with_connection = False
+        self._is_complete = False
+        self._keeps_connection = False
+        """Whether the engine keeps the connection after this response."""
+        self._is_paused = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can serve a request."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def exchange(self, head: bytes, body: bytes, seconds: float | None) -> EngineAnswer:
+        """Sends a request and returns the response when its head has arrived. ``end`` must follow.
+
+        Args:
+            head: The head of the request.
+            body: Its body.
+            seconds: Time until the end of the response; None for any.
+
+        Raises:
+            EngineFailed: the connection ended.
+            DependencyAway: the response is not HTTP.
+            DeadlineExceeded: the time is over.
+        """
+        self._answered = self._loop.create_future()
+        self._answer, self._head_bytes, self._is_complete, self._ends_with_connection = None, 0, False, False
+        if seconds is not None:
+            self._deadline = self._loop.call_later(seconds, self._expire)
+        if self._transport is None:
+            self._fail(EngineFailed("its OpenAI API broke the connection: closed without a response"))
+        else:
+            self._transport.writelines((head, body))
+        return await self._answered
+
+    def end(self) -> bool:
+        """Ends the exchange. Returns whether the connection can serve another request; otherwise it is closed."""
+        self._answered = self._answer = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self._is_complete and self._keeps_connection and self.is_open:
+            self._read_on()
+            return True
+        self.close()
+        return False
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _read_on(self) -> None:
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Takes the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes of the response."""
+        if self._answered is None or self._is_complete:
+            self.close()  # Nobody has asked.
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, UnicodeDecodeError) as error:
+            self._fail(DependencyAway(f"its OpenAI API does not answer: {error}"))
+        if self._answer is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self._fail(DependencyAway(f"its OpenAI API sends headers of more than {_MAX_HEAD_BYTES} bytes"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Takes the end of the connection, and why it broke."""
+        self._transport = None
+        if self._answered is None or self._is_complete:
+            return
+        if self._answer is not None and self._ends_with_connection and exc is None:
+            self.on_message_complete()
+            return
+        within = "closed without a response" if self._answer is None else "closed within a response"
+        cause = error_words(exc) if isinstance(exc, OSError) else within
+        self._fail(EngineFailed(f"its OpenAI API broke the connection: {cause}"))
+
+    def on_message_begin(self) -> None:
+        """Takes the beginning of a response. Nobody has asked for a second one."""
+        if self._is_complete:
+            self._keeps_connection = False
+
+    def on_status(self, status: bytes) -> None:
+        """Takes the phrase of a status."""
+        self._reason = status
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header, or a trailer, which nobody gets."""
+        if self._answer is None:
+            self._headers.add(name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        """Takes the end of the head."""
+        status, headers = self._parser.get_status_code(), self._headers
+        self._headers = CIMultiDict()
+        self._is_interim = status < _FIRST_FINAL
+        if self._is_interim or self._is_complete or self._answered is None or self._answered.done():
+            return
+        is_sized = "Content-Length" in headers or "Transfer-Encoding" in headers or status in _NO_BODY
+        self._ends_with_connection = not is_sized
+        self._answer = EngineAnswer(status, self._reason.decode("utf-8", "replace"), headers, self._read_on)
+        self._reason = b""
+        self._answered.set_result(self._answer)
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a part of the body."""
+        if self._answer is None or self._is_complete or self._answer.add(body):
+            return
+        if self._transport is not None and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """Takes the end of the body."""
+        if self._answer is not None and not (self._is_interim or self._is_complete):
+            self._is_complete, self._keeps_connection = True, self._parser.should_keep_alive()
+            self._answer.end()
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the exchange with an error."""
+        if self._answer is not None:
+            if not self._is_complete:
+                self._answer.end(error)
+        elif self._answered is not None and not self._answered.done():
+            self._answered.set_exception(error)
+        self._is_complete = False
+        self.close()
+
+    def _expire(self) -> None:
+        self._fail(late())
+
+
+def late() -> DeadlineExceeded:
+    """Returns the error of an engine that takes too long."""
+    return DeadlineExceeded("its OpenAI API has not answered in time")
+
+
+def error_words(error: OSError) -> str:
+    """Returns the cause of an error; the loop's own text names the call."""
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else error.strerror or str(error)
