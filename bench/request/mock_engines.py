@@ -33,6 +33,8 @@ _END_OF_HEAD = b"\r\n\r\n"
 
 class _Body(msgspec.Struct):
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """What SGLang's router makes of ``max_tokens``."""
     max_output_tokens: int | None = None
     stream: bool = False
 
@@ -213,7 +215,7 @@ class Connection(asyncio.Protocol):
         if path in ANSWERS:
             self._engine.count(body)
         fields = _BODY.decode(body)
-        tokens = fields.max_tokens or fields.max_output_tokens or 1
+        tokens = fields.max_tokens or fields.max_completion_tokens or fields.max_output_tokens or 1
         self._engines.start(self._transport, _answer(path, tokens, fields.stream))
 
 

@@ -6,7 +6,6 @@ import base64
 import json
 import tracemalloc
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +25,7 @@ from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
 from kvrouter.v1.errors import BadRequest
+from msgspec.structs import replace
 
 from ....byte_tokenizer import write_byte_tokenizer
 

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterable
 from contextvars import copy_context
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.worker_pb2 import TransferParams
+from msgspec.structs import replace
 
 _SEVERAL = re.compile(rb'\[\s*["\[]')
 _ONE_TOKEN = ("max_tokens", "max_completion_tokens", "max_output_tokens")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 
+import msgspec
 from blake3 import blake3
 from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.messages_request import MessagesRequest
@@ -30,6 +30,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError, Overloaded, RateLimited
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.registry_pb2 import WorkerRegistration
+from msgspec.structs import replace
 
 _TOKEN_LIST = re.compile(rb'\[\s*[^"\[\]\s]')
 """The beginning of a list with no texts and no lists."""
@@ -45,15 +46,14 @@ TRANSLATED: Mapping[str, type[TranslatedRequest]] = {kind.path: kind for kind in
 """APIs whose bodies become chats, by path."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedBody:
-    """The parts of a request body deciding where it goes."""
+class RoutedBody(msgspec.Struct, frozen=True):
+    """The parts of a request body deciding where it goes. A dataclass would take ten times as long to replace."""
 
     model: str
     """Name of the model or LoRA adapter; empty if the body names none."""
     pool: str = ""
     """Name of the component that must serve it; empty for any."""
-    token_ids: bytes = field(default=b"", repr=False)
+    token_ids: bytes = b""
     """Prompt as packed token ids. While it is not tokenized, each four of its bytes stand for a token: that is its
     typical length, and prompts with the same beginning have the same first blocks. No engine reports such blocks, so
     where workers publish events the request is routed on load; in approximate mode it follows its prefix."""
@@ -62,11 +62,11 @@ class RoutedBody:
     has_prompt: bool = True
     is_one_text: bool = False
     """Whether it is a completion of one text, and nothing but its tokens counts: an engine may get these instead."""
-    media: PromptMedia | None = field(default=None, repr=False)
+    media: PromptMedia | None = None
     """Its images, sounds and videos, which are found when the prompt is tokenized; None if it can have none."""
-    source: PromptSource | None = field(default=None, repr=False)
+    source: PromptSource | None = None
     """The prompt to tokenize; None for a list of token ids, and where only the engine knows the tokens."""
-    listed_ids: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    listed_ids: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     """Token ids the client lists, by field, packed: those of all of its prompts."""
     max_output_tokens: int = 0
     """Maximum number of output tokens of a sequence."""
@@ -85,6 +85,10 @@ class RoutedBody:
     """Conversation it belongs to; empty for none."""
     prompt_cache_key: str = ""
     """Key by which the client groups requests; empty for none."""
+
+    def __repr__(self) -> str:
+        """Returns a text without the prompt."""
+        return f"RoutedBody(model={self.model!r}, prompt_tokens={self.prompt_tokens})"
 
     @property
     def prompt_tokens(self) -> int:
@@ -150,9 +154,7 @@ class RoutedBody:
             listed = {"prompt": token_ids} | read_token_lists(fields, max_prompt_tokens, "stop_token_ids")
             is_tokenized = not fields.is_rendered_by_engine
             return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
-        parsed = replace(
-            parsed, listed_ids=read_token_lists(fields, max_prompt_tokens, "prompt", "input", "stop_token_ids")
-        )
+        listed = read_token_lists(fields, max_prompt_tokens, "prompt", "input", "stop_token_ids")
         source: PromptSource | None = None
         media: PromptMedia | None = None
         content = prompt or given(fields.messages)
@@ -167,7 +169,13 @@ class RoutedBody:
             source = PassedChat(fields, media)
         token_ids = _stand_in(content, max_prompt_tokens)
         return replace(
-            parsed, token_ids=token_ids, is_tokenized=False, has_prompt=bool(content), source=source, media=media
+            parsed,
+            token_ids=token_ids,
+            is_tokenized=False,
+            has_prompt=bool(content),
+            source=source,
+            media=media,
+            listed_ids=listed,
         )
 
     def as_chat(

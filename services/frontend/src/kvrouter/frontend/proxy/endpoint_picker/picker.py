@@ -6,7 +6,6 @@ import random
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
 from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
+from msgspec.structs import replace
 
 log = structlog.get_logger(component="endpoint-picker")
 
