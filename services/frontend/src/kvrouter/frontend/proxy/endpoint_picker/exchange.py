@@ -60,7 +60,8 @@ _MESSAGE_US = 80
 """CPU time to process a part of a response, microseconds."""
 
 
-_OF_REQUEST = ("request_headers", "request_body", "request_trailers")
+_HEADERS = "request_headers"
+_OF_REQUEST = (_HEADERS, "request_body", "request_trailers")
 
 
 class _GatewayLeft(Exception):
@@ -77,6 +78,7 @@ class Exchange:
         self._timeout_seconds = picker.settings.request_timeout_seconds
         self._begun = False
         self._refused = False
+        self._freed = False
         self._response = EngineResponse(is_stream=False)
         self._has_begun_response = False
         self._full_duplex_response = False
@@ -93,14 +95,16 @@ class Exchange:
             KvRouterError: the gateway or its configuration does not fit the protocol.
         """
         try:
+            budget = loop_budget()
             while (message := await self._read()) is not None:
-                await loop_budget().turn(_MESSAGE_US)
-                begins = message.HasField("request_headers")
+                if not budget.take(_MESSAGE_US):
+                    await budget.turn(_MESSAGE_US)
+                kind = message.WhichOneof("request")
                 # A gateway may answer by itself, and show only the response.
-                if begins == self._begun and message.WhichOneof("request") in _OF_REQUEST:
+                if (kind == _HEADERS) == self._begun and kind in _OF_REQUEST:
                     raise BadRequest("expected the headers of one request before its body")
-                await self._process(message)
-                if begins:
+                await self._process(kind, message)
+                if kind == _HEADERS:
                     self._begun = True
                     began(self._request.has_caller)
         except _GatewayLeft:
@@ -115,18 +119,18 @@ class Exchange:
                     self._reading.cancel()
 
     async def _read(self) -> ProcessingRequest | None:
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(self._context.read())
-        message = await self._reading
-        self._reading = None
+        reading, self._reading = self._reading, None
+        message = await (self._context.read() if reading is None else reading)
         return None if message is grpc.aio.EOF else message
 
-    async def _process(self, message: ProcessingRequest) -> None:
+    async def _process(self, kind: str | None, message: ProcessingRequest) -> None:
         if self._refused:
             return  # What the gateway sent before it got the refusal.
         if message.HasField("protocol_config"):
             self._check_modes(message)
-        match message.WhichOneof("request"):
+        match kind:
+            case "response_body":
+                await self._pass_on(message.response_body)
             case "request_headers":
                 await self._begin(message)
             case "request_body":
@@ -137,8 +141,6 @@ class Exchange:
                 await self._context.write(responses.request_trailers())
             case "response_headers":
                 await self._begin_response(message)
-            case "response_body":
-                await self._pass_on(message.response_body)
             case "response_trailers":
                 self._end()
                 await self._context.write(responses.response_trailers())
@@ -262,16 +264,17 @@ class Exchange:
             self._end()
 
     async def _pass_on(self, piece: HttpBody) -> None:
-        passed = self._response.take(piece.body, ends=piece.end_of_stream)
+        body, ends = piece.body, piece.end_of_stream
+        passed = self._response.take(body, ends=ends)
         if self._request.pick is not None:
-            self._request.pick.responded(piece.body, is_stream=self._response.is_stream)
-        if piece.end_of_stream:
+            self._request.pick.responded(body, is_stream=self._response.is_stream)
+        if ends:
             self._end()
         await self._context.write(
             responses.response_body(
                 passed,
-                is_changed=passed != piece.body,
-                end_of_stream=piece.end_of_stream,
+                is_changed=passed is not body and passed != body,
+                end_of_stream=ends,
                 full_duplex=self._full_duplex_response,
             )
         )
@@ -282,4 +285,6 @@ class Exchange:
             self._free()
 
     def _free(self) -> None:
-        self._request.end(self._response.usage(), is_stream=self._response.is_stream)
+        if not self._freed:
+            self._freed = True
+            self._request.end(self._response.usage(), is_stream=self._response.is_stream)

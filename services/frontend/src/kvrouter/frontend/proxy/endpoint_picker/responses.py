@@ -138,11 +138,17 @@ def response_headers(headers: Mapping[str, str], removed_headers: Iterable[str] 
     )
 
 
+_UNCHANGED = pb.ProcessingResponse(response_body=pb.BodyResponse(response=pb.CommonResponse()))
+"""Passes a piece of the response on as it is. It is made once, since a token may be a piece."""
+
+
 def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_duplex: bool) -> pb.ProcessingResponse:
     """Passes a piece of the response on. Unless the gateway waits for every piece, only changed ones are sent back."""
     if full_duplex:
         return pb.ProcessingResponse(response_body=_streamed(piece, end_of_stream=end_of_stream))
-    changed = pb.CommonResponse(body_mutation=pb.BodyMutation(body=piece)) if is_changed else pb.CommonResponse()
+    if not is_changed:
+        return _UNCHANGED
+    changed = pb.CommonResponse(body_mutation=pb.BodyMutation(body=piece))
     return pb.ProcessingResponse(response_body=pb.BodyResponse(response=changed))
 
 
