@@ -39,6 +39,7 @@ class EngineAnswer:
         """The phrase of the status."""
         self.headers = headers
         self._read_on = read_on
+        self._budget = loop_budget()
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._is_complete = False
@@ -75,14 +76,18 @@ class EngineAnswer:
         if self._unread_bytes > _MAX_UNREAD_BYTES:
             self._read_on()
         self._unread_bytes = 0
-        await loop_budget().turn(_PART_US + len(part) // _BYTES_PER_US)
+        await self._budget.turn(_PART_US + len(part) // _BYTES_PER_US)
         return part
 
-    def add(self, data: bytes) -> bool:
-        """Takes further bytes of the body. Returns False if there are too many."""
+    def add(self, data: bytes) -> None:
+        """Takes further bytes of the body; ``arrived`` must follow."""
         self._unread.append(data)
         self._unread_bytes += len(data)
-        self._wake()
+
+    def arrived(self) -> bool:
+        """Gives on what was added. Returns False if too much of it is unread."""
+        if self._unread:
+            self._wake()
         return self._unread_bytes <= _MAX_UNREAD_BYTES
 
     def end(self, error: Exception | None = None) -> None:
@@ -186,6 +191,9 @@ class EngineConnection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._fail(DependencyAway(f"its OpenAI API sends headers of more than {_MAX_HEAD_BYTES} bytes"))
+        elif not self._answer.arrived() and self._transport is not None and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Takes the end of the connection, and why it broke."""
@@ -228,11 +236,8 @@ class EngineConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of the body."""
-        if self._answer is None or self._is_complete or self._answer.add(body):
-            return
-        if self._transport is not None and not self._is_paused:
-            self._is_paused = True
-            self._transport.pause_reading()
+        if self._answer is not None and not self._is_complete:
+            self._answer.add(body)
 
     def on_message_complete(self) -> None:
         """Takes the end of the body."""
