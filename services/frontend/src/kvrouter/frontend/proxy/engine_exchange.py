@@ -76,7 +76,9 @@ class EngineAnswer:
         if self._unread_bytes > _MAX_UNREAD_BYTES:
             self._read_on()
         self._unread_bytes = 0
-        await self._budget.turn(_PART_US + len(part) // _BYTES_PER_US)
+        cost_us = _PART_US + len(part) // _BYTES_PER_US
+        if not self._budget.take(cost_us):
+            await self._budget.turn(cost_us)
         return part
 
     def add(self, data: bytes) -> None:

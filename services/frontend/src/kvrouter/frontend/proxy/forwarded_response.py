@@ -62,7 +62,7 @@ class ForwardedResponse:
         Raises:
             ConnectionError: it disconnected.
         """
-        if self.stream is not None:
+        if self.stream is not None and self.stream.is_full:
             await self.stream.drain()
 
     async def end(self) -> None:
