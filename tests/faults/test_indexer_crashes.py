@@ -13,6 +13,7 @@ from .rig import COMPONENT, FULL, NAMED, TAKEN, Rig
 FAILPOINTS = ["read", "put", "uploaded", "pointed", "cleaned", "purged"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", FAILPOINTS if FULL else ["pointed"])
 async def test_killed_while_it_takes_a_snapshot(rig: Rig, place: str) -> None:
     await rig.start_nodes(1, 2)

@@ -134,6 +134,7 @@ async def test_a_worker_that_is_slow_to_read_the_prompt_is_one_of_the_two(proces
     assert len(dead_or_hung(processes)) == 2
 
 
+@pytest.mark.full
 async def test_clients_that_follow_retry_info_cost_two_workers(processes: Processes) -> None:
     """Each request ends with its worker, and invites a retry: the second one learns of the first one's death."""
     await started(processes, "die-after-output")

@@ -38,7 +38,10 @@ async def prefills(processes: Processes) -> int:
     return int(float(found[0].split()[-1])) if found else 0
 
 
-@pytest.mark.parametrize("is_disaggregated", [False, True], ids=["aggregated", "disaggregated"])
+@pytest.mark.parametrize(
+    "is_disaggregated",
+    [pytest.param(False, id="aggregated"), pytest.param(True, id="disaggregated", marks=pytest.mark.full)],
+)
 async def test_requests_wait_for_a_pool_that_restarts(processes: Processes, *, is_disaggregated: bool) -> None:
     # The registry shows each Frontend's own address, where its metrics are.
     processes.where[-2:] = ["--http-bind", "127.0.0.1:0"]

@@ -94,6 +94,7 @@ async def test_a_third_replica_restores_everything_while_the_others_are_down(rig
     assert (await third.stats()).events.gaps == 0
 
 
+@pytest.mark.full
 async def test_a_replica_that_is_gone_for_good_holds_nothing_back(rig: Rig) -> None:
     await rig.start_nodes(1)
     gone = await rig.indexer("gone")

@@ -52,6 +52,7 @@ async def test_the_load_of_a_killed_scheduler_moves_whole_and_no_request_is_lost
         await cancelled(running)
 
 
+@pytest.mark.full
 async def test_a_frontend_and_its_scheduler_killed_at_once_leave_nothing(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=2, clock_factor=0.02)
     doomed, other = processes.frontend("frontend-0"), processes.frontend("frontend-1")
@@ -68,6 +69,7 @@ async def test_a_frontend_and_its_scheduler_killed_at_once_leave_nothing(process
         await cancelled(running)
 
 
+@pytest.mark.full
 async def test_requests_queued_at_a_killed_scheduler_keep_their_arrival_at_the_next_one(processes: Processes) -> None:
     engine = ("--num-blocks", "80")
     await start_system(processes, schedulers=2, frontends=1, clock_factor=1.0, mode="forecast", engine=engine)

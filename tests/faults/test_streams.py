@@ -70,6 +70,7 @@ async def streams(processes: Processes) -> AsyncIterator[list[grpc.aio.Channel]]
             await cancelled(running)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 async def test_streams_that_are_dropped_leave_nothing(processes: Processes) -> None:

@@ -103,6 +103,7 @@ async def _is_lapsed(rig: Rig) -> bool:
     return not await rig.has_key(COMPONENT.worker_key(1))
 
 
+@pytest.mark.full
 async def test_clocks_that_jump_while_they_serve(rig: Rig) -> None:
     near, far = rig.directory / "near-clock", rig.directory / "far-clock"
     for clock in (near, far):

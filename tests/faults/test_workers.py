@@ -233,6 +233,7 @@ async def _events_of_stream(client: Client) -> list[tuple[int, int]]:
     return [(batch.worker_id, event.event_id) for batch in batches for event in batch.events]
 
 
+@pytest.mark.full
 async def test_both_transports_and_a_worker_that_switches(rig: Rig) -> None:
     await rig.start_nodes(2, transport=Transport.TRANSPORT_CORE_NATS)
     await rig.start_nodes(3, transport=Transport.TRANSPORT_DURABLE)

@@ -22,9 +22,10 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 LIBRARIES = (
-    *("kvrouter-protos", "kvrouter-core", "kvrouter-net", "kvrouter-publisher", "kvrouter-engines"),
-    "kvrouter-client",
+    *(pytest.param(f"kvrouter-{each}", marks=pytest.mark.full) for each in ("protos", "core", "net")),
+    *("kvrouter-publisher", "kvrouter-engines", "kvrouter-client"),
 )
+"""The last three require the first three."""
 DEVELOPMENT = frozenset({"kvrouter.development", "kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator"})
 """Packages of kvrouter-devstack."""
 NEEDS_EXTRA = "needs an extra that is not installed: pip install 'kvrouter[devstack]'"

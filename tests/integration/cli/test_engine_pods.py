@@ -131,6 +131,7 @@ async def test_a_restarted_container_is_a_new_incarnation(tmp_path: Path, kube: 
             assert await system.ask(PROMPT) == Answer(200, f"{worker}:0", 0, 0)
 
 
+@pytest.mark.full
 async def test_nothing_is_ready_before_the_pods_are_known(tmp_path: Path, kube: KubeApiServer) -> None:
     one = engine(ONE, free_port())
     await kube.put(pod("one", ONE))
@@ -185,6 +186,7 @@ async def test_the_picker_of_a_pool_names_its_pods(tmp_path: Path, kube: KubeApi
         assert status == 503
 
 
+@pytest.mark.full
 async def test_a_state_is_of_one_incarnation_of_a_pod(tmp_path: Path, kube: KubeApiServer) -> None:
     one = engine(ONE, free_port())
     await kube.put(pod("one", ONE))

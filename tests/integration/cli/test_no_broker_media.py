@@ -101,7 +101,9 @@ async def settled(system: NoBroker, body: dict[str, Any], *, path: str = "/v1/ch
     return seen
 
 
-@pytest.mark.parametrize("name", ["PNG", "JPEG", "PNG with alpha", "GIF", "WebP"])
+@pytest.mark.parametrize(
+    "name", ["PNG", *(pytest.param(name, marks=pytest.mark.full) for name in ("JPEG", "PNG with alpha", "GIF", "WebP"))]
+)
 async def test_an_image_sent_again_is_predicted_as_the_engine_reports_it(system: NoBroker, name: str) -> None:
     body = chat(BEFORE, image(embedded(name)), AFTER)
     first = await ask(system, "/v1/chat/completions", body)
@@ -121,6 +123,7 @@ async def test_another_image_shares_only_what_is_before_it(system: NoBroker) -> 
     assert other.predicted == other.cached == len(f"<|user|>\n{BEFORE}") // BLOCK * BLOCK
 
 
+@pytest.mark.full
 async def test_a_conversation_with_several_images_is_followed(system: NoBroker) -> None:
     parts: list[Any] = [BEFORE, image(embedded("PNG")), AFTER]
     await settled(system, chat(*parts))
@@ -171,6 +174,7 @@ async def test_a_stream_is_learned_from_too(system: NoBroker) -> None:
     await until(is_learned)
 
 
+@pytest.mark.full
 async def test_an_image_by_its_url_is_not_fetched_and_followed_where_the_text_before_it_is_cached(
     system: NoBroker, engines: list[EngineServer]
 ) -> None:
@@ -191,6 +195,7 @@ async def test_an_image_by_its_url_is_not_fetched_and_followed_where_the_text_be
     assert (await ask(system, "/v1/chat/completions", body)).predicted == 0
 
 
+@pytest.mark.full
 async def test_a_sound_sent_again_is_followed(system: NoBroker) -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
     seen = await settled(system, chat(BEFORE, sound, AFTER))

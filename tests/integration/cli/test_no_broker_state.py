@@ -130,6 +130,7 @@ async def test_state_of_an_engine_that_restarted_meanwhile_is_dropped(tmp_path: 
         assert await overlaps(second, range(1, 6)) == [0] * 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", ["cut", *map(in_full, ("flipped", "emptied", "other"))])
 async def test_a_damaged_file_is_dropped_and_learned_anew(tmp_path: Path, damage: str) -> None:
     engine, directory = forgetful(1000), tmp_path / "state"
@@ -238,6 +239,7 @@ async def test_a_full_disk_costs_the_state_only(tmp_path: Path) -> None:
         await logged(system, "state.written_again")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [*map(in_full, RELAY_STEPS[:-1]), RELAY_STEPS[-1]])
 async def test_a_process_that_dies_while_it_writes_knows_what_it_knew(tmp_path: Path, step: str) -> None:
     engine, state = forgetful(1000), resuming(tmp_path / "state")

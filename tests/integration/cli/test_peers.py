@@ -69,7 +69,7 @@ def prompt(number: int) -> list[int]:
     return [1000 * number + each for each in range(2 * BLOCK + 1)]
 
 
-@pytest.mark.parametrize("same_list", [False, True])
+@pytest.mark.parametrize("same_list", [False, pytest.param(True, marks=pytest.mark.full)])
 async def test_each_knows_the_requests_of_the_other(logs: Path, same_list: bool) -> None:
     running = engine()
     async with running.started(clock_factor=1), peers(logs, running.url, same_list=same_list) as (one, two):
@@ -178,7 +178,7 @@ OF_A_PEER = ("scheduler", "indexer", "frontend", "worker")
 """A process is all of them to its own workers and to its peers."""
 
 
-@pytest.mark.parametrize("caller", ["peer", "frontend", "stranger"])
+@pytest.mark.parametrize("caller", ["peer", pytest.param("frontend", marks=pytest.mark.full), "stranger"])
 async def test_peers_show_certificates(logs: Path, caller: str) -> None:
     authority = DevelopmentAuthority(logs / "authority")
     one = certificate(authority, *OF_A_PEER)
@@ -201,7 +201,7 @@ async def registered(system: NoBroker) -> bool:
     return system.logged("sidecar.engine_registered")
 
 
-@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("is_same", [pytest.param(True, marks=pytest.mark.full), False])
 async def test_peers_show_the_service_token(logs: Path, is_same: bool) -> None:
     options = []
     for name in ("one", "two"):
@@ -220,6 +220,7 @@ async def test_peers_show_the_service_token(logs: Path, is_same: bool) -> None:
         assert two.logged("peer.connected") == is_same
 
 
+@pytest.mark.full
 async def test_with_keys_for_clients_peers_need_credentials_too(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.touch(0o600)

@@ -17,6 +17,7 @@ def prompt(number: int, blocks: int = 2) -> list[int]:
     return [1000 * number + each for each in range(blocks * BLOCK + 1)]
 
 
+@pytest.mark.full
 async def test_each_model_has_engines_of_its_own(tmp_path: Path) -> None:
     first, second = vllm(enable_prompt_tokens_details=True), vllm(model="n", enable_prompt_tokens_details=True)
     third = vllm(model="n", block_size=2 * BLOCK)

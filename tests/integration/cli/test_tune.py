@@ -6,6 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import pytest
 from kvrouter.development.fleet_file import FleetSize, read_fleet
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.net.etcd import connect
@@ -48,6 +49,7 @@ async def test_the_fleet_is_taken_from_the_registrations(etcd_endpoint: str, nam
     assert read_fleet(written) in {FleetSize(2, 1), FleetSize(3, 0)}
 
 
+@pytest.mark.full
 async def test_an_empty_namespace_and_an_absent_etcd_are_named(etcd_endpoint: str, namespace: str) -> None:
     status, shown = await tune("--etcd", etcd_endpoint, "--namespace", namespace)
     assert status == 2

@@ -254,6 +254,7 @@ async def test_a_client_outlives_its_frontend_and_keeps_its_bookings(stack: Stac
         assert await client.free("kept")
 
 
+@pytest.mark.full
 async def test_bookings_are_made_again_at_a_scheduler_that_was_killed(stack: Stack, prompt: list[int]) -> None:
     async with Client(stack.frontend, model=MODEL, reconnect_seconds=60) as client:
         chosen = [await client.best_worker(prompt, request_id=f"request {number}") for number in range(3)]

@@ -88,7 +88,7 @@ async def test_workers_follow_pods(
             assert await client.get(ComponentName(namespace, "workers").worker_key(second).encode()) is None
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL])
 async def test_requests_wait_while_the_sidecar_of_all_pods_is_replaced(
     namespace: str, etcd_endpoint: str, nats_url: str, kube: KubeApiServer, tmp_path: Path, end: signal.Signals
 ) -> None:

@@ -37,6 +37,7 @@ def chat(text: str = "Hello", **fields: Any) -> Any:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}]} | fields
 
 
+@pytest.mark.full
 async def test_the_examples_of_the_guide_run(tmp_path: Path) -> None:
     options = StackOptions(tmp_path, tmp_path, workers=2, has_text=True, clock=20, mean_output_tokens=20)
     async with (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import aiohttp
+import pytest
 from kvrouter.devtools.system.stack import StackOptions, running_stack
 from kvrouter.frontend.access.key_file import TenantEntry
 from kvrouter.runtime.contracts import Scheduler
@@ -20,6 +21,7 @@ from .keys import Keys
 SLOTS, FLOOD, QUIET = 8, 64, 6
 
 
+@pytest.mark.full
 async def test_a_quiet_tenant_overtakes_a_flood_that_waits_for_slots(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys.json")
     tenants = {name: keys.add(name, tenant=name) for name in ("flood", "quiet")}

@@ -275,6 +275,7 @@ async def test_a_long_prompt_over_http_costs_little(fresh_frontend: Process, kin
     assert stall <= STALL_UNITS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", PROMPTS)
 async def test_a_long_prompt_over_grpc_costs_little(fresh_frontend: Process, kind: str) -> None:
     encoded = FrontendServiceGenerateRequest(

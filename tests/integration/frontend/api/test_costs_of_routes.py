@@ -164,11 +164,13 @@ async def check(frontend: Process, path: str) -> None:
         assert stall <= STALL_UNITS, (shape, status)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", [*PASSED, *OTHERS])
 async def test_of_bodies_that_are_passed_on(passing: Process, path: str) -> None:
     await check(passing, path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 async def test_of_bodies_that_become_chats_for_engines(translating: Process, path: str) -> None:
     await check(translating, path)

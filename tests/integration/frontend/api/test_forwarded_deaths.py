@@ -100,6 +100,7 @@ async def test_a_forwarded_prompt_that_kills_engines_costs_two(
     await system.until_idle()
 
 
+@pytest.mark.full
 async def test_an_engine_that_cannot_be_connected_to_is_no_death(
     system: System, stack: AsyncExitStack, tmp_path: Path
 ) -> None:

@@ -193,6 +193,7 @@ async def test_a_process_that_hangs_is_replaced(gateway: Gateway) -> None:
     assert await gateway.served() == before + 10, "what it counted is kept"
 
 
+@pytest.mark.full
 async def test_a_second_frontend_on_a_port_is_refused(gateway: Gateway) -> None:
     async def refused(port: str, bind: str, processes: str) -> None:
         command = [sys.executable, "-m", "kvrouter.frontend", *gateway.options, "--processes", processes]
@@ -208,6 +209,7 @@ async def test_a_second_frontend_on_a_port_is_refused(gateway: Gateway) -> None:
     await refused("0", gateway.grpc, "2")
 
 
+@pytest.mark.full
 async def test_children_end_with_a_parent_that_is_killed(gateway: Gateway) -> None:
     children = gateway.children()
     assert len(children) == PROCESSES

@@ -51,7 +51,7 @@ async def response(system: System) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("read", [message, response])
+@pytest.mark.parametrize("read", [message, pytest.param(response, marks=pytest.mark.full)])
 async def test_a_turn_reads_the_same_wherever_its_workers_are_lost(
     running: tuple[System, Engines], read: Callable[[System], Awaitable[dict[str, Any]]]
 ) -> None:
