@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Self
 
 from kvrouter.core import Rank, local_hashes, sequence_hashes
 from kvrouter.runtime.deadline import Deadline
@@ -159,6 +159,19 @@ class ResidentBlocks:
 
     def __post_init__(self) -> None:
         self.may_answer.set()
+
+    @classmethod
+    def held(cls) -> Self:
+        """Returns one that does not answer until ``may_answer`` is set."""
+        indexer = cls()
+        indexer.may_answer.clear()
+        return indexer
+
+    async def queried(self) -> None:
+        """Returns when there has been a query."""
+        async with asyncio.timeout(30):
+            while not self.queries:
+                await asyncio.sleep(0)
 
     async def find_matches_of_hashes(
         self, component: ComponentName, local_hashes: bytes, *, block_size: int, deadline: Deadline

@@ -51,12 +51,10 @@ async def test_a_repeated_selection_gets_its_first_outcome() -> None:
 
 
 async def test_repeats_that_come_together_book_once() -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1), worker(2)), indexer=indexer)
     calls = [asyncio.create_task(parts.select(selecting("a"))) for _ in range(5)]
-    while not indexer.queries:
-        await asyncio.sleep(0)
+    await indexer.queried()
     indexer.may_answer.set()
     outcomes = await asyncio.gather(*calls)
     assert len({outcome.decision_id for outcome in outcomes}) == 1
@@ -65,13 +63,11 @@ async def test_repeats_that_come_together_book_once() -> None:
 
 
 async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1)), indexer=indexer)
     first = asyncio.create_task(parts.select(selecting("a")))
     second = asyncio.create_task(parts.select(selecting("a")))
-    while not indexer.queries:
-        await asyncio.sleep(0)
+    await indexer.queried()
     first.cancel()
     indexer.may_answer.set()
     assert not (await second).repeated
@@ -79,12 +75,10 @@ async def test_a_repeat_takes_over_from_a_call_that_was_cancelled() -> None:
 
 
 async def test_a_booking_is_not_reused_with_another_prompt() -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1)), indexer=indexer)
     first = asyncio.create_task(parts.select(selecting("a", routing(4))))
-    while not indexer.queries:
-        await asyncio.sleep(0)
+    await indexer.queried()
     meanwhile = asyncio.create_task(parts.select(selecting("a", routing(4, seed=1))))
     indexer.may_answer.set()
     await first
@@ -99,12 +93,10 @@ async def test_a_booking_is_not_reused_with_another_prompt() -> None:
 
 
 async def test_a_booking_that_was_freed_while_it_was_selected_is_not_made() -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1)), indexer=indexer)
     call = asyncio.create_task(parts.select(selecting("a")))
-    while not indexer.queries:
-        await asyncio.sleep(0)
+    await indexer.queried()
     assert not parts.bookings.free(FreeRequest(booking=key("a"))).known
     indexer.may_answer.set()
     with pytest.raises(RequestIdReused, match="freed already"):
@@ -113,13 +105,11 @@ async def test_a_booking_that_was_freed_while_it_was_selected_is_not_made() -> N
 
 
 async def test_a_session_that_ends_while_it_selects_books_nothing() -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1)), indexer=indexer)
     parts.booking_ownership.open_session("s", "c")
     call = asyncio.create_task(parts.select(selecting("a"), "s"))
-    while not indexer.queries:
-        await asyncio.sleep(0)
+    await indexer.queried()
     parts.booking_ownership.close_session("s", parts.now)
     indexer.may_answer.set()
     with pytest.raises(SessionLost):

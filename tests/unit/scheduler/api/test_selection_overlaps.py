@@ -39,8 +39,7 @@ async def test_a_missing_indexer_costs_the_overlap_only() -> None:
 
 
 async def test_a_silent_indexer_is_not_waited_for() -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1)), indexer=indexer, indexer_timeout=0.01)
     assert (await parts.select(selecting("a"))).load_only
     assert parts.figure("kvrouter_scheduler_load_only_total", reason="timeout") == 1

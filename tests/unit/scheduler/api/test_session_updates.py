@@ -11,7 +11,7 @@ from kvrouter.v1.errors import BadRequest, NotFound, UnknownModel
 from kvrouter.v1.scheduler_pb2 import BookingUpdate, FreeRequest
 
 from ..harness import Parts, ResidentBlocks, routing, selecting, view, worker
-from .session_client import expire, free, opened, output, prefilled, reassert, until
+from .session_client import expire, free, opened, output, prefilled, reassert
 
 
 async def test_refusals_are_typed_and_the_session_goes_on(transport: str) -> None:
@@ -118,12 +118,11 @@ async def test_an_opening_says_which_updates_are_missing(transport: str) -> None
 
 
 async def test_a_free_that_overtakes_its_selection_leaves_a_tombstone(transport: str) -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1)), indexer=indexer)
     async with opened(parts, transport) as client:
         selecting = asyncio.create_task(client.select("a"))
-        await until(lambda: indexer.queries)
+        await indexer.queried()
         await client.update(free("a"))
         indexer.may_answer.set()
         with pytest.raises(Exception, match="freed already"):
@@ -133,8 +132,7 @@ async def test_a_free_that_overtakes_its_selection_leaves_a_tombstone(transport:
 
 
 async def test_selections_run_beside_each_other_and_updates_overtake_them(transport: str) -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1), worker(2)), indexer=indexer)
     async with opened(parts, transport) as client, asyncio.TaskGroup() as group:
         selections = [group.create_task(client.select(f"r{n}", request=routing(4, seed=n))) for n in range(10)]

@@ -122,12 +122,11 @@ async def test_a_client_that_was_silent_comes_back(transport: str) -> None:
 
 
 async def test_a_cancelled_selection_books_nothing(transport: str) -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1)), indexer=indexer)
     async with opened(parts, transport) as client:
         selecting = asyncio.create_task(client.select("a"))
-        await until(lambda: indexer.queries)
+        await indexer.queried()
         selecting.cancel()
         await asyncio.wait([selecting])
         # What was cancelled on the way is over once a later call is answered.
@@ -176,12 +175,11 @@ async def test_calls_of_a_former_opening_are_refused(transport: str) -> None:
 
 
 async def test_late_selections_of_a_former_opening_are_not_booked(transport: str) -> None:
-    indexer = ResidentBlocks()
-    indexer.may_answer.clear()
+    indexer = ResidentBlocks.held()
     parts = Parts(view(worker(1)), indexer=indexer)
     async with opened(parts, transport) as client:
         late = asyncio.create_task(client.select("a"))
-        await until(lambda: indexer.queries)
+        await indexer.queried()
         await client.open(lists=True)
         indexer.may_answer.set()
         with pytest.raises(SessionLost):
