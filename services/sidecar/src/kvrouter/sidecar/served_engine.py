@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import aiohttp
 import structlog
@@ -34,33 +35,23 @@ _CHUNK_US = 60
 _BYTES_PER_US = 8
 
 
+@dataclass(eq=False)
 class ServedEngine:
     """The engine of a worker, as the SDK sees it."""
 
-    def __init__(
-        self,
-        http: EngineHttp,
-        api: EngineApi,
-        description: EngineDescription,
-        results: Counter[str],
-        on_failure: Callable[[], None],
-    ) -> None:
-        """Serves an engine.
+    http: EngineHttp
+    """Connection to the engine."""
+    api: EngineApi
+    description: EngineDescription
+    """What the engine is."""
+    results: Counter[str]
+    """Counts requests that ended, by how: finished, aborted, refused, failed."""
+    on_failure: Callable[[], None]
+    """Called when the engine fails a request, and may be away."""
 
-        Args:
-            http: Connection to the engine.
-            api: The engine's API.
-            description: What the engine is.
-            results: Counts requests that ended, by how: finished, aborted, refused, failed.
-            on_failure: Called when the engine fails a request, and may be away.
-        """
+    def __post_init__(self) -> None:
         self.loads: Mapping[int, LoadReport] = {}
         """The latest load by rank; empty while it is unknown."""
-        self._http = http
-        self._api = api
-        self._description = description
-        self._results = results
-        self._on_failure = on_failure
         self._running: dict[str, asyncio.Timeout] = {}
 
     @property
@@ -76,7 +67,7 @@ class ServedEngine:
         """
         result = "aborted"
         try:
-            call = self._api.call(request, self._description)
+            call = self.api.call(request, self.description)
             if call.early is not None:
                 yield call.early
             async with asyncio.timeout(None) as limit:
@@ -84,19 +75,19 @@ class ServedEngine:
                 # The SDK runs and closes each generator in one task, so the span ends in the context of its beginning.
                 with span(f"POST {call.path}", Kind.CLIENT) as engine_span:
                     if engine_span.recording:
-                        engine_span.set({"server.address": self._http.url})
+                        engine_span.set({"server.address": self.http.url})
                     async with aclosing(self._outputs(call)) as outputs:
                         async for output in outputs:
                             yield output
             result = "finished"
         except EngineFailed as failure:
             result = "failed"
-            if failure.was_sent and not await self._http.is_alive():
+            if failure.was_sent and not await self.http.is_alive():
                 failure.died()
             log.warning(
-                "sidecar.request_failed", url=self._http.url, request_id=request.request_id, error=failure.summary
+                "sidecar.request_failed", url=self.http.url, request_id=request.request_id, error=failure.summary
             )
-            self._on_failure()
+            self.on_failure()
             raise
         except RequestRefused as refusal:
             result = "failed" if refusal.info.retry_elsewhere else "refused"
@@ -106,7 +97,7 @@ class ServedEngine:
             raise EngineFailed("the engine is away") from None
         finally:
             self._running.pop(request.request_id, None)
-            self._results[result] += 1
+            self.results[result] += 1
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Returns how many of the requests run. The SDK closes their generators, which aborts them at the engine."""
@@ -125,7 +116,7 @@ class ServedEngine:
     async def _outputs(self, call: EngineCall) -> AsyncGenerator[GenerateOutput]:
         has_ended = False
         try:
-            async with self._http.generate(call.path, call.body, call.headers) as response:
+            async with self.http.generate(call.path, call.body, call.headers) as response:
                 if response.status != 200:
                     raise refusal_of_status(response.status, await read_body(response))
                 broken: Exception | None = None
@@ -149,9 +140,9 @@ class ServedEngine:
 
     async def _abort(self, engine_id: str) -> None:
         try:
-            await self._api.abort(engine_id)
+            await self.api.abort(engine_id)
         except (EngineAway, UnexpectedAnswer) as error:
-            log.warning("sidecar.abort_failed", url=self._http.url, error=str(error))
+            log.warning("sidecar.abort_failed", url=self.http.url, error=str(error))
 
 
 def _rest(call: EngineCall, broken: Exception | None) -> Iterator[GenerateOutput]:

@@ -83,38 +83,33 @@ async def begin_replay(sockets: EngineSockets, position: int, *, wait_for_engine
     return InitialReplay(await anext(rest, None), rest, position)
 
 
+@dataclass(eq=False)
 class RankRelay:
     """Relays one rank."""
 
-    def __init__(
-        self,
-        dp_rank: int,
-        sockets: EngineSockets,
-        translator: EventTranslator,
-        dialect: Dialect,
-        on_connection: Callable[[], None],
-    ) -> None:
-        """``on_connection`` is called when the engine's publisher connected or disconnected."""
+    dp_rank: int
+    sockets: EngineSockets
+    translator: EventTranslator
+    dialect: Dialect
+    on_connection: Callable[[], None]
+    """Called when the engine's publisher connected or disconnected."""
+
+    def __post_init__(self) -> None:
         self.counts = RelayCounts()
         self.caught_up = False
         """Whether the messages that the engine kept at the start are applied, as far as it could repeat them."""
-        self._dp_rank = dp_rank
-        self._sockets = sockets
-        self._translator = translator
-        self._dialect = dialect
-        self._on_connection = on_connection
         self._tracker = SequenceTracker()
         self._malformed_kinds: set[str] = set()
-        self._log = log.bind(dp_rank=dp_rank)
+        self._log = log.bind(dp_rank=self.dp_rank)
 
     async def run(self, initial: InitialReplay) -> None:
         """Relays until cancelled, after the engine's kept messages."""
         await self._apply_initial_replay(initial)
         self.caught_up = True
         self._log.info("relay.caught_up", replayed=self.counts.replayed, resumed=initial.resumes)
-        connected_before = self._sockets.has_replay
+        connected_before = self.sockets.has_replay
         while True:
-            match await self._sockets.next():
+            match await self.sockets.next():
                 case EventMessage() as message:
                     await self._receive(message)
                 case MalformedMessage() as error:
@@ -178,7 +173,7 @@ class RankRelay:
 
         Notices by the last message if the engine restarted meanwhile. Returns whether the engine answered.
         """
-        if not self._sockets.has_replay:
+        if not self.sockets.has_replay:
             return False
         try:
             if not await self._replay_after_last():
@@ -192,7 +187,7 @@ class RankRelay:
     async def _replay_after_last(self) -> bool:
         """Applies the engine's messages after the last one; returns False if it is not the same engine."""
         last = self._tracker.next_sequence - 1
-        async with aclosing(self._sockets.replay(max(last, 0))) as messages:
+        async with aclosing(self.sockets.replay(max(last, 0))) as messages:
             first = await anext(messages, None)
             if last >= 0:
                 if first is None:
@@ -232,16 +227,16 @@ class RankRelay:
         self._tracker.applied(message.sequence, check, replayed=replayed)
         self.counts.messages += 1
         try:
-            batch = decode_batch(message.payload, self._dialect)
+            batch = decode_batch(message.payload, self.dialect)
         except UndecodableBatch as error:
             self._log.warning("relay.batch_undecodable", sequence=message.sequence, error=str(error))
-            self._translator.lost("undecodable_batch")
+            self.translator.lost("undecodable_batch")
             return
-        if batch.dp_rank not in (None, self._dp_rank):
+        if batch.dp_rank not in (None, self.dp_rank):
             if self._count_malformed("other_rank"):
                 self._log.warning("relay.other_rank", received=batch.dp_rank)
             return
-        self._translator.apply(batch, position_of(message.sequence, check))
+        self.translator.apply(batch, position_of(message.sequence, check))
 
     def _count_malformed(self, kind: str) -> bool:
         """Counts a message that cannot be applied. Returns whether it is the first of its kind, which is logged."""
@@ -254,14 +249,14 @@ class RankRelay:
         self.counts.restarts += 1
         self._log.info("relay.engine_restarted", next_sequence=self._tracker.next_sequence)
         self._tracker.restart()
-        self._translator.restarted()
+        self.translator.restarted()
 
     def _lose(self, sequence: int, reason: str) -> None:
         """Drops the rank's blocks, because messages before ``sequence`` are gone."""
         self.counts.losses += 1
         self._log.warning("relay.messages_lost", reason=reason, expected=self._tracker.next_sequence, received=sequence)
-        self._translator.lost(reason)
+        self.translator.lost(reason)
 
     def _set_connected(self, connected: bool) -> None:
         self.counts.is_connected = connected
-        self._on_connection()
+        self.on_connection()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -49,24 +50,19 @@ class HttpGuard(Guard, Protocol):
         ...
 
 
+@dataclass(eq=False)
 class QueryServer:
     """Handlers of the queries."""
 
-    def __init__(
-        self,
-        indexer: IndexerService,
-        directory: Directory,
-        callers: CallerCheck,
-        guard: Guard | None,
-        *,
-        max_prompt_tokens: int,
-    ) -> None:
-        """``callers`` and ``guard`` authenticate as those of the gRPC server do."""
-        self._indexer = indexer
-        self._directory = directory
-        self._callers = callers
-        self._guard = guard
-        self._max_prompt_tokens = max_prompt_tokens
+    indexer: IndexerService
+    directory: Directory
+    callers: CallerCheck
+    """Authenticates as the gRPC server does, with ``guard``."""
+    guard: Guard | None
+    _: KW_ONLY
+    max_prompt_tokens: int
+
+    def __post_init__(self) -> None:
         self._turns = asyncio.Semaphore(_MAX_QUERIES)
         self.running = 0
         """Queries under way."""
@@ -74,7 +70,7 @@ class QueryServer:
     def application(self) -> web.Application:
         """Returns the application with all routes."""
         # A hash stands for a block, so hashes of the longest prompt are no longer than its tokens.
-        most = _NUMBER_BYTES * self._max_prompt_tokens + _MAX_FIELDS_BYTES
+        most = _NUMBER_BYTES * self.max_prompt_tokens + _MAX_FIELDS_BYTES
         application = web.Application(client_max_size=most, middlewares=[_errors_as_json, self._authenticate])
         application.add_routes(
             [
@@ -90,16 +86,16 @@ class QueryServer:
         """Returns whether the beginning of a request shows the service token."""
         fields = (line.partition(b":") for line in head.split(b"\r\n")[1:])
         headers = {name.decode("latin-1").lower(): value.decode("latin-1").strip() for name, _, value in fields}
-        return self._callers.peer_of((), _shown(headers), "").may_call(_METHOD)
+        return self.callers.peer_of((), _shown(headers), "").may_call(_METHOD)
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in _OPEN_PATHS:
             certificate = request.get_extra_info("peercert") or {}
             names = tuple(value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS")
-            self._callers.peer_of(names, _shown(request.headers), request.remote or "").check(_METHOD)
-            if self._guard is not None:
-                self._guard.check(f"/{_METHOD}", [(name.lower(), value) for name, value in request.headers.items()])
+            self.callers.peer_of(names, _shown(request.headers), request.remote or "").check(_METHOD)
+            if self.guard is not None:
+                self.guard.check(f"/{_METHOD}", [(name.lower(), value) for name, value in request.headers.items()])
             note_admitted(request)
         return await handler(request)
 
@@ -115,7 +111,7 @@ class QueryServer:
                 self.running += 1
                 try:
                     query = OverlapQuery.parse(
-                        await request.read(), by_hash=by_hash, max_prompt_tokens=self._max_prompt_tokens
+                        await request.read(), by_hash=by_hash, max_prompt_tokens=self.max_prompt_tokens
                     )
                     found = [(view.descriptor.block_size, await self._find(view, query)) for view in self._views(query)]
                 finally:
@@ -131,7 +127,7 @@ class QueryServer:
             UnknownComponent: there is none.
             BlockSizeMismatch: the query assumes another block size.
         """
-        views = self._directory.components.values()
+        views = self.directory.components.values()
         chosen = [
             view
             for view in views
@@ -148,13 +144,13 @@ class QueryServer:
     async def _find(self, view: ComponentView, query: OverlapQuery) -> FindMatchesResponse:
         block_size = view.descriptor.block_size
         hashes = query.local_hashes
-        if len(hashes) // HASH_BYTES * block_size > self._max_prompt_tokens:
-            raise PromptTooLong(len(hashes) // HASH_BYTES * block_size, self._max_prompt_tokens)
+        if len(hashes) // HASH_BYTES * block_size > self.max_prompt_tokens:
+            raise PromptTooLong(len(hashes) // HASH_BYTES * block_size, self.max_prompt_tokens)
         if len(query.tokens) > _LONG_PROMPT_BYTES:
             hashes = await asyncio.to_thread(local_hashes, query.tokens, block_size, query.scope)
         elif query.tokens:
             hashes = local_hashes(query.tokens, block_size, query.scope)
-        answer = await self._indexer.find_matches_of_hashes(
+        answer = await self.indexer.find_matches_of_hashes(
             view.name, hashes, block_size=block_size, deadline=Deadline.after(_QUERY_SECONDS)
         )
         return FindMatchesResponse.FromString(answer)
@@ -165,14 +161,14 @@ class QueryServer:
         return web.json_response(
             [
                 worker
-                for view in self._directory.components.values()
+                for view in self.directory.components.values()
                 if model in (None, view.descriptor.model) and group in (ANY_GROUP, view.name.name)
                 for worker in _listed(view)
             ]
         )
 
     async def _health(self, _: web.Request) -> web.Response:
-        is_ready = self._indexer.ready
+        is_ready = self.indexer.ready
         return web.json_response({"status": "ready" if is_ready else "not ready"}, status=200 if is_ready else 503)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import cast
 
 import grpc.aio
@@ -36,31 +36,22 @@ def registered_addresses(directory: Directory, kind: str, *, without: str = "") 
     return list(dict.fromkeys(found))
 
 
+@dataclass(eq=False)
 class ServiceQueries:
     """Connections to the services of a system, opened when they are first queried."""
 
-    def __init__(
-        self,
-        addresses: Callable[[str], Sequence[str]],
-        note: Callable[[], str],
-        tls: Callable[[], Tls | None],
-        api_key: Callable[[], str] = str,
-        local: Mapping[str, object] = MappingProxyType({}),
-    ) -> None:
-        """Creates the queries.
+    addresses: Callable[[str], Sequence[str]]
+    """Returns the addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``."""
+    note: Callable[[], str]
+    """Returns why there is no service to query; empty if there is one."""
+    tls: Callable[[], Tls | None]
+    """Returns the TLS of the connections; None for plain text."""
+    api_key: Callable[[], str] = str
+    """Returns the API key of calls; empty for none."""
+    local: Mapping[str, object] = field(default_factory=dict)
+    """Services of this process by the address under which ``addresses`` lists them."""
 
-        Args:
-            addresses: Returns the addresses, host:port, of every ``scheduler``, ``indexer`` or ``frontend``.
-            note: Returns why there is no service to query; empty if there is one.
-            tls: Returns the TLS of the connections; None for plain text.
-            api_key: Returns the API key of calls; empty for none.
-            local: Services of this process by the address under which ``addresses`` lists them.
-        """
-        self._addresses = addresses
-        self._note = note
-        self._tls = tls
-        self._api_key = api_key
-        self._local = local
+    def __post_init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def look(self, *, asks_frontends: bool = True) -> System:
@@ -68,19 +59,16 @@ class ServiceQueries:
 
         Frontends not asked are listed as if they asked for a key; those of this process are always asked.
         """
-        schedulers, indexers, frontends = map(self._addresses, ("scheduler", "indexer", "frontend"))
+        schedulers, indexers, frontends = map(self.addresses, ("scheduler", "indexer", "frontend"))
         await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
         scheduler_views, indexer_views, frontend_views = await asyncio.gather(
             asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
             asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
             asyncio.gather(
-                *(
-                    self._ask_frontend(address, may_ask=asks_frontends or address in self._local)
-                    for address in frontends
-                )
+                *(self._ask_frontend(address, may_ask=asks_frontends or address in self.local) for address in frontends)
             ),
         )
-        return System(datetime.now(UTC).astimezone(), scheduler_views, indexer_views, frontend_views, self._note())
+        return System(datetime.now(UTC).astimezone(), scheduler_views, indexer_views, frontend_views, self.note())
 
     async def explain(self, scheduler: str, decision_id: int) -> Decision:
         """Returns a past decision of the Scheduler at an address, with every candidate.
@@ -89,7 +77,7 @@ class ServiceQueries:
             NotFound: no such Scheduler is known, or it does not keep the decision any more.
             KvRouterError: the Scheduler does not answer.
         """
-        if scheduler not in self._addresses("scheduler"):
+        if scheduler not in self.addresses("scheduler"):
             raise NotFound(f"no Scheduler at {scheduler!r} is known", advice="Reload the list of decisions.")
         stub = cast(Scheduler, self._stub("scheduler", scheduler))
         asked = ExplainRequest(decision_id=decision_id)
@@ -135,11 +123,11 @@ class ServiceQueries:
             return FrontendView(address, failure=_why(error))
 
     def _stub(self, role: str, address: str) -> object:
-        if address in self._local:
-            return self._local[address]
+        if address in self.local:
+            return self.local[address]
         channel = self._channels.get(address)
         if channel is None:
-            channel = open_channel(address, tls=self._tls(), role=role, api_key=self._api_key())
+            channel = open_channel(address, tls=self.tls(), role=role, api_key=self.api_key())
             self._channels[address] = channel
         return remote(SERVICES[role], channel)
 

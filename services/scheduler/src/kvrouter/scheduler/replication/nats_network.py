@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 import nats.errors
 import structlog
@@ -32,57 +33,55 @@ _CHUNKS_IN_FLIGHT = 8
 """Number of chunks sent before a flush: 1 MiB, against delays of events by a state."""
 
 
+@dataclass(eq=False)
 class NatsNetwork:
     """Implements Network with a NATS server and the registrations of Schedulers."""
 
-    def __init__(
-        self,
-        connect: Callable[[], Awaitable[Client]],
-        directory: Directory,
-        scheduler_id: str,
-        quarantine: Quarantine,
-    ) -> None:
-        """``connect`` returns the connection once NATS is reachable."""
-        self._connect = connect
-        self._directory = directory
-        self._scheduler_id = scheduler_id
-        self._quarantine = quarantine
+    connect: Callable[[], Awaitable[Client]]
+    """Returns the connection once NATS is reachable."""
+    directory: Directory
+    scheduler_id: str
+    quarantine: Quarantine
+
+    def __post_init__(self) -> None:
         self._client: Client | None = None
 
     async def open(self) -> None:
         """Implements Network."""
-        self._client = await self._connect()
+        self._client = await self.connect()
 
     def transport(self, component: ComponentName) -> NatsTransport:
         """Implements Network."""
         if self._client is None:
             raise AssertionError("open was not awaited")
-        return NatsTransport(self._client, component, self._scheduler_id, self._quarantine)
+        return NatsTransport(self._client, component, self.scheduler_id, self.quarantine)
 
     def live(self) -> Collection[str]:
         """Implements Network."""
-        return self._directory.services("scheduler").keys()
+        return self.directory.services("scheduler").keys()
 
     def expected(self) -> Collection[str]:
         """Implements Network."""
-        services = self._directory.services("scheduler")
+        services = self.directory.services("scheduler")
         return [scheduler_id for scheduler_id, service in services.items() if service.ready]
 
 
+@dataclass(eq=False)
 class NatsTransport:
     """Implements Transport."""
 
-    def __init__(self, client: Client, component: ComponentName, scheduler_id: str, quarantine: Quarantine) -> None:
-        self._client = client
-        self._component = component
-        self._scheduler_id = scheduler_id
-        self._quarantine = quarantine
+    client: Client
+    component: ComponentName
+    scheduler_id: str
+    quarantine: Quarantine
+
+    def __post_init__(self) -> None:
         self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ANSWERS)
 
     @property
     def is_connected(self) -> bool:
         """Implements Transport."""
-        return self._client.is_connected
+        return self.client.is_connected
 
     @asynccontextmanager
     async def receiving(self, channel: SyncChannel) -> AsyncIterator[None]:
@@ -92,7 +91,7 @@ class NatsTransport:
             try:
                 event = decode_message(ReplicaSyncEvent, message.data)
             except Undecodable as error:
-                self._quarantine.reject("nats", message.subject, error)
+                self.quarantine.reject("nats", message.subject, error)
                 channel.reject("unparsable")
             else:
                 await channel.take(event)
@@ -103,14 +102,14 @@ class NatsTransport:
             else:
                 self._asked.put_nowait(message.reply)
 
-        events = await self._client.subscribe(
-            self._component.sync_subject,
+        events = await self.client.subscribe(
+            self.component.sync_subject,
             cb=take,
             pending_msgs_limit=_MAX_PENDING_MESSAGES,
             pending_bytes_limit=_MAX_PENDING_BYTES,
         )
-        state_subject = self._component.sync_state_subject(self._scheduler_id)
-        requests = await self._client.subscribe(state_subject, cb=take_request)
+        state_subject = self.component.sync_state_subject(self.scheduler_id)
+        requests = await self.client.subscribe(state_subject, cb=take_request)
         try:
             async with asyncio.TaskGroup() as group:
                 answering = group.create_task(self._answer(channel), name="sync: answer")
@@ -126,18 +125,18 @@ class NatsTransport:
     async def send(self, event: ReplicaSyncEvent) -> None:
         """Implements Transport."""
         try:
-            await self._client.publish(self._component.sync_subject, event.SerializeToString())
+            await self.client.publish(self.component.sync_subject, event.SerializeToString())
         except nats.errors.Error as error:
             raise NotSent(str(error)) from None
 
     async def state_of(self, scheduler_id: str) -> AsyncGenerator[SyncStateResponse]:
         """Implements Transport."""
-        inbox = self._client.new_inbox()
-        answers = await self._client.subscribe(inbox)
+        inbox = self.client.new_inbox()
+        answers = await self.client.subscribe(inbox)
         try:
-            request = SyncStateRequest(scheduler_id=self._scheduler_id)
-            subject = self._component.sync_state_subject(scheduler_id)
-            await self._client.publish(subject, request.SerializeToString(), inbox)
+            request = SyncStateRequest(scheduler_id=self.scheduler_id)
+            subject = self.component.sync_state_subject(scheduler_id)
+            await self.client.publish(subject, request.SerializeToString(), inbox)
             while True:
                 answer = await or_cancelled(answers.next_msg(timeout=_CHUNK_SECONDS))
                 if answer.headers and answer.headers.get("Status"):
@@ -152,10 +151,10 @@ class NatsTransport:
             reply = await self._asked.get()
             try:
                 for number, chunk in enumerate(chunks(channel.replicas)):
-                    await self._client.publish(reply, chunk.SerializeToString())
+                    await self.client.publish(reply, chunk.SerializeToString())
                     if number % _CHUNKS_IN_FLIGHT == _CHUNKS_IN_FLIGHT - 1:
-                        await self._client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
+                        await self.client.flush(_CHUNK_SECONDS)  # type: ignore[arg-type]  # declared as int
                     await asyncio.sleep(0)
             except (nats.errors.Error, ValueError) as error:
                 # The reply subject may be invalid.
-                log.info("replica.state_send_failed", component_name=str(self._component), cause=str(error))
+                log.info("replica.state_send_failed", component_name=str(self.component), cause=str(error))
