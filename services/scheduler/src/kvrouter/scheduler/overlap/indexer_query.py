@@ -267,7 +267,8 @@ def read_answer(answer: bytes, most_blocks: int) -> Overlaps:
     np.minimum(blocks, most_blocks, out=blocks)
     if lower is not None:
         np.minimum(lower, most_blocks, out=lower)
-    return Overlaps(listed, blocks, lower, min(response.pooled_blocks, most_blocks), event_ids)
+    pooled = response.pooled_blocks
+    return Overlaps(listed, blocks, lower, min(pooled, most_blocks) if pooled else 0, event_ids)
 
 
 @lru_cache(maxsize=_LISTS)
