@@ -67,6 +67,15 @@ def test_an_answer_whose_columns_differ_in_length_is_refused(name: str) -> None:
         read_answer(broken.SerializeToString(), most_blocks=8)
 
 
+@pytest.mark.parametrize("lengths", [(1, 2, 2), (2, 3, 2), (2, 2, 1), (1, 1, 1), (3, 3, 3)])
+def test_lower_tiers_of_another_length_are_refused(lengths: tuple[int, int, int]) -> None:
+    broken = FindMatchesResponse.FromString(answer((1, 4), (2, 5)))
+    for column, length in zip((broken.host_blocks, broken.disk_blocks, broken.shared_blocks), lengths, strict=True):
+        column[:] = [9] * length
+    with pytest.raises(Internal):
+        read_answer(broken.SerializeToString(), most_blocks=8)
+
+
 def test_bytes_that_are_no_answer_are_refused() -> None:
     with pytest.raises(Internal):
         read_answer(b"\xff\xff\xff", most_blocks=8)

@@ -254,7 +254,7 @@ def read_answer(answer: bytes, most_blocks: int) -> Overlaps:
         device, shared = response.device_blocks, response.shared_blocks
         blocks, lower = decode_varints(device), None
         if shared and shared != device:  # else no rank has blocks elsewhere
-            lower = np.vstack([decode_varints(each) for each in (response.host_blocks, response.disk_blocks, shared)])
+            lower = np.array([decode_varints(each) for each in (response.host_blocks, response.disk_blocks, shared)])
     except (DecodeError, ValueError):
         raise Internal("the Indexer sent a response that cannot be parsed") from None
     event_ids = response.next_event_ids
