@@ -202,10 +202,17 @@ class Connection(asyncio.Protocol):
             size = begin + (int(declared[1]) if declared else 0)
             if len(received) < size:
                 return
-            method, target = bytes(received[:end]).split(b" ", 2)[:2]
+            method, _, rest = bytes(received[:end]).partition(b" ")
             body = bytes(received[begin:size])
             del received[:size]
-            self._answer(method, target.partition(b"?")[0].decode(), body)
+            if method not in (b"GET", b"POST"):
+                self._close()  # SGLang's router tries HTTP/2 first.
+                return
+            self._answer(method, rest.partition(b" ")[0].partition(b"?")[0].decode(), body)
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
     def _answer(self, method: bytes, path: str, body: bytes) -> None:
         assert self._transport is not None
