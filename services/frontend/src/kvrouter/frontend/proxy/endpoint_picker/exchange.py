@@ -119,8 +119,11 @@ class Exchange:
                     self._reading.cancel()
 
     async def _read(self) -> ProcessingRequest | None:
-        reading, self._reading = self._reading, None
-        message = await (self._context.read() if reading is None else reading)
+        if self._reading is None:
+            # A task of its own: a gateway that leaves would else cancel also the look at its engine that follows.
+            self._reading = asyncio.ensure_future(self._context.read())
+        message = await self._reading
+        self._reading = None
         return None if message is grpc.aio.EOF else message
 
     async def _process(self, kind: str | None, message: ProcessingRequest) -> None:
