@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,8 @@ def test_every_file_is_one_that_the_commands_write(credentials: Credentials) -> 
 def test_the_secrets_reach_neither_the_repository_nor_an_image() -> None:
     assert "/deploy/certs/" in (DEPLOY.parent / ".gitignore").read_text().splitlines()
     assert "deploy/certs" in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+
+
+def test_nats_stores_messages_where_it_may_write() -> None:
+    (folder,) = re.findall(r'store_dir: "(.*)"', (DEPLOY / "security/nats-server.conf").read_text())
+    assert any(Path(folder).is_relative_to(each) for each in PLAIN["nats"]["tmpfs"]), folder
