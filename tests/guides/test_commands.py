@@ -49,7 +49,6 @@ def test_blocks_have_a_line_and_a_language() -> None:
     ]
 
 
-@pytest.mark.full
 async def test_commands_run_as_in_two_terminals(guide: Guide) -> None:
     with guide:
         async with guide.running("listening on") as command:
