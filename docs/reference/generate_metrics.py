@@ -40,7 +40,7 @@ from kvrouter.runtime.telemetry.connection_metrics import (
 from kvrouter.runtime.telemetry.health import readiness_gauge
 from kvrouter.runtime.telemetry.metrics import EventLoopMetrics, metered_quarantine, new_registry
 from kvrouter.runtime.tracing.configuration import TracingMetrics
-from kvrouter.scheduler.load.pools import rank_load_gauges
+from kvrouter.scheduler.load.pools import rank_load_gauges, reuse_ratio_gauge
 from kvrouter.scheduler.metrics import SchedulerMetrics, SyncMetrics
 from kvrouter.scheduler.queue.queued_requests import queue_gauges
 from kvrouter.sidecar.kubernetes.discovery import PodDiscovery
@@ -110,6 +110,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     SchedulerMetrics(scheduler)
     SyncMetrics(scheduler)
     scheduler.register(rank_load_gauges(MagicMock()))
+    scheduler.register(reuse_ratio_gauge(MagicMock()))
     scheduler.register(queue_gauges(MagicMock()))
     yield "Scheduler", scheduler
     indexer = CollectorRegistry()
