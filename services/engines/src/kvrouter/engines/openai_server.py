@@ -35,20 +35,20 @@ def connection_failure(error: Exception) -> str:
     """Returns why aiohttp could not connect or lost the connection: ``connection refused at host:port``."""
     match error:
         case aiohttp.ClientConnectorError():
-            return f"{_words(error.os_error)} at {error.host}:{error.port}"
+            return f"{os_error_words(error.os_error)} at {error.host}:{error.port}"
         case aiohttp.ServerDisconnectedError():
             return "closed without a response"
         case aiohttp.ClientPayloadError():
             return "closed within a response"
         case aiohttp.ClientOSError():
-            return _words(error)
+            return os_error_words(error)
         case TimeoutError():
             return "no answer in time"
     return str(error) or type(error).__name__
 
 
-def _words(error: OSError) -> str:
-    # The loop's own text names the call: Connect call failed.
+def os_error_words(error: OSError) -> str:
+    """Returns the cause of an error. The event loop's own text names the call only: Connect call failed."""
     return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else error.strerror or str(error)
 
 

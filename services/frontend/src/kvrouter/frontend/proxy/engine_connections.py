@@ -13,7 +13,8 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineConnection, error_words, late
+from kvrouter.engines.openai_server import os_error_words
+from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineConnection, late
 from kvrouter.net.calls import NotSent
 from kvrouter.net.http2.connecting import addresses_of, first_connection
 
@@ -162,10 +163,10 @@ class EngineConnections:
                 raise late() from None
             failure = "no answer in time"
         except OSError as error:
-            failure = error_words(error)
+            failure = os_error_words(error)
         except ExceptionGroup as group:
             last = group.exceptions[-1]
-            failure = error_words(last) if isinstance(last, OSError) else str(last)
+            failure = os_error_words(last) if isinstance(last, OSError) else str(last)
         raise NotSent(f"its OpenAI API cannot be reached: {failure} at {origin.host}:{origin.port}")
 
 

@@ -6,11 +6,11 @@ The body of a response is taken as it arrives; more than some 256 KiB that nobod
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from typing import cast
 
 import httptools
+from kvrouter.engines.openai_server import os_error_words
 from kvrouter.net.budgets import loop_budget
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 from multidict import CIMultiDict
@@ -206,7 +206,7 @@ class EngineConnection(asyncio.Protocol):
             self.on_message_complete()
             return
         within = "closed without a response" if self._answer is None else "closed within a response"
-        cause = error_words(exc) if isinstance(exc, OSError) else within
+        cause = os_error_words(exc) if isinstance(exc, OSError) else within
         self._fail(EngineFailed(f"its OpenAI API broke the connection: {cause}"))
 
     def on_message_begin(self) -> None:
@@ -264,8 +264,3 @@ class EngineConnection(asyncio.Protocol):
 def late() -> DeadlineExceeded:
     """Returns the error of an engine that takes too long."""
     return DeadlineExceeded("its OpenAI API has not answered in time")
-
-
-def error_words(error: OSError) -> str:
-    """Returns the cause of an error; the loop's own text names the call."""
-    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else error.strerror or str(error)
