@@ -7,8 +7,10 @@ from typing import Protocol
 
 from kvrouter.v1.common_pb2 import LowerTiers
 
-_LABELS = 256
-"""Values to keep, more than all enums have."""
+LOWER_TIER_NAMES = tuple(LowerTiers.DESCRIPTOR.fields_by_name)
+"""Names of the tiers below device memory, from the fastest."""
+_MAX_TEXTS = 256
+"""Texts to keep: more than all enums have values."""
 
 
 class Enum(Protocol):
@@ -18,7 +20,7 @@ class Enum(Protocol):
         """Returns the name of a value."""
 
 
-@lru_cache(maxsize=_LABELS)
+@lru_cache(maxsize=_MAX_TEXTS)
 def text_of(enum: Enum, value: int) -> str:
     """Returns the name of an enum's value without that of the enum: ``host`` for TIER_HOST."""
     prefix = enum.Name(0).removesuffix("UNSPECIFIED")
@@ -26,9 +28,5 @@ def text_of(enum: Enum, value: int) -> str:
 
 
 def by_tier(lower: LowerTiers) -> dict[str, int]:
-    """Returns the numbers below device memory by tier, the fastest first: ``host``, ``disk`` and ``shared``."""
-    return {tier: getattr(lower, tier) for tier in LOWER_TIERS}
-
-
-LOWER_TIERS = tuple(LowerTiers.DESCRIPTOR.fields_by_name)
-"""Names of the tiers below device memory, from the fastest."""
+    """Returns the numbers below device memory by tier, the fastest first."""
+    return {tier: getattr(lower, tier) for tier in LOWER_TIER_NAMES}

@@ -7,7 +7,7 @@ from functools import partial
 from kvrouter.runtime.telemetry.counter import Count, LoopCounter
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
-from kvrouter.v1.texts import LOWER_TIERS
+from kvrouter.v1.texts import LOWER_TIER_NAMES
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -77,7 +77,7 @@ class MetricsByModel:
             tier: counter(
                 f"kvrouter_frontend_{tier}_cached_tokens", f"Those of the cached tokens that came from {where}."
             )
-            for tier, where in zip(LOWER_TIERS, ("host memory", "disk", "shared storage"), strict=True)
+            for tier, where in zip(LOWER_TIER_NAMES, ("host memory", "disk", "shared storage"), strict=True)
         }
         self.output_tokens = counter("kvrouter_frontend_output_tokens", "Output tokens sent to clients.")
         self._models: dict[str, ModelMetrics] = {}

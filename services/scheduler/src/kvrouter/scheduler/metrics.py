@@ -15,7 +15,7 @@ from kvrouter.runtime.telemetry.histogram import LoopHistogram, Observations
 from kvrouter.runtime.telemetry.metrics import model_label
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.scheduler_pb2 import TierTokens
-from kvrouter.v1.texts import LOWER_TIERS
+from kvrouter.v1.texts import LOWER_TIER_NAMES
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -174,7 +174,7 @@ class SchedulerMetrics:
     def audit_tiers(self, model: str, predicted: TierTokens, reported: TierTokens) -> None:
         """Compares the predicted tokens below device memory with the worker's report."""
         label = model_label(model, self._audited)
-        for tier in LOWER_TIERS:
+        for tier in LOWER_TIER_NAMES:
             self.audited_tier_tokens.of(label, tier, "predicted").inc(getattr(predicted, tier))
             self.audited_tier_tokens.of(label, tier, "reported").inc(getattr(reported, tier))
 

@@ -16,7 +16,7 @@ from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
-from kvrouter.v1.texts import LOWER_TIERS, by_tier, text_of
+from kvrouter.v1.texts import LOWER_TIER_NAMES, by_tier, text_of
 from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
 
 KV_SOURCE_HEADER = "x-kvrouter-kv-source"
@@ -233,7 +233,7 @@ class ResponseFrame:
         output_tokens = sum(count.output_tokens for count in self.counts)
         cached = [count.cached_tokens for count in each if count.cached_tokens is not None]
         details = {"cached_tokens": sum(cached)}
-        for tier in LOWER_TIERS:
+        for tier in LOWER_TIER_NAMES:
             if loaded := sum(getattr(count.lower_cached_tokens, tier) for count in each):
                 details[f"{tier}_cached_tokens"] = loaded
         return {

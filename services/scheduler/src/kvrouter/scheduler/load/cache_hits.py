@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvrouter.core import Rank
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.scheduler_pb2 import HitCounts, TierTokens
-from kvrouter.v1.texts import LOWER_TIERS, by_tier
+from kvrouter.v1.texts import LOWER_TIER_NAMES, by_tier
 
 _NO_TOKENS = TierTokens()
 
@@ -79,7 +79,7 @@ class CacheHits:
 
 def _add(sums: TierTokens, tokens: TierTokens) -> None:
     if tokens.ByteSize():
-        for tier in LOWER_TIERS:
+        for tier in LOWER_TIER_NAMES:
             setattr(sums, tier, getattr(sums, tier) + getattr(tokens, tier))
 
 
