@@ -17,16 +17,19 @@ from kvrouter.scheduler.policies.interface import Policy
 GROUP = "kvrouter.policies"
 _MEMBERS = ("decide", "uses_overlap", "needs_worker", "token_ms", "options")
 
-_BUILT_IN: tuple[Policy, ...] = (
-    load_only.DirectPolicy(),
-    ForecastPolicy(),
-    cache_aware.KvPolicy(),
-    load_only.PowerOfTwoPolicy(),
-    cache_aware.ProductPolicy(),
-    load_only.RandomPolicy(),
-    load_only.RoundRobinPolicy(),
-    cache_aware.StickyPolicy(),
-)
+_BUILT_IN: Mapping[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        load_only.DirectPolicy(),
+        ForecastPolicy(),
+        cache_aware.KvPolicy(),
+        load_only.PowerOfTwoPolicy(),
+        cache_aware.ProductPolicy(),
+        load_only.RandomPolicy(),
+        load_only.RoundRobinPolicy(),
+        cache_aware.StickyPolicy(),
+    )
+}
 
 
 class Installed(NamedTuple):
@@ -51,7 +54,7 @@ def installed_policies(points: Iterable[EntryPoint]) -> Installed:
 
 
 def _loaded(point: EntryPoint, known: Mapping[str, Policy]) -> Policy:
-    if point.name in known or any(point.name == each.name for each in _BUILT_IN):
+    if point.name in known or point.name in _BUILT_IN:
         raise ValueError(f"expected a new name, but a policy {point.name!r} exists: rename the policy")
     policy: Policy = point.load()()
     if policy.name != point.name:
@@ -63,7 +66,5 @@ def _loaded(point: EntryPoint, known: Mapping[str, Policy]) -> Policy:
 
 
 INSTALLED = installed_policies(entry_points(group=GROUP))
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    dict(sorted(({policy.name: policy for policy in _BUILT_IN} | dict(INSTALLED.policies)).items()))
-)
+POLICIES: Mapping[str, Policy] = MappingProxyType(dict(sorted({**_BUILT_IN, **INSTALLED.policies}.items())))
 """Policy by mode name, sorted by name."""
