@@ -171,12 +171,12 @@ class SchedulerMetrics:
             for field, blocks in lower.ListFields():
                 self.lower_tier_tokens.of(label, field.name).inc(blocks * block_size)
 
-    def audit_tiers(self, model: str, predicted: TierTokens, reported: TierTokens) -> None:
-        """Compares the predicted tokens below device memory with the worker's report."""
+    def audit_tiers(self, model: str, predicted: TierTokens | None, reported: TierTokens | None) -> None:
+        """Compares the predicted tokens below device memory with the worker's report; None for no such tokens."""
         label = model_label(model, self._audited)
-        for tier in LOWER_TIER_NAMES:
-            self.audited_tier_tokens.of(label, tier, "predicted").inc(getattr(predicted, tier))
-            self.audited_tier_tokens.of(label, tier, "reported").inc(getattr(reported, tier))
+        for source, tokens in (("predicted", predicted), ("reported", reported)):
+            for tier in LOWER_TIER_NAMES:
+                self.audited_tier_tokens.of(label, tier, source).inc(0 if tokens is None else getattr(tokens, tier))
 
     def audit(self, model: str, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the worker's report."""

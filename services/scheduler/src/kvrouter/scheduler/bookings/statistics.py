@@ -7,7 +7,6 @@ from kvrouter.scheduler.bookings.booking import Booking, Freed, SessionEnded
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.cache_hits import tier_tokens
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.scheduler_pb2 import TierTokens
 
 log = structlog.get_logger(component="scheduler")
@@ -35,16 +34,14 @@ class BookingStatistics:
                 "booking.lease_expired", request_id=request_id, attempt=attempt, component_name=str(booking.component)
             )
         if change.cached_tokens is not None:
-            self._compare_prediction(
-                booking, change.cached_tokens, tier_tokens(change.lower_cached_tokens or LowerTiers())
-            )
+            self._compare_prediction(booking, change.cached_tokens, tier_tokens(change.lower_cached_tokens))
 
     def _session_ended(self, change: SessionEnded) -> None:
         bookings = len(change.bookings)
         self._metrics.lost_bookings.inc(bookings)
         log.info("session.expired", session=change.session_id, client=change.client_name, bookings=bookings)
 
-    def _compare_prediction(self, booking: Booking, cached_tokens: int, lower_tokens: TierTokens) -> None:
+    def _compare_prediction(self, booking: Booking, cached_tokens: int, lower_tokens: TierTokens | None) -> None:
         """Compares the predicted overlap with the worker's cached tokens."""
         block_size, prompt_tokens = booking.pool.booked_load.block_size, booking.prompt.tokens
         # The block of the last token is computed even if it is cached: the model needs its output.
@@ -53,8 +50,9 @@ class BookingStatistics:
         if booking.audited:
             self._metrics.audit(booking.pool.model, predicted, cached_tokens // block_size)
             self._check_predictions(booking, predicted * block_size, cached_tokens)
-        predicted_lower = tier_tokens(booking.outcome.lower_blocks, block_size)
-        if booking.audited and (predicted_lower.ByteSize() or lower_tokens.ByteSize()):
+        outcome = booking.outcome
+        predicted_lower = tier_tokens(outcome.lower_blocks if outcome.HasField("lower_blocks") else None, block_size)
+        if booking.audited and (predicted_lower is not None or lower_tokens is not None):
             self._metrics.audit_tiers(booking.pool.model, predicted_lower, lower_tokens)
         found = min(cached_tokens, prompt_tokens)
         booking.pool.cache_hits.add(

@@ -20,11 +20,11 @@ from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.scheduler_pb2 import HitCounts, TierTokens
 from kvrouter.v1.texts import LOWER_TIER_NAMES, by_tier
 
-_NO_TOKENS = TierTokens()
 
-
-def tier_tokens(counts: LowerTiers, block_size: int = 1) -> TierTokens:
-    """Returns numbers of blocks by tier in tokens."""
+def tier_tokens(counts: LowerTiers | None, block_size: int = 1) -> TierTokens | None:
+    """Returns numbers of blocks by tier in tokens; None for None."""
+    if counts is None:
+        return None
     return TierTokens(**{tier: count * block_size for tier, count in by_tier(counts).items()})
 
 
@@ -47,8 +47,8 @@ class CacheHits:
         cached_tokens: int,
         predicted_tokens: int | None,
         reachable_tokens: int = 0,
-        lower_tokens: TierTokens = _NO_TOKENS,
-        predicted_lower_tokens: TierTokens = _NO_TOKENS,
+        lower_tokens: TierTokens | None = None,
+        predicted_lower_tokens: TierTokens | None = None,
     ) -> None:
         """Adds an ended request.
 
@@ -58,8 +58,8 @@ class CacheHits:
             cached_tokens: Tokens found in the worker's cache.
             predicted_tokens: Cached tokens predicted from the index; None without a prediction.
             reachable_tokens: The same for the rank with the largest overlap.
-            lower_tokens: Those of ``cached_tokens`` from below device memory.
-            predicted_lower_tokens: Those of ``predicted_tokens``.
+            lower_tokens: Those of ``cached_tokens`` from below device memory; None if there are none, or if unknown.
+            predicted_lower_tokens: Those of ``predicted_tokens``; None if there are none.
         """
         counts = self._counts.setdefault(rank, HitCounts())
         counts.requests += 1
@@ -77,8 +77,8 @@ class CacheHits:
         return self._counts.get(rank, HitCounts())
 
 
-def _add(sums: TierTokens, tokens: TierTokens) -> None:
-    if tokens.ByteSize():
+def _add(sums: TierTokens, tokens: TierTokens | None) -> None:
+    if tokens is not None:
         for tier in LOWER_TIER_NAMES:
             setattr(sums, tier, getattr(sums, tier) + getattr(tokens, tier))
 
