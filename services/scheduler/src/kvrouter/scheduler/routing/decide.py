@@ -121,6 +121,11 @@ class Decision(NamedTuple):
         return ExpectedLoad(self.rank, tuple(tokens.tolist()), float(modelled.sum()), float(share.sum()), forecast_ms)
 
     @property
+    def expected_output_tokens(self) -> float:
+        """Expected length of the output; 0 if unknown."""
+        return 0.0 if self.context is None else self.context.expected_output_tokens
+
+    @property
     def loads_blocks(self) -> bool:
         """Whether the rank loads blocks of the prompt from a lower tier."""
         return self.snapshot.loads_blocks(self.rank)
@@ -232,7 +237,7 @@ class Decision(NamedTuple):
             component=component_message(self.component),
             prefill=self.prefill,
             model_choice=self.model_choice,
-            expected_output_tokens=0.0 if self.context is None else self.context.expected_output_tokens,
+            expected_output_tokens=self.expected_output_tokens,
             kv_source=None if self.chosen is None else self.snapshot.kv_source(self.chosen),
         )
 

@@ -196,7 +196,7 @@ class Router:
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,
             tenant=context.tenant.name,
-            expected_output_tokens=decision.context.expected_output_tokens if decision.context is not None else 0.0,
+            expected_output_tokens=decision.expected_output_tokens,
         )
         if not self.booking_ownership.book(booking, self.clock()):
             return False
