@@ -95,10 +95,8 @@ class Exchange:
             KvRouterError: the gateway or its configuration does not fit the protocol.
         """
         try:
-            budget = loop_budget()
             while (message := await self._read()) is not None:
-                if not budget.take(_MESSAGE_US):
-                    await budget.turn(_MESSAGE_US)
+                await loop_budget().turn(_MESSAGE_US)
                 kind = message.WhichOneof("request")
                 # A gateway may answer by itself, and show only the response.
                 if (kind == _HEADERS) == self._begun and kind in _OF_REQUEST:
@@ -120,7 +118,7 @@ class Exchange:
 
     async def _read(self) -> ProcessingRequest | None:
         if self._reading is None:
-            # A task of its own: a gateway that leaves would else cancel also the look at its engine that follows.
+            # A task of its own: if the gateway leaves, the read is cancelled, but not the check of its engine.
             self._reading = asyncio.ensure_future(self._context.read())
         message = await self._reading
         self._reading = None
