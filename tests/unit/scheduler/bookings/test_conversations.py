@@ -1,4 +1,4 @@
-"""What the requests of a session teach: the length of outputs, turns, pauses and hits."""
+"""What the requests of a conversation teach: the length of outputs, turns, pauses and hits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ class Fleet(Parts):
         self._numbers = count()
 
     async def ask(
-        self, session: str = "", tenant: str = "", *, output_tokens: int | None = None, attempt: int = 0, **fields: Any
+        self,
+        conversation: str = "",
+        tenant: str = "",
+        *,
+        output_tokens: int | None = None,
+        attempt: int = 0,
+        **fields: Any,
     ) -> Decision:
         """Returns the decision on a request with so long an output."""
         name = f"r{next(self._numbers)}"
-        request = selecting(name, routing(4, conversation_id=session, **fields), attempt=attempt, tenant=tenant)
+        request = selecting(name, routing(4, conversation_id=conversation, **fields), attempt=attempt, tenant=tenant)
         response = await self.select(request)
         decision = self.decisions.by_id(response.decision_id)
         assert decision is not None
@@ -42,7 +48,7 @@ class Fleet(Parts):
         return pool
 
 
-async def test_an_output_is_expected_to_be_as_long_as_those_of_its_session_its_tenant_or_its_model() -> None:
+async def test_an_output_is_expected_to_be_as_long_as_those_of_its_conversation_its_tenant_or_its_model() -> None:
     fleet = Fleet()
     assert (await fleet.ask("talk", "a")).expected_output_tokens == 0
     for _ in range(LEAST):
@@ -72,7 +78,7 @@ async def test_an_output_that_broke_off_teaches_nothing() -> None:
     assert (await fleet.ask("talk")).expected_output_tokens == 0
 
 
-async def test_turns_pauses_and_hits_are_counted_over_all_sessions() -> None:
+async def test_turns_pauses_and_hits_are_counted_over_all_conversations() -> None:
     fleet = Fleet()
     for turn in range(3):
         await fleet.ask("talk")
@@ -80,17 +86,17 @@ async def test_turns_pauses_and_hits_are_counted_over_all_sessions() -> None:
         fleet.now += 1 + turn
     await fleet.ask("other")
     await fleet.ask("other", attempt=1)
-    name = "kvrouter_scheduler_session"
+    name = "kvrouter_scheduler_conversation"
     assert [fleet.figure(f"{name}_turns_bucket", le=bound) for bound in ("1.0", "2.0", "4.0")] == [2, 3, 4]
     assert (fleet.figure(f"{name}_pause_seconds_count"), fleet.figure(f"{name}_pause_seconds_sum")) == (2, 3)
     assert fleet.figure(f"{name}_hit_ratio_sum") == pytest.approx(2 * 32 / 64)
 
 
-async def test_only_the_last_sessions_and_tenants_are_remembered() -> None:
+async def test_only_the_last_conversations_and_tenants_are_remembered() -> None:
     fleet = Fleet(conversations=2)
-    for session in ("a", "b", "c"):
+    for conversation in ("a", "b", "c"):
         for _ in range(LEAST):
-            await fleet.ask(session, session, output_tokens=ord(session))
+            await fleet.ask(conversation, conversation, output_tokens=ord(conversation))
     assert len(fleet.conversations) == 2
     pool = fleet.pool
     expected = fleet.conversations.expected_output_tokens

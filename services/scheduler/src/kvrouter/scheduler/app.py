@@ -142,14 +142,19 @@ async def running(
     metrics.bookings.set_function(lambda: len(booking_table))
     metrics.sessions.set_function(lambda: booking_ownership.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
-    metrics.conversations.set_function(lambda: len(conversations))
+    metrics.conversations.set_function(lambda: len(affinity))
     metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
     runtime.registry.register(rank_load_gauges(pools))
     runtime.registry.register(reuse_ratio_gauge(pools))
     runtime.registry.register(queue_gauges(queued))
     bounds = bounds_of(runtime.registry)
     bounds.add("decisions_kept", lambda: len(decisions), settings.decisions_kept, when_full="evicts")
-    bounds.add("conversations", lambda: len(conversations), settings.conversations_kept, when_full="evicts")
+    bounds.add(
+        "conversations",
+        lambda: max(len(affinity), len(conversations)),
+        settings.conversations_kept,
+        when_full="evicts",
+    )
     if predictions is not None:
         predicted = predictions
         bounds.add("predicted_blocks", lambda: predicted.most_blocks, settings.router_max_tree_size, when_full="evicts")

@@ -84,19 +84,19 @@ class SchedulerMetrics:
         self.sessions = gauge("kvrouter_scheduler_sessions", "Sessions that are open or within their grace period.")
         self.decisions = gauge("kvrouter_scheduler_decisions_kept", "Past decisions that Explain can show.")
         self.conversations = gauge("kvrouter_scheduler_conversations", "Conversations whose rank is remembered.")
-        self.session_turns = of_one(
-            "kvrouter_scheduler_session_turns",
-            "Number of a request in its session, from 1, at each request of a session.",
+        self.conversation_turns = of_one(
+            "kvrouter_scheduler_conversation_turns",
+            "Number of a request in its conversation, from 1, at each request with a conversation.",
             buckets=_TURNS,
         )
-        self.session_pauses = of_one(
-            "kvrouter_scheduler_session_pause_seconds",
-            "Time from the end of a session's request to the next request.",
+        self.conversation_pauses = of_one(
+            "kvrouter_scheduler_conversation_pause_seconds",
+            "Time from the end of a conversation's request to its next one.",
             buckets=_PAUSES,
         )
-        self.session_hits = of_one(
-            "kvrouter_scheduler_session_hit_ratio",
-            "Share of the prompt that workers found cached, of requests that were not the first of their session.",
+        self.conversation_hits = of_one(
+            "kvrouter_scheduler_conversation_hit_ratio",
+            "Share of the prompt that workers found cached, of requests after the first of their conversation.",
             buckets=_HITS,
         )
         self.output_ratios = of_one(

@@ -100,9 +100,9 @@ class Conversations:
             return
         conversation = self._conversations.use((booking.component, booking.conversation))
         conversation.turns += 1
-        self._metrics.session_turns.observe(conversation.turns)
+        self._metrics.conversation_turns.observe(conversation.turns)
         if conversation.ended_at is not None:
-            self._metrics.session_pauses.observe(self._clock() - conversation.ended_at)
+            self._metrics.conversation_pauses.observe(self._clock() - conversation.ended_at)
 
     def _ended(self, change: Freed) -> None:
         booking, output_tokens = change.booking, change.output_tokens
@@ -120,7 +120,7 @@ class Conversations:
         if output_tokens is not None:
             conversation.output.add(output_tokens)
         if change.cached_tokens is not None and conversation.turns > 1:
-            self._metrics.session_hits.observe(min(1.0, change.cached_tokens / booking.prompt.tokens))
+            self._metrics.conversation_hits.observe(min(1.0, change.cached_tokens / booking.prompt.tokens))
 
     def _is_turn(self, booking: Booking) -> bool:
         """Returns whether this Scheduler booked it for a conversation, other than for the prefill."""

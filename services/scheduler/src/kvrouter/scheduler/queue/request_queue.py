@@ -15,8 +15,8 @@ request with room passes one without, and its rank is chosen when it leaves.
 
 Order: the smallest priority, then the fewest tokens of KV cache to add; waiting time counts at AGING.
 The tenant of least use is next (``fair_order``), and tenants share the capacity of the queue
-(``kvrouter.runtime.bounds``). Within a tenant, a request also counts the tokens of its session's other requests, those
-on ranks and those that waited before it: a session with many requests at once does not delay the others.
+(``kvrouter.runtime.bounds``). Within a tenant, a request also counts the tokens of its conversation's other
+requests, on ranks and waiting before it: a conversation with many requests at once does not delay the others.
 
 No request starves. Once a request has waited PATIENCE_S, the oldest one goes to its cheapest rank even without KV
 cache for it: one at a time, the next when it has started, or after STALL_S. A request behind k older ones therefore
@@ -82,8 +82,8 @@ T = TypeVar("T", bound=Hashable)
 
 _NOBODY = Tenant()
 
-Session: TypeAlias = tuple[str, bytes]
-"""Tenant, and digest of the conversation; empty for none."""
+Conversation: TypeAlias = tuple[str, bytes]
+"""Name of the tenant, and digest of the conversation; empty for none."""
 
 
 @dataclass(slots=True)
@@ -96,9 +96,9 @@ class _Queued(Generic[T]):
     priority: int
     wait: Wait
     """The last decision."""
-    session: Session
-    session_tokens: int
-    """Tokens of the session's other requests when it arrived."""
+    conversation: Conversation
+    other_tokens: int
+    """Tokens of the conversation's other requests when it arrived."""
     tokens: int
     """Its own tokens then."""
 
@@ -110,7 +110,7 @@ class _Queued(Generic[T]):
     @property
     def place(self) -> Place:
         """Sort key. Independent of the current time, because all requests age alike."""
-        return self.priority, self.wait.room_tokens + self.session_tokens + AGING * self.since
+        return self.priority, self.wait.room_tokens + self.other_tokens + AGING * self.since
 
     @property
     def entry(self) -> Entry[T]:
@@ -134,10 +134,10 @@ class RequestQueue(Generic[T]):
         self._look_again = False
         self._lacks_slots = False
         self._open: Collection[Rank] | None = None
-        self._running: dict[T, tuple[Session, int]] = {}
-        """Session and tokens of each dispatched request until its end."""
-        self._of_session: Counter[Session] = Counter()
-        """Tokens of each session's requests, queued or dispatched."""
+        self._running: dict[T, tuple[Conversation, int]] = {}
+        """Conversation and tokens of each dispatched request until its end."""
+        self._tokens: Counter[Conversation] = Counter()
+        """Tokens of each conversation's requests, queued or dispatched."""
         self._gone, self._counted_from = 0.0, 0.0
         self._soonest = math.inf
         """Lower bound of every queued request's ``must_go``."""
@@ -183,11 +183,11 @@ class RequestQueue(Generic[T]):
         if not self._queued:
             self._gone, self._counted_from = 0.0, now
         since = now if since is None else since
-        session, tokens = (tenant.name, conversation), max(1, wait.room_tokens)
-        others = self._of_session[session]
-        self._use(session, tokens)
+        key, tokens = (tenant.name, conversation), max(1, wait.room_tokens)
+        others = self._tokens[key]
+        self._use(key, tokens)
         number = next(self._numbers)
-        queued = _Queued(request, tenant, number, since, deadline, priority, wait, session, others, tokens)
+        queued = _Queued(request, tenant, number, since, deadline, priority, wait, key, others, tokens)
         self._queued[request] = queued
         self._soonest = min(self._soonest, queued.must_go)
         self._order.add(tenant, queued.entry, since)
@@ -206,10 +206,10 @@ class RequestQueue(Generic[T]):
     def dispatched(self, request: T, tenant: Tenant, tokens: int, conversation: bytes = b"") -> None:
         """Records a dispatch, which uses ``tokens`` of KV cache or as much as its slot counts."""
         if request not in self._running:
-            session = tenant.name, conversation
-            self._running[request] = session, max(1, tokens)
+            key = tenant.name, conversation
+            self._running[request] = key, max(1, tokens)
             self._order.use(tenant.name, max(1, tokens))
-            self._use(session, max(1, tokens))
+            self._use(key, max(1, tokens))
 
     def started(self, request: T) -> None:
         """Records the first token of a released request."""
@@ -220,9 +220,9 @@ class RequestQueue(Generic[T]):
         """Records the end of a dispatched request."""
         self.started(request)
         if (running := self._running.pop(request, None)) is not None:
-            session, tokens = running
-            self._order.use(session[0], -tokens)
-            self._use(session, -tokens)
+            key, tokens = running
+            self._order.use(key[0], -tokens)
+            self._use(key, -tokens)
 
     def is_late(self, request: T, now: float) -> bool:
         """Returns whether a queued request would miss its deadline."""
@@ -301,7 +301,7 @@ class RequestQueue(Generic[T]):
                 self._order.force(queued.tenant)
             self._drop(request)
             use_tokens = decided.use_tokens or queued.entry.tokens
-            self.dispatched(request, queued.tenant, use_tokens, queued.session[1])
+            self.dispatched(request, queued.tenant, use_tokens, queued.conversation[1])
             self._count(now)
             yield request, decided
             if self._has_no_slot(open_ranks):
@@ -358,14 +358,14 @@ class RequestQueue(Generic[T]):
             return False
         self._order.remove(queued.tenant, queued.entry, queued.since)
         self._room.remove(queued.tenant.name, 1)
-        self._use(queued.session, -queued.tokens)
+        self._use(queued.conversation, -queued.tokens)
         return True
 
-    def _use(self, session: Session, tokens: int) -> None:
-        if session[1]:
-            self._of_session[session] += tokens
-            if not self._of_session[session]:
-                del self._of_session[session]
+    def _use(self, key: Conversation, tokens: int) -> None:
+        if key[1]:
+            self._tokens[key] += tokens
+            if not self._tokens[key]:
+                del self._tokens[key]
 
     def _keep_queued(self, queued: _Queued[T], wait: Wait) -> None:
         """Updates a staying request, whose sort key may have changed."""
