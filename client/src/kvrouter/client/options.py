@@ -182,7 +182,7 @@ def _routing_fields(options: RoutingOptions | GenerateOptions) -> dict[str, Any]
         "overrides": _nested(RoutingOverrides, "router_config_override", options.get("router_config_override")),
         "constraints": _nested(RoutingConstraints, "constraints", constraints),
         "conversation_id": options.get("conversation_id", ""),
-        "expected_output_tokens": options.get("expected_output_tokens", 0),
+        "expected_output_tokens": options.get("expected_output_tokens"),
         "priority": options.get("priority", 0),
     }
     return fields | ({"scope": _message(BlockScope, **scope)} if any(scope.values()) else {})

@@ -9,6 +9,7 @@ import pytest
 from kvrouter.scheduler.bookings.conversations import LEAST, MAX_TENANTS, Conversations
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.scheduler_pb2 import Decision, FreeRequest
 from prometheus_client import CollectorRegistry
 
@@ -69,6 +70,11 @@ async def test_a_request_may_state_the_length_and_a_bound_states_nothing() -> No
     decision = fleet.decisions.newest(1)[0]
     assert decision.context is not None
     assert decision.context.expected_output_tokens == 100, "for policies"
+
+
+async def test_an_expected_length_of_0_is_refused() -> None:
+    with pytest.raises(BadRequest, match="expected_output_tokens is 0"):
+        await Fleet().ask("talk", expected_output_tokens=0)
 
 
 async def test_an_output_that_broke_off_teaches_nothing() -> None:

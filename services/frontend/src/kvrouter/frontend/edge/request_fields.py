@@ -233,7 +233,8 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             request.migration_limit = self.migration_limit
         request.priority = self.priority or 0
         request.conversation_id = self.conversation_id or ""
-        request.expected_output_tokens = self.expected_output_tokens or 0
+        if self.expected_output_tokens is not None:
+            request.expected_output_tokens = self.expected_output_tokens
         return request
 
 

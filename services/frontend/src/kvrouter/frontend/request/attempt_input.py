@@ -97,7 +97,7 @@ def routing_request(
         block_size=view.descriptor.block_size,
         conversation_id=request.conversation_id,
         priority=request.priority,
-        expected_output_tokens=request.expected_output_tokens,
+        expected_output_tokens=(request.expected_output_tokens if request.HasField("expected_output_tokens") else None),
         max_output_tokens=request.stop_conditions.max_tokens,
         length_is_estimated=is_estimated,
         sequences=request.sampling_options.n if request.sampling_options.n > 1 else None,

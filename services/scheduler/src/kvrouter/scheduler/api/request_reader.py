@@ -119,7 +119,7 @@ class RequestReader:
             ignored_overrides(request.overrides, options.mode),
             may_prefill_locally,
             self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
-            expected_output_tokens=request.expected_output_tokens,
+            expected_output_tokens=_stated_output_tokens(request),
             model_choice=request.model_choice[:_MAX_CHOICE_CHARACTERS],
         )
 
@@ -130,6 +130,17 @@ class RequestReader:
         if names:
             self._warned.update((mode, name) for name in names)
             log.warning("overrides.ignored", overrides=names, mode=mode)
+
+
+def _stated_output_tokens(request: RoutingRequest) -> int:
+    """Returns the expected length of the output that a request states; 0 if it states none."""
+    if request.HasField("expected_output_tokens") and not request.expected_output_tokens:
+        raise BadRequest(
+            "expected_output_tokens is 0",
+            field="expected_output_tokens",
+            advice="Leave the field unset if the length is unknown.",
+        )
+    return request.expected_output_tokens
 
 
 def conversation_of(request: RoutingRequest) -> bytes:

@@ -237,7 +237,7 @@ class Decision(NamedTuple):
             component=component_message(self.component),
             prefill=self.prefill,
             model_choice=self.model_choice,
-            expected_output_tokens=self.expected_output_tokens,
+            expected_output_tokens=self.expected_output_tokens or None,
             kv_source=None if self.chosen is None else self.snapshot.kv_source(self.chosen),
         )
 
