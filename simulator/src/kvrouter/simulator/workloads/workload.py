@@ -54,8 +54,12 @@ def _positions(tokens: int) -> array[int]:
     return array("I", [position // 4 for position in range(tokens)])
 
 
+@lru_cache(maxsize=1 << 16)
 def expand(piece: int, tokens: int) -> bytes:
-    """Returns the tokens of a piece id (u64) as little-endian u32: groups of four, (id, high half of id, i, i)."""
+    """Returns the tokens of a piece id (u64) as little-endian u32: groups of four, (id, high half of id, i, i).
+
+    Requests share pieces, so the last 65,536 are kept: at most 128 MiB with pieces of 512 tokens.
+    """
     words = _positions(tokens)[:]
     words[0::4] = array("I", [piece & 0xFFFFFFFF]) * len(range(0, tokens, 4))
     words[1::4] = array("I", [piece >> 32 & 0xFFFFFFFF]) * len(range(1, tokens, 4))
