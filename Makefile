@@ -84,16 +84,13 @@ unit: setup ## tests without servers, import rules among them
 	$(BIN)/pytest -n auto $(if $(CARGO),--at-least 5500) tests/unit
 
 # The longest tests come first, and an idle process takes over tests of another: none waits for a long one at the end.
-# Over a thousand tests with real servers: one that lost a race is run again and named, and fails if it fails twice.
-# A test that hung is not run again: it would hang without a time limit.
 # These tests wait more than they compute, so there are more of them at once than two processors would suggest.
 WORKERS ?= 3
-RERUN := --reruns 1 --rerun-except 'from pytest-timeout' -rsR
 
 integration: setup ## tests over real NATS and etcd, and with processes that are killed
 	$(SAY_CORE)
 	@$(BIN)/python tests/faults/newer_etcd.py
-	$(BIN)/pytest -n $(WORKERS) $(RERUN) --dist worksteal -m "not full" --at-least 1400 tests/faults tests/integration tests/guides
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not full" --at-least 1400 tests/faults tests/integration tests/guides
 
 # Races show when the cores are busy. TESTS are arguments of pytest: TESTS="-n 3 tests/integration/relay".
 N ?= 20
@@ -134,7 +131,7 @@ test-drift: setup ## what guides and sidecar use of vLLM and SGLang, against the
 
 e2e: setup ## the whole system in separate processes
 	$(SAY_CORE)
-	$(BIN)/pytest $(RERUN) --at-least 2 tests/test_end_to_end.py
+	$(BIN)/pytest --at-least 2 tests/test_end_to_end.py
 
 bench: bench-core bench-request bench-emit bench-overload bench-queries bench-recovery bench-quality ## every benchmark; each prints its table
 
