@@ -9,8 +9,6 @@ from importlib.metadata import Distribution, distribution
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = {"kvrouter": ("envoy", "jwt", "tracing", "devstack"), "kvrouter-client": ("router",)}
-"""Extras whose dependencies belong to a release, by distribution. Those of development do not."""
 LONGEST_NAME = 50
 
 
@@ -31,7 +29,7 @@ def required_by(names: Iterable[str]) -> dict[str, Installed]:
         importlib.metadata.PackageNotFoundError: one of them is not installed.
     """
     found: dict[str, Installed] = {}
-    waiting = [(name, EXTRAS.get(name, ())) for name in names]
+    waiting = [(name, released_extras(distribution(name))) for name in names]
     while waiting:
         name, extras = waiting.pop()
         if name in found:
@@ -42,6 +40,11 @@ def required_by(names: Iterable[str]) -> dict[str, Installed]:
         found[name] = Installed(name, installed.version, licence(installed), present)
         waiting += needed
     return found
+
+
+def released_extras(installed: Distribution) -> tuple[str, ...]:
+    """Returns the extras whose dependencies belong to a release: all but those of development."""
+    return tuple(extra for extra in installed.metadata.get_all("Provides-Extra") or () if extra != "dev")
 
 
 def requirements(installed: Distribution, extras: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:

