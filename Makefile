@@ -51,7 +51,7 @@ up: setup ## the same system, left running
 	$(SAY_CORE)
 	@$(BIN)/kvrouter up $(ARGS)
 
-# Steps that take one core each run side by side; the output of each is shown when it ends.
+# Two steps at a time, since most use one core or wait for servers; the output of each is shown when it ends.
 SIDE_BY_SIDE := --no-print-directory -j 2 --output-sync=target
 
 check: setup ## what to run while you work: lint, types and unit tests
@@ -60,8 +60,7 @@ check: setup ## what to run while you work: lint, types and unit tests
 
 test: setup ## the gate before merging: all of check, rust, integration, packages, e2e
 	@$(MAKE) $(SIDE_BY_SIDE) lint rust
-	@$(MAKE) --no-print-directory unit integration
-	@$(MAKE) $(SIDE_BY_SIDE) packages e2e
+	@$(MAKE) $(SIDE_BY_SIDE) integration unit packages e2e
 
 lint: setup types protos-check docs ## style, types, the contract's own rules, the API reference
 	$(BIN)/ruff check .
