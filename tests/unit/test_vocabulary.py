@@ -37,6 +37,8 @@ _SOURCES = sorted(
     and path != Path(__file__)
 )
 _DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for part in PARTS for path in (ROOT / part).rglob("*.md"))})
+_ANY_TERM = re.compile("|".join((*IN_NAMES, *IN_PROSE)).replace(" ", r"\s+"), re.IGNORECASE)
+"""Finds the few files worth splitting into tokens, which takes seconds for all of them."""
 _COMMENT = re.compile(r"//[^\n]*")
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -50,6 +52,8 @@ def parts_of(name: str) -> set[str]:
 def names_and_prose(path: Path) -> tuple[Iterator[tuple[int, str]], Iterator[tuple[int, str]]]:
     """The identifiers of a source, and its comments and texts, each with its line."""
     text = path.read_text(encoding="utf-8")
+    if not _ANY_TERM.search(text):
+        return iter(()), iter(())
     if path.suffix == ".py":
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
         names = ((each.start[0], each.string) for each in tokens if each.type == tokenize.NAME)
