@@ -112,6 +112,11 @@ class Processes:
         """What a Scheduler believes."""
         return await self.scheduler(name).get_status(GetStatusRequest(), deadline=Deadline.after(10))
 
+    async def health(self, name: str) -> frontend_pb2.GetWorkerHealthResponse:
+        """What a Frontend observes of the workers."""
+        asked = frontend_pb2.GetWorkerHealthRequest()
+        return await self.frontend(name).get_worker_health(asked, deadline=Deadline.after(10))
+
     async def requests_by_worker(self, name: str) -> dict[int, int]:
         """Requests that a Scheduler counts at each worker."""
         ranks = (await self.status(name)).components[0].ranks
@@ -186,7 +191,7 @@ async def start_system(
         processes, schedulers=schedulers, frontends=frontends, mode=mode, frontend=frontend, scheduler=scheduler
     )
     await start_workers(processes, clock_factor, *engine)
-    await services_ready(processes, schedulers=schedulers, frontends=frontends)
+    await services_ready(processes, schedulers=schedulers, frontends=frontends, workers=2)
 
 
 async def start_services(
@@ -206,13 +211,21 @@ async def start_services(
         await processes.start("frontend", f"frontend-{number}", "--port", "0", *frontend)
 
 
-async def services_ready(processes: Processes, *, schedulers: int, frontends: int) -> None:
-    """Returns when the services are ready, and nothing is booked."""
+async def services_ready(processes: Processes, *, schedulers: int, frontends: int, workers: int) -> None:
+    """Returns when the services are ready and each knows so many workers, and nothing is booked."""
     for number in range(schedulers):
-        await processes.ready("scheduler", f"scheduler-{number}")
-        await processes.until_booked(f"scheduler-{number}", 0)
+        name = f"scheduler-{number}"
+        await processes.ready("scheduler", name)
+        await processes.until_booked(name, 0)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while sum(len(each.ranks) for each in (await processes.status(name)).components) < workers:
+                await asyncio.sleep(0.05)
     for number in range(frontends):
-        await processes.ready("frontend", f"frontend-{number}")
+        name = f"frontend-{number}"
+        await processes.ready("frontend", name)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len((await processes.health(name)).workers) < workers:
+                await asyncio.sleep(0.05)
 
 
 async def streamed(

@@ -165,7 +165,7 @@ async def until_state(frontend: Frontend, worker_id: int, state: WorkerHealthSta
 async def nothing_is_left(processes: Processes) -> None:
     """Waits until no booking is left, no call is under way, and the index equals what the workers hold."""
     await processes.until_booked(SCHEDULER, 0)
-    answer = await processes.frontend(FRONTEND).get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(10))
+    answer = await processes.health(FRONTEND)
     assert all(each.calls == 0 for each in answer.workers)
     component = view_of(processes).descriptor.component
     async with open_channel(processes.directory.services("indexer")[INDEXER].endpoint) as channel:

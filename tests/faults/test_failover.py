@@ -15,7 +15,7 @@ from kvrouter.runtime.contracts import Frontend
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import RoutingConstraints, TokenIds
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, GetWorkerHealthRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, StopConditions
 
@@ -84,8 +84,7 @@ async def undisturbed(frontend: Frontend, max_tokens: int, worker_id: int) -> di
 
 async def nothing_runs(processes: Processes) -> None:
     await processes.until_booked(SCHEDULER, 0)
-    health = await processes.frontend(FRONTEND).get_worker_health(GetWorkerHealthRequest(), deadline=Deadline.after(10))
-    assert all(each.calls == 0 for each in health.workers)
+    assert all(each.calls == 0 for each in (await processes.health(FRONTEND)).workers)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP] if FULL else [signal.SIGKILL])
@@ -124,9 +123,7 @@ async def test_no_request_fails_while_a_worker_is_killed_every_two_seconds(
     workers = [SoakWorker(number, pools[number % len(pools)], processes) for number in range(SOAK_WORKERS)]
     for worker in workers:
         await worker.start()
-    await services_ready(processes, schedulers=1, frontends=1)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await processes.directory.wait_for(lambda _: len(registered(processes)) == SOAK_WORKERS)
+    await services_ready(processes, schedulers=1, frontends=1, workers=SOAK_WORKERS)
     frontend = processes.frontend(FRONTEND)
     expected = await undisturbed(frontend, SOAK_TOKENS, SOUND)
     numbers = iter(range(SOAK_REQUESTS))

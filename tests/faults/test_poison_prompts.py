@@ -47,11 +47,7 @@ async def started(
     if has_sidecar:
         engines = (each for port in ports for each in ("--engine", f"http://127.0.0.1:{port}"))
         await processes.start("sidecar", "sidecar", *engines, "--worker-id", "1", *("--kv-events", "none") * WORKERS)
-    await services_ready(processes, schedulers=1, frontends=FRONTENDS)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await processes.directory.wait_for(
-            lambda seen: sum(len(view.workers) for view in seen.components.values()) == WORKERS
-        )
+    await services_ready(processes, schedulers=1, frontends=FRONTENDS, workers=WORKERS)
 
 
 async def send(processes: Processes, number: int, *, migration_limit: int | None = None) -> KvRouterError:

@@ -22,13 +22,6 @@ async def start_worker(processes: Processes, number: int, *options: str) -> None
     await processes.start("mocker", f"mocker-{number}", *named, *options)
 
 
-async def until_registered(processes: Processes, count: int) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await processes.directory.wait_for(
-            lambda seen: sum(len(view.workers) for view in seen.components.values()) == count
-        )
-
-
 async def prefills(processes: Processes) -> int:
     """Returns how many prompts prefill workers have computed for decode workers."""
     address = processes.directory.services("frontend")["frontend-0"].http_endpoint
@@ -53,8 +46,7 @@ async def test_requests_wait_for_a_pool_that_restarts(processes: Processes, *, i
         await start_worker(processes, number, *role)
     if is_disaggregated:
         await processes.start("mocker", "mocker-9", "--worker-id", "9", "--role", "prefill", "--component", "prefill")
-    await until_registered(processes, 2 + is_disaggregated)
-    await services_ready(processes, schedulers=1, frontends=1)
+    await services_ready(processes, schedulers=1, frontends=1, workers=2 + is_disaggregated)
     frontend = processes.frontend("frontend-0")
     assert await streamed(frontend, 0, 3, PROMPT_TOKENS) == 3
     before = await prefills(processes)
