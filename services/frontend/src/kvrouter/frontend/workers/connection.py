@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Protocol, cast
 
 import grpc.aio
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.frontend.workers.attempt import RunningCall
 from kvrouter.net import trace_context
@@ -19,6 +20,8 @@ from kvrouter.runtime.rpc import call_stream_client, open_channel, remote
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.errors import DependencyAway, KvRouterError
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
+
+log = structlog.get_logger(component="frontend")
 
 _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 _GENERATE = f"{_DESCRIPTOR.full_name}/Generate"
@@ -71,6 +74,7 @@ class WorkerConnection:
     """The connection to the worker at one address."""
 
     def __init__(self, endpoint: str, client_name: str, counts: CallStreamCounts, tls: Tls | None = None) -> None:
+        self._endpoint = endpoint
         self._channel = open_channel(endpoint, tls=tls, role="worker")
         self._stub = cast(_Stub, remote(_DESCRIPTOR, self._channel, raw_responses=frozenset({"Generate"})))
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -140,6 +144,7 @@ class WorkerConnection:
             await self._health.Check(request, timeout=_PROBE_SECONDS)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
+                log.debug("worker.probe_broken", endpoint=self._endpoint, cause=error.details())
                 return Probe.UNREACHABLE
             return Probe.SILENT if error.code() in _NO_ANSWER else Probe.ANSWERED
         finally:
