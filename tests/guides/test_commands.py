@@ -13,7 +13,7 @@ GUIDE = """# A guide
 
 ```sh
 echo listening on 127.0.0.1:2379 \\
-  for a while; sleep 60
+  for a while; exec sleep 60
 ```
 
 ```python
