@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Self
 
+import numpy as np
 from kvrouter.core import Rank, local_hashes, sequence_hashes
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -28,6 +29,7 @@ from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.metrics import SchedulerMetrics, SyncMetrics
+from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.overlap.predictions import PredictionLimits, Predictions
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.replication.replicas import ReplicaSync
@@ -36,6 +38,7 @@ from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.scheduler.routing.router import Router
+from kvrouter.scheduler.workers.candidates import ListedRanks
 from kvrouter.v1.common_pb2 import (
     BookingKey,
     Component,
@@ -85,6 +88,12 @@ def view(*workers: WorkerRegistration, name: ComponentName = POOL, **descriptor:
 def prompt(blocks: int, *, seed: int = 0, tail: int = 0) -> Prompt:
     local = local_hashes(tokens(blocks, seed=seed, tail=tail), BLOCK)
     return Prompt(blocks * BLOCK + tail, local, sequence_hashes(local))
+
+
+def overlaps_of(held: Mapping[Rank, tuple[int, int]]) -> Overlaps:
+    """The overlaps of ranks, from (blocks, incarnation) by rank."""
+    incarnations = np.array([incarnation for _, incarnation in held.values()], np.uint64)
+    return Overlaps(ListedRanks(tuple(held), incarnations), np.array([blocks for blocks, _ in held.values()], np.int64))
 
 
 def tokens(blocks: int, *, seed: int = 0, tail: int = 0) -> list[int]:

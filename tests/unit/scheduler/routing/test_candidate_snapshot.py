@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvrouter.scheduler.load.booked_load import Accounting, RankLoad
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
+from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.context import RequestContext
@@ -29,7 +29,7 @@ from kvrouter.v1.common_pb2 import Rank, Role, RoutingRequest, Stage
 from kvrouter.v1.errors import AllBusy, NoWorkers
 from kvrouter.v1.events_pb2 import LoadReport
 
-from ..harness import BLOCK, prompt, view, worker
+from ..harness import BLOCK, overlaps_of, prompt, view, worker
 
 
 def is_busy(candidate: Candidate, thresholds: Thresholds, load: RankLoad, report: LoadReport | None) -> bool:
@@ -196,7 +196,7 @@ def test_every_column_agrees_with_the_rules(
         report.incarnation = 3
         pool.reports.take(report.SerializeToString(), now - 5 * (number % 4))
     request = RequestContext(pool, prompt(9, tail=3), constraints, RoutingOptions(thresholds=thresholds))
-    found = snapshot(request, Overlaps.of(resident), now=now)
+    found = snapshot(request, overlaps_of(resident), now=now)
     rows = rows_of(found, found.fit)
     before = pool.booked_load.load_by_rank()
     fit = [each for each in pool.candidates if not why_unfit(each, constraints)]
@@ -217,7 +217,8 @@ def test_every_column_agrees_with_the_rules(
         assert bool(row.busy) == is_busy(row.candidate, thresholds, before[rank], pool.reports.of(rank, now))
     free = [row for row in rows if not row.busy]
     assert rows_of(found, found.free) == free
-    assert set(found.excluded([row.candidate.rank for row in free])) == {each.rank for each in pool.candidates} - {
+    excluded = found.excluded([row.candidate.rank for row in free])
+    assert {pool.candidates[place].rank for place in excluded} == {each.rank for each in pool.candidates} - {
         row.candidate.rank for row in free
     }
     if not free:
@@ -262,11 +263,11 @@ def test_the_snapshot_of_a_decision_does_not_change_afterwards() -> None:
 def test_overlaps_are_assigned_to_ranks_in_any_order(ranks: list[tuple[int, int]]) -> None:
     worker_set = WorkerSet(candidates_of([worker(1), worker(2)]))
     for _ in range(2):  # the second answer rests on the first
-        resident = Overlaps.of({rank: (10 * rank[0], 1) for rank in ranks})
+        resident = overlaps_of({rank: (10 * rank[0], 1) for rank in ranks})
         expected = [10 * worker_id if (worker_id, 0) in ranks else 0 for worker_id in (1, 2)]
         assert resident.on(worker_set).tolist() == expected
     assert NOT_QUERIED.on(worker_set).tolist() == [0, 0]
-    assert not np.any(Overlaps.of({(1, 0): (5, 0), (2, 0): (5, 0)}).on(worker_set)), (
+    assert not np.any(overlaps_of({(1, 0): (5, 0), (2, 0): (5, 0)}).on(worker_set)), (
         "of lives before the registered ones"
     )
 
@@ -290,7 +291,7 @@ def test_a_candidate_that_gave_way_says_why() -> None:
     found = snapshot(RequestContext(pool, prompt(4), constraints, RoutingOptions()), NOT_QUERIED, now=1.0)
     assert [row.candidate.rank for row in rows_of(found, found.free)] == [(2, 0)]
     why = "the caller avoids this worker (its requests fail), and another one fits"
-    assert found.excluded([(2, 0)]) == {(1, 0): why}
+    assert found.excluded([(2, 0)]) == {0: why}
     pinned = WorkerConstraints(worker_id=1, avoided={1: ""})
     alone = snapshot(RequestContext(pool, prompt(4), pinned, RoutingOptions()), NOT_QUERIED, now=1.0)
     assert [row.candidate.rank for row in rows_of(alone, alone.free)] == [(1, 0)]
@@ -298,7 +299,7 @@ def test_a_candidate_that_gave_way_says_why() -> None:
 
 def test_new_prefill_tokens() -> None:
     pool = Pool(view(worker(1), worker(2), worker(3)), Accounting(), report_age_seconds=10)
-    overlaps = Overlaps.of({(1, 0): (0, 1), (2, 0): (3, 1), (3, 0): (5, 1)})
+    overlaps = overlaps_of({(1, 0): (0, 1), (2, 0): (3, 1), (3, 0): (5, 1)})
 
     def new_tokens(stage: Stage) -> list[int]:
         request = RequestContext(pool, prompt(4, tail=1), WorkerConstraints(stage), RoutingOptions())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sized
+from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
 from typing import cast
@@ -18,24 +18,33 @@ from ..harness import POOL
 
 
 @dataclass
-class Draining:
-    """A snapshot of candidates of which one was excluded."""
+class Ranks:
+    """A set of candidates of which only the ranks are known."""
 
-    worker_set: Sized
+    ranks: tuple[Rank, ...]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+class Draining:
+    """A snapshot of candidates of which the last one was excluded."""
+
     prefill: None = None
 
-    def excluded(self, weighed: Collection[Rank]) -> dict[Rank, str]:
-        assert weighed
-        return {(1, 5): "draining"}
+    def __init__(self, weighed: tuple[Rank, ...]) -> None:
+        self.worker_set = Ranks((*weighed, (1, 5)))
+        self.free = range(len(weighed))
+        self.overlap_blocks = [*[1] * len(weighed), 3]
 
-    def overlap_of(self, rank: Rank) -> int:
-        return 3 if rank == (1, 5) else 1
+    def excluded(self, weighed: Collection[Rank]) -> dict[int, str]:
+        return {len(weighed): "draining"}
 
-    def lower_of(self, rank: Rank) -> None:
-        assert rank
+    def lower_of(self, place: int) -> None:
+        assert place >= 0
 
-    def kv_source(self, rank: Rank) -> None:
-        assert rank
+    def kv_source(self, place: int) -> None:
+        assert place >= 0
 
     def conversation_terms(self, rank: Rank) -> dict[str, float]:
         return {}
@@ -51,9 +60,10 @@ def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2)
         attempt=0,
         mode="kv",
         chosen=weighed.ranks[choice.index],
+        place=choice.index,
         context=weighed,
         explanation=choice.explanation,
-        snapshot=cast(CandidateSnapshot, Draining(range(candidates + 1))),
+        snapshot=cast(CandidateSnapshot, Draining(weighed.ranks)),
         verdict=choice,
         prompt_blocks=4,
         load_only=False,

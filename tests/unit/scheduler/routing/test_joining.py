@@ -10,14 +10,13 @@ import pytest
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import decide
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 
-from ..harness import BLOCK, view, worker
+from ..harness import BLOCK, overlaps_of, view, worker
 
 NEWCOMER = 9
 BUSY = range(1, NEWCOMER)
@@ -52,7 +51,7 @@ class Traffic:
         self.now += 0.02
         hashes = self.shared + self.rng.randbytes(8 * self.rng.randint(LEAST, MOST))
         prompt = Prompt(len(hashes) // 8 * BLOCK, b"", hashes)
-        constraints, overlaps = WorkerConstraints(worker_id=worker_id), Overlaps.of(self.resident)
+        constraints, overlaps = WorkerConstraints(worker_id=worker_id), overlaps_of(self.resident)
         key = (str(next(self.numbers)), 0, 1)
         request = RequestContext(self.pool, prompt, constraints, self.options)
         decision = decide(request, overlaps, rng=self.rng, now=self.now)

@@ -100,13 +100,13 @@ class OverlapIndex(Protocol):
 IndexerSource = Callable[[ComponentName], OverlapIndex | None]
 """Returns the Indexer to query for a component; None if none is live."""
 
-_NO_RANKS = ListedRanks((), np.zeros(0, np.uint64))
+NO_RANKS = ListedRanks((), np.zeros(0, np.uint64))
 
 
 class Overlaps(NamedTuple):
     """Overlaps by rank, or the reason why there are none. Entry i of each column belongs to the i-th listed rank."""
 
-    listed: ListedRanks = _NO_RANKS
+    listed: ListedRanks = NO_RANKS
     """The ranks, each with the incarnation of its cache."""
     blocks: Column = np.zeros(0, np.int64)
     """Leading blocks in device memory, at most those of the prompt."""
@@ -122,15 +122,9 @@ class Overlaps(NamedTuple):
     failure: str = ""
     """``no_indexer``, ``timeout``, or the code of the Indexer's error; empty if none was queried, or one answered."""
 
-    @classmethod
-    def of(cls, held: Mapping[Rank, tuple[int, int]]) -> Overlaps:
-        """Returns the overlaps of ranks, from (blocks, incarnation) by rank."""
-        incarnations = tuple(incarnation for _, incarnation in held.values())
-        return cls(_listed(tuple(held), incarnations), np.array([blocks for blocks, _ in held.values()], np.int64))
-
     def with_predicted(self, predicted: Overlaps) -> Overlaps:
         """Returns these overlaps and those of further ranks. Without an answer of an Indexer there are none."""
-        if self.failure or not len(predicted.blocks):
+        if self.failure or not predicted.blocks.any():
             return self
         known = self.listed.place_of
         added = {rank: place for rank, place in predicted.listed.place_of.items() if rank not in known}
@@ -278,10 +272,5 @@ def _decoded(worker_ids: bytes, dp_ranks: bytes, incarnations: bytes) -> ListedR
     message = FindMatchesResponse.FromString(columns.SerializeToString())
     if not len(message.worker_ids) == len(message.dp_ranks) == len(message.incarnations):
         raise DecodeError("the columns differ in length")
-    return _listed(tuple(zip(message.worker_ids, message.dp_ranks, strict=True)), tuple(message.incarnations))
-
-
-@lru_cache(maxsize=_LISTS)
-def _listed(ranks: tuple[Rank, ...], incarnations: tuple[int, ...]) -> ListedRanks:
-    """Returns a list of ranks; the same object for the same ranks, as a key of caches."""
-    return ListedRanks(ranks, np.array(incarnations, np.uint64))
+    ranks = tuple(zip(message.worker_ids, message.dp_ranks, strict=True))
+    return ListedRanks(ranks, np.array(message.incarnations, np.uint64))

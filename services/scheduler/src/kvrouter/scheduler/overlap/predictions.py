@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 from kvrouter.core import PredictedIndex, Rank
 from kvrouter.scheduler.bookings.booking import Booked, Moved
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.pools import Pool
-from kvrouter.scheduler.overlap.indexer_query import Overlaps
+from kvrouter.scheduler.overlap.indexer_query import NO_RANKS, Overlaps
 from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.workers.candidates import ListedRanks
 from kvrouter.v1.names import ComponentName
 
 
@@ -36,6 +38,8 @@ class _Prediction:
     index: PredictedIndex = field(repr=False)
     incarnations: dict[Rank, int] = field(default_factory=dict)
     """Incarnation of each rank's blocks."""
+    listed: ListedRanks = NO_RANKS
+    """The same; another object after each change, as a key of caches."""
 
 
 @dataclass(eq=False)
@@ -75,8 +79,12 @@ class Predictions:
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the predicted leading blocks of a prompt on each rank."""
         predicted = self._of(pool)
+        listed = predicted.listed
+        blocks = np.zeros(len(listed.place_of), np.int64)
         held = predicted.index.overlaps(prompt.reusable_hashes(predicted.block_size), self.clock())
-        return Overlaps.of({rank: (blocks, predicted.incarnations.get(rank, 0)) for rank, blocks in held.items()})
+        for rank, overlap in held.items():
+            blocks[listed.place_of[rank]] = overlap
+        return Overlaps(listed, blocks)
 
     def follow(self, booking_table: BookingTable) -> None:
         """Subscribes to new and moved bookings, to record their blocks for their ranks."""
@@ -94,9 +102,10 @@ class Predictions:
     def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
         """Records the blocks of a request booked on a rank. A new incarnation drops the rank's earlier blocks."""
         predicted = self._of(pool)
-        if predicted.incarnations.get(rank, incarnation) != incarnation:
+        if predicted.incarnations.get(rank) != incarnation:
             predicted.index.remove_rank(rank)
-        predicted.incarnations[rank] = incarnation
+            predicted.incarnations[rank] = incarnation
+            _list(predicted)
         predicted.index.record(rank, prompt.local_hashes, self.clock())
 
     def expire(self) -> None:
@@ -121,3 +130,9 @@ class Predictions:
         for rank in predicted.incarnations.keys() - {candidate.rank for candidate in pool.candidates}:
             predicted.index.remove_rank(rank)
             del predicted.incarnations[rank]
+        _list(predicted)
+
+
+def _list(predicted: _Prediction) -> None:
+    ranks = sorted(predicted.incarnations)
+    predicted.listed = ListedRanks(ranks, np.array([predicted.incarnations[rank] for rank in ranks], np.uint64))

@@ -57,6 +57,8 @@ class Decision(NamedTuple):
     explanation: Explanation
     chosen: Rank | None
     """The rank of the dispatch; None if the request is queued or refused."""
+    place: int = -1
+    """Index among all candidates of the rank of the dispatch, or of the wait; -1 if no candidate was left."""
     is_of_prefill: bool = False
     """Whether the rank computes the prompt for a decode worker."""
     queued_seconds: float = 0.0
@@ -67,22 +69,17 @@ class Decision(NamedTuple):
     @property
     def rank(self) -> Rank:
         """The rank of the dispatch, or of the wait."""
-        if self.chosen is not None:
-            return self.chosen
-        context, verdict = self._weighed()
-        return context.ranks[verdict.index]
+        return self.snapshot.worker_set.ranks[self.place]
 
     @property
     def candidate(self) -> Candidate:
         """The candidate of the rank."""
-        candidate = self.snapshot.worker_set.candidate(self.rank)
-        assert candidate is not None  # noqa: S101 - the rank is one of these
-        return candidate
+        return self.snapshot.worker_set.candidates[self.place]
 
     @property
     def overlap_blocks(self) -> int:
         """Leading blocks of the prompt on the rank."""
-        return self.snapshot.overlap_of(self.rank)
+        return int(self.snapshot.overlap_blocks[self.place])
 
     @property
     def prefill_tokens(self) -> int:
@@ -113,7 +110,7 @@ class Decision(NamedTuple):
         token_ms, blocks = POLICIES[self.mode].token_ms, self.snapshot.lower_blocks
         if forecast_ms is None or token_ms is None or blocks is None or self.is_prefilled_remotely:
             return None
-        place, load = self.snapshot.worker_set.place(self.rank), request.pool.booked_load
+        place, load = self.place, request.pool.booked_load
         tokens = blocks[:, place] * load.block_size
         modelled = tokens * expected_load_ms(request)[:, place]
         computed = tokens * token_ms * load.latency_calibration.value
@@ -128,19 +125,20 @@ class Decision(NamedTuple):
     @property
     def loads_blocks(self) -> bool:
         """Whether the rank loads blocks of the prompt from a lower tier."""
-        return self.snapshot.loads_blocks(self.rank)
+        return self.snapshot.loads_blocks(self.place)
 
     @property
     def is_prefilled_remotely(self) -> bool:
         """Whether a prefill worker computes the prompt."""
-        return self.snapshot.prefill is not None and self.snapshot.prefills_remotely(self.rank)
+        prefill = self.snapshot.prefill
+        return prefill is not None and bool(prefill.is_remote[self.place])
 
     @property
     def prefill(self) -> PrefillDecision | None:
         """Who computes the prompt; None if it is not decided here, or if no rank was chosen."""
         if self.context is None or self.snapshot.prefill is None:
             return None
-        return self.snapshot.prefill_decision(self.rank)
+        return self.snapshot.prefill.decision(self.place)
 
     def refused(self, error: KvRouterError) -> Decision:
         """Returns the decision as Explain shows a refusal."""
@@ -170,12 +168,12 @@ class Decision(NamedTuple):
         excluded = self.snapshot.excluded(() if self.context is None else self.context.ranks)
         left_out = [
             CandidateTerms(
-                rank=rank_message(rank),
+                rank=rank_message(self.snapshot.worker_set.ranks[place]),
                 excluded=why,
-                overlap_blocks=self.snapshot.overlap_of(rank),
-                lower_blocks=self.snapshot.lower_of(rank),
+                overlap_blocks=int(self.snapshot.overlap_blocks[place]),
+                lower_blocks=self.snapshot.lower_of(place),
             )
-            for rank, why in excluded.items()
+            for place, why in excluded.items()
         ]
         return self._message(sorted([*weighed, *left_out], key=rank_of))
 
@@ -238,18 +236,19 @@ class Decision(NamedTuple):
             prefill=self.prefill,
             model_choice=self.model_choice,
             expected_output_tokens=self.expected_output_tokens or None,
-            kv_source=None if self.chosen is None else self.snapshot.kv_source(self.chosen),
+            kv_source=None if self.chosen is None else self.snapshot.kv_source(self.place),
         )
 
     def _terms(self, index: int) -> CandidateTerms:
-        assert self.context is not None  # noqa: S101 - only weighed candidates have an index
+        place = int(self.snapshot.free[index])
+        rank = self.snapshot.worker_set.ranks[place]
         return CandidateTerms(
-            rank=rank_message(self.context.ranks[index]),
+            rank=rank_message(rank),
             cost=float(self.explanation.costs[index]) if len(self.explanation.costs) else 0.0,
-            overlap_blocks=self.snapshot.overlap_of(self.context.ranks[index]),
-            lower_blocks=self.snapshot.lower_of(self.context.ranks[index]),
+            overlap_blocks=int(self.snapshot.overlap_blocks[place]),
+            lower_blocks=self.snapshot.lower_of(place),
             terms={name: float(column[index]) for name, column in self.explanation.terms.items()}
-            | self.snapshot.conversation_terms(self.context.ranks[index]),
+            | self.snapshot.conversation_terms(rank),
             formula=self.explanation.formula(index),
         )
 
@@ -297,6 +296,7 @@ def decide(
         verdict=verdict,
         explanation=_NONE_LEFT if verdict is None else verdict.explanation,
         chosen=None if context is None or verdict is None else context.ranks[verdict.index],
+        place=-1 if verdict is None else int(places[verdict.index]),
         is_of_prefill=request.constraints.stage == _PREFILL,
         model_choice=request.model_choice,
     )

@@ -159,14 +159,11 @@ class Router:
         response.sharding_advised = self.is_behind()
         if context.ignored_overrides:
             response.ignored_overrides.extend(context.ignored_overrides)
-        if key is not None:
-            placement = Placement(decision.rank, decision.prefill_tokens)
-            response.prefill_tokens = placement.prefill_tokens
-            if not self._book(context, key, decision, placement, response):
-                repeated = self.earlier_outcome(context, key)  # at another Scheduler, which announced it meanwhile
-                if repeated is None:
-                    raise BookingFreed(key[0])
-                return repeated
+        if key is not None and not self._book(context, key, decision, response):
+            repeated = self.earlier_outcome(context, key)  # at another Scheduler, which announced it meanwhile
+            if repeated is None:
+                raise BookingFreed(key[0])
+            return repeated
         context.pool.previous[decision.mode] = decision.rank
         self.decisions.add(decision)
         return response
@@ -176,10 +173,11 @@ class Router:
         context: RequestContext,
         key: Key,
         decision: Decision,
-        placement: Placement,
         response: SelectWorkerResponse,
     ) -> bool:
         """Books a request on the decided rank. Returns False if its key is already booked."""
+        placement = Placement(decision.rank, decision.prefill_tokens)
+        response.prefill_tokens = placement.prefill_tokens
         prompt, has_unindexed = context.prompt, context.prompt.indexed_blocks is not None
         is_predicted = self.predictions is not None and self.predictions.concern(context.pool, prompt)
         queried_indexer = context.options.queries_indexer and not decision.load_only
@@ -203,7 +201,7 @@ class Router:
         measure(context, decision, key)
         if queried_indexer:
             block_size = context.pool.booked_load.block_size
-            reachable = decision.snapshot.reachable_tokens(placement.rank, block_size)
+            reachable = decision.snapshot.reachable_tokens(decision.place, block_size)
             lower = response.lower_blocks if response.HasField("lower_blocks") else None
             self.metrics.count_cached(context.pool.model, reachable, lower, block_size)
         return True
@@ -251,9 +249,9 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
     response.queued_us = int(decision.queued_seconds * 1e6)
     if (prefill := decision.prefill) is not None:
         response.prefill.CopyFrom(prefill)
-    if (lower := decision.snapshot.lower_of(candidate.rank)) is not None:
+    if (lower := decision.snapshot.lower_of(decision.place)) is not None:
         response.lower_blocks.CopyFrom(lower)
-    if (source := decision.snapshot.kv_source(candidate.rank)) is not None:
+    if (source := decision.snapshot.kv_source(decision.place)) is not None:
         response.kv_source.CopyFrom(source)
     overlaps.write_cursor(candidate.rank, response)
     return response

@@ -29,7 +29,7 @@ from kvrouter.scheduler.workers.candidates import (
     WorkerSet,
     why_unfit,
 )
-from kvrouter.v1.common_pb2 import KvSource, LowerTiers, PrefillDecision, Stage, Tier
+from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Stage, Tier
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers
 
 # Read once: looking up an enum value by name takes a microsecond.
@@ -70,19 +70,15 @@ class CandidateSnapshot(NamedTuple):
     prefill: PrefillPlaces | None = None
     """Who would compute the prompt, in stage decode; None in other stages."""
 
-    def overlap_of(self, rank: Rank) -> int:
-        """Returns a candidate's leading blocks of the prompt."""
-        return int(self.overlap_blocks[self._place(rank)])
+    def loads_blocks(self, place: int) -> bool:
+        """Returns whether the candidate at an index would load blocks of the prompt from below device memory."""
+        return self.lower_blocks is not None and bool(self.lower_blocks[:, place].any())
 
-    def loads_blocks(self, rank: Rank) -> bool:
-        """Returns whether a candidate would load blocks of the prompt from below device memory."""
-        return self.lower_blocks is not None and bool(self.lower_blocks[:, self._place(rank)].any())
-
-    def lower_of(self, rank: Rank) -> LowerTiers | None:
-        """Returns a candidate's blocks of the prompt below device memory; None if there are none."""
-        if self.lower_blocks is None or not self.loads_blocks(rank):
+    def lower_of(self, place: int) -> LowerTiers | None:
+        """Returns a candidate's blocks of the prompt below device memory, by its index; None if there are none."""
+        if self.lower_blocks is None or not self.loads_blocks(place):
             return None
-        host, disk, shared = self.lower_blocks[:, self._place(rank)].tolist()
+        host, disk, shared = self.lower_blocks[:, place].tolist()
         return LowerTiers(host=host, disk=disk, shared=shared)
 
     def most_overlap(self, *, is_retry: bool) -> int:
@@ -93,57 +89,44 @@ class CandidateSnapshot(NamedTuple):
         failed = self.constraints.avoided.keys() | (self.constraints.excluded if is_retry else frozenset())
         return largest(self._overlap_outside(failed))
 
-    def kv_source(self, rank: Rank) -> KvSource | None:
-        """Returns the rank with the longest part of the prompt; None if none has more than ``rank``.
+    def kv_source(self, chosen: int) -> KvSource | None:
+        """Returns the rank with the longest part of the prompt; None if none has more than the candidate at an index.
 
         Avoided and excluded workers, which may be dead, are left out.
         """
         held = self._overlap_outside(self.constraints.avoided.keys() | self.constraints.excluded)
         place = int(held.argmax())
-        if held[place] <= self.overlap_of(rank):
+        if held[place] <= self.overlap_blocks[chosen]:
             return None
         lower = () if self.lower_blocks is None else self.lower_blocks[:, place].tolist()
         tier = max((tier for tier, blocks in zip(LOWER_TIERS, lower, strict=False) if blocks), default=_DEVICE)
         return KvSource(rank=rank_message(self.worker_set.ranks[place]), tier=tier, blocks=int(held[place]))
 
-    def reachable_tokens(self, rank: Rank, block_size: int) -> ReachableTokens:
-        """Returns the cached tokens of the prompt on a rank, on the best eligible rank, and on the best of all."""
+    def reachable_tokens(self, place: int, block_size: int) -> ReachableTokens:
+        """Returns the cached tokens of the prompt on a candidate, on the best eligible one, and on the best of all."""
         blocks = self.overlap_blocks
         most = largest(blocks)
         eligible = most if len(self.free) == len(blocks) else largest(blocks[self.free])
-        return ReachableTokens(self.overlap_of(rank) * block_size, eligible * block_size, most * block_size)
+        return ReachableTokens(int(blocks[place]) * block_size, eligible * block_size, most * block_size)
 
     def conversation_terms(self, rank: Rank) -> dict[str, float]:
         """Returns the blocks of the conversation that count as overlap on a rank, by name of the term."""
         held = self.conversation
         return {"conversation_blocks": float(held.blocks)} if held is not None and held.rank == rank else {}
 
-    def prefills_remotely(self, rank: Rank) -> bool:
-        """Returns whether a prefill worker would compute the prompt for a candidate."""
-        return self.prefill is not None and bool(self.prefill.is_remote[self._place(rank)])
-
-    def prefill_decision(self, rank: Rank) -> PrefillDecision | None:
-        """Returns who would compute the prompt for a candidate; None if there was nothing to decide."""
-        return None if self.prefill is None else self.prefill.decision(self._place(rank))
-
     def _overlap_outside(self, worker_ids: Collection[int]) -> Column:
         """Returns the overlap of each candidate, 0 for those of some workers."""
         return self.overlap_blocks * ~self.worker_set.of_workers(worker_ids) if worker_ids else self.overlap_blocks
-
-    def _place(self, rank: Rank) -> int:
-        place = self.worker_set.place(rank)
-        assert place is not None  # noqa: S101 - only candidates are asked for
-        return place
 
     def why_busy(self, place: int) -> str:
         """Returns why a candidate is busy; empty if it is not."""
         return "" if self.judged is None else self.judged.why(self.thresholds, place)
 
-    def excluded(self, weighed: Collection[Rank] = ()) -> dict[Rank, str]:
-        """Returns the candidates missing in ``weighed``, each with the reason."""
+    def excluded(self, weighed: Collection[Rank] = ()) -> dict[int, str]:
+        """Returns the indexes of the candidates missing in ``weighed``, each with the reason."""
         left_out = set(self.worker_set.ranks).difference(weighed)
         return {
-            candidate.rank: why_unfit(candidate, self.constraints)
+            place: why_unfit(candidate, self.constraints)
             or self._why_avoided(candidate, place)
             or self.why_busy(place)
             or "its KV cache is smaller than another one, and the prompt may need it"
