@@ -76,7 +76,8 @@ class Directory:
         self._confirmed_at: float | None = None
         self._namespace = namespace
         self._entries: dict[str, bytes] = {}
-        self._components: dict[ComponentName, ComponentView] = {}
+        self.components: Mapping[ComponentName, ComponentView] = {}
+        """Components with a descriptor. A new mapping with new views after each change."""
         self._services: dict[str, dict[str, ServiceRegistration]] = {}
         self._ignored: dict[str, str] = {}
         self._synced = asyncio.Event()
@@ -95,7 +96,7 @@ class Directory:
         )
         conflicts.set_function(lambda: len(self._conflicts(self._ignored)))
         workers = Gauge("kvrouter_directory_workers", "Live workers.", registry=registry)
-        workers.set_function(lambda: sum(len(view.workers) for view in self._components.values()))
+        workers.set_function(lambda: sum(len(view.workers) for view in self.components.values()))
         retained = Gauge(
             "kvrouter_directory_retained",
             "Registrations that vanished from etcd and are retained because their processes answer.",
@@ -109,11 +110,6 @@ class Directory:
         )
         age.set_function(lambda: self.age_seconds or 0.0)
 
-    @property
-    def components(self) -> Mapping[ComponentName, ComponentView]:
-        """Components with a descriptor. A new mapping with new views after each change."""
-        return self._components
-
     def services(self, kind: str) -> Mapping[str, ServiceRegistration]:
         """Returns the live services of a kind (indexer, scheduler, frontend) by instance id."""
         return self._services.get(kind, {})
@@ -124,7 +120,7 @@ class Directory:
         return self._ignored
 
     def _conflicts(self, ignored: Mapping[str, str]) -> set[str]:
-        keys = {name.descriptor_key for name in self._components}
+        keys = {name.descriptor_key for name in self.components}
         return keys & ignored.keys() - self._undecodable.keys()
 
     @property
@@ -230,7 +226,7 @@ class Directory:
         self._rest_seconds = _REST * (time.perf_counter() - began)
 
     def _read_entries(self) -> None:
-        self._components, ignored = build_views(self._entries, self._namespace, self._components)
+        self.components, ignored = build_views(self._entries, self._namespace, self.components)
         self._services = build_services(self._entries, self._namespace)
         ignored |= {key: reason for key, reason in self._undecodable.items() if key not in self._entries}
         for key in ignored.keys() - self._ignored.keys():

@@ -18,7 +18,7 @@ from kvrouter.scheduler.load.slots import capacity, free_slots
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.metrics import ScrapedGauges
 from kvrouter.scheduler.policies.interface import Amounts, Column
-from kvrouter.scheduler.workers.candidates import Candidate, WorkerSet, candidates_of, serves
+from kvrouter.scheduler.workers.candidates import WorkerSet, candidates_of, serves
 from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage
 from kvrouter.v1.errors import UnknownComponent, UnknownModel
 from kvrouter.v1.names import ComponentName, InvalidName
@@ -52,9 +52,6 @@ class Pool:
         self.headroom = Headroom()
         self.previous: dict[str, Rank] = {}
         """Last choice of each policy, by the policy's name."""
-        self.worker_set = WorkerSet(())
-        """Every registered rank."""
-        self.view = view
         self._capacity: tuple[WorkerSet, float, Amounts] | None = None
         """Capacity of each rank in requests, after the ranks and the mean time in flight of its computation."""
         self._set_ranks(view)
@@ -66,7 +63,16 @@ class Pool:
 
     def _set_ranks(self, view: ComponentView) -> None:
         self.view = view
+        self.model = view.descriptor.model
+        """Its model."""
+        self.max_model_len = view.descriptor.max_model_len
+        """Limit of prompt and output together, tokens; 0 for none."""
+        self.role = view.descriptor.role
+        """Role of its workers."""
         self.worker_set = WorkerSet(candidates_of(view.workers.values()))
+        """Every registered rank."""
+        self.candidates = self.worker_set.candidates
+        """The same, in order of rank."""
         self.booked_load.set_ranks(
             [CachedRank(each.rank, each.incarnation, each.total_blocks) for each in self.candidates]
         )
@@ -110,26 +116,6 @@ class Pool:
             return None
         places = np.flatnonzero(accepting & (self.free_slots(self.booked_load.loads().requests, now) >= 1))
         return {ranks.ranks[place] for place in places.tolist()}
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Every registered rank, in order of rank."""
-        return self.worker_set.candidates
-
-    @property
-    def model(self) -> str:
-        """Its model."""
-        return self.view.descriptor.model
-
-    @property
-    def max_model_len(self) -> int:
-        """Limit of prompt and output together, tokens; 0 for none."""
-        return self.view.descriptor.max_model_len
-
-    @property
-    def role(self) -> Role:
-        """Role of its workers."""
-        return self.view.descriptor.role
 
 
 class Pools:
