@@ -112,20 +112,21 @@ class FairBound:
         self.used = 0.0
         self._tenants: dict[str, _Use] = {}
 
-    def try_add(self, tenant: str, weight: float, amount: float, *, requests: int = 1) -> bool:
+    def try_add(self, tenant: str, weight: float, amount: float, *, requests: int = 1, is_forced: bool = False) -> bool:
         """Adds an amount of a tenant. Returns False, and adds nothing, if there is no room for it.
 
-        ``requests`` is 0 if more is added for a request that has an amount already.
+        Args:
+            tenant: The tenant.
+            weight: Its weight.
+            amount: The amount.
+            requests: 0 if more is added for a request that has an amount already.
+            is_forced: Whether it is added even if there is no room.
         """
-        if self.most and self.used and not self._has_room(tenant, weight, amount):
+        if self.most and self.used and not (is_forced or self._has_room(tenant, weight, amount)):
             self._wanting[tenant] = weight, self._clock() + WANTING_S
             return False
-        self.add(tenant, weight, amount, requests=requests)
-        return True
-
-    def add(self, tenant: str, weight: float, amount: float, *, requests: int = 1) -> None:
-        """Adds an amount of a tenant whether there is room for it or not."""
-        self._wanting.pop(tenant, None)
+        if self._wanting:
+            self._wanting.pop(tenant, None)
         use = self._tenants.get(tenant)
         if use is None:
             use = self._tenants[tenant] = _Use(0.0, 0, weight)
@@ -133,6 +134,7 @@ class FairBound:
         use.requests += requests
         use.weight = weight
         self.used += amount
+        return True
 
     def remove(self, tenant: str, amount: float, *, requests: int = 1) -> None:
         """Removes an added amount; ``requests`` is 0 if its request keeps a rest."""

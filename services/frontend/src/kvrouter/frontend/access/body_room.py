@@ -108,12 +108,11 @@ class BodyRooms:
                 passed_over.add(holder)
 
     def _try(self, room: BodyRoom, amount: int) -> bool:
-        holder, requests = room.holder, int(not room.size)
-        if self._is_oldest(room):
-            self._bound.add(holder, room.weight, amount, requests=requests)
-        elif self._has_its_part(holder, amount) or not self._bound.try_add(
-            holder, room.weight, amount, requests=requests
-        ):
+        holder, is_oldest = room.holder, self._is_oldest(room)
+        if not is_oldest and self._has_its_part(holder, amount):
+            return False
+        requests = int(not room.size)
+        if not self._bound.try_add(holder, room.weight, amount, requests=requests, is_forced=is_oldest):
             return False
         self._note(holder, amount)
         room.size += amount
