@@ -30,6 +30,7 @@ MAX_LEASE_SECONDS = 24 * 3600.0
 _MAX_CHOICE_CHARACTERS = 320
 
 _NOT_BOOKED = BookingOptions()
+_NOBODY = Tenant()
 
 
 @dataclass(eq=False)
@@ -56,16 +57,18 @@ class RequestReader:
         tenant = Tenant(request.tenant, weight if 0 < weight < math.inf else 1.0)
         key = checked_key(request.booking) if request.HasField("booking") else None
         booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds, request.restores)
-        context = self.read_request(request.request, None if key is None else stage_of(request.booking), booking)
+        stage = None if key is None else stage_of(request.booking)
+        context = self.read_request(request.request, stage, booking, tenant)
         if context.ignored_overrides:
             self._warn_of_ignored(context)
-        return context._replace(tenant=tenant)
+        return context
 
     def read_request(
         self,
         request: RoutingRequest,
         stage: Stage | None = None,
         booking: BookingOptions = _NOT_BOOKED,
+        tenant: Tenant = _NOBODY,
         *,
         needs_worker: bool = True,
     ) -> RequestContext:
@@ -76,6 +79,7 @@ class RequestReader:
             stage: The stage to book; None for prefill at a component of prefill workers, for decode at one of decode
                 workers if the request may be prefilled locally, and else for the whole request.
             booking: The requested booking.
+            tenant: Whose request it is.
             needs_worker: Whether a request must name a worker where its mode takes the worker from the request.
 
         Raises:
@@ -119,6 +123,7 @@ class RequestReader:
             ignored_overrides(request.overrides, options.mode),
             may_prefill_locally,
             self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
+            tenant,
             expected_output_tokens=_stated_output_tokens(request),
             model_choice=request.model_choice[:_MAX_CHOICE_CHARACTERS],
         )

@@ -85,7 +85,6 @@ class Selector:
     async def _dispatch(
         self, context: RequestContext, request: pb.SelectWorkerRequest, deadline: Deadline
     ) -> pb.SelectWorkerResponse:
-        self.router.check(context)
         overlaps = await self.router.overlaps(context, deadline)
         if overlaps.failure:
             self.metrics.load_only.labels(reason=overlaps.failure).inc()
@@ -104,7 +103,6 @@ class Selector:
                 "compares: a comparison books nothing", field="booking", advice="Leave booking or compares out."
             )
         context = self.reader.read_request(request.request)
-        self.router.check(context)
         overlaps = await self.router.overlaps(context, deadline)
         decision = self.router.decide(context, overlaps, is_recorded=False)
         response = selection_response(decision, overlaps)

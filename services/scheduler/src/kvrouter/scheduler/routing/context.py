@@ -51,7 +51,7 @@ class RequestContext(NamedTuple):
     tenant: Tenant = Tenant()
     """Whose request it is."""
     expected_output_tokens: float = 0.0
-    """Expected length of the output, as the request states or earlier ones teach; 0 if unknown."""
+    """Expected length of the output, as the request states; 0 if it states none."""
     model_choice: str = ""
     """How the Frontend chose the model; empty if it is the one that the client named."""
 

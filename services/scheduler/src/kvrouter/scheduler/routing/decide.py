@@ -261,6 +261,7 @@ def decide(
     now: float,
     decision_id: int = 0,
     conversation: HeldBlocks | None = None,
+    learned_output_tokens: float = 0.0,
     calibration_error: float = 1.0,
 ) -> Decision:
     """Lets the request's policy choose among the fitting candidates without the busy ones. Changes no state.
@@ -272,6 +273,7 @@ def decide(
         now: Seconds, by the clock of load reports.
         decision_id: Id of the decision.
         conversation: What the conversation's last request left; None without one.
+        learned_output_tokens: Expected length of the output if the request states none; 0 if unknown.
         calibration_error: See ``context_of``.
     """
     candidates = snapshot(request, overlaps, now=now, conversation=conversation)
@@ -279,7 +281,14 @@ def decide(
     context: SchedulingContext | None = None
     verdict: Choice | Wait | None = None
     if len(places):
-        context = context_of(candidates, places, request, now=now, calibration_error=calibration_error)
+        context = context_of(
+            candidates,
+            places,
+            request,
+            now=now,
+            expected_output_tokens=request.expected_output_tokens or learned_output_tokens,
+            calibration_error=calibration_error,
+        )
         verdict = POLICIES[request.options.mode].decide(context, rng)
     key = request.booking.key
     return Decision(

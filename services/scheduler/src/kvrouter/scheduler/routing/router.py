@@ -61,7 +61,7 @@ class Router:
     affinity: Affinity = field(default_factory=lambda: Affinity(0))
     is_behind: Callable[[], bool] = lambda: False
 
-    def check(self, context: RequestContext) -> None:
+    def _check(self, context: RequestContext) -> None:
         """Checks a request: its session is open, its booking not freed, its worker registered.
 
         Raises:
@@ -125,14 +125,15 @@ class Router:
         pool = context.pool
         if self.pools.get(pool.name) is not pool:
             raise NoWorkers(f"{pool.name} has gone, or has another block size")
-        self.check(context)
+        self._check(context)
         decision = decide(
-            self._expecting(context),
+            context,
             overlaps,
             rng=self.rng,
             now=self.clock(),
             decision_id=self.decisions.next_id(),
             conversation=self.conversation(context),
+            learned_output_tokens=self._learned_output_tokens(context),
         )
         if decision.verdict is None:
             refusal = decision.snapshot.refusal(pool.name)
@@ -141,12 +142,11 @@ class Router:
             raise refusal.untraced()
         return decision
 
-    def _expecting(self, context: RequestContext) -> RequestContext:
-        """Returns a request with the expected length of its output, if that is known."""
+    def _learned_output_tokens(self, context: RequestContext) -> float:
+        """Returns the expected length of a request's output, as earlier ones teach; 0 if it states one."""
         if self.conversations is None or context.expected_output_tokens:
-            return context
-        tokens = self.conversations.expected_output_tokens(context.pool, context.conversation, context.tenant.name)
-        return context._replace(expected_output_tokens=tokens) if tokens else context
+            return 0.0
+        return self.conversations.expected_output_tokens(context.pool, context.conversation, context.tenant.name)
 
     def settle(self, context: RequestContext, overlaps: Overlaps, decision: Decision) -> SelectWorkerResponse:
         """Books the rank of a decision made in the same step, if the request names a booking. Returns the response.

@@ -288,6 +288,7 @@ def context_of(
     request: RequestContext,
     *,
     now: float,
+    expected_output_tokens: float = 0.0,
     calibration_error: float = 1.0,
 ) -> SchedulingContext:
     """Returns the input of a policy: the request and the candidates at ``places``. ``now`` is that of the snapshot.
@@ -325,7 +326,7 @@ def context_of(
         now=heads.now,
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
         relative_latency=pool.booked_load.latency_calibration.relative.column(heads.now),
-        expected_output_tokens=request.expected_output_tokens,
+        expected_output_tokens=expected_output_tokens,
     )
     return every if len(places) == len(worker_set) else every.at(places)
 
