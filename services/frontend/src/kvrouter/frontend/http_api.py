@@ -19,7 +19,7 @@ from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.edge.completion_request import CompletionRequest
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.http_body import read_body
-from kvrouter.frontend.edge.http_errors import INTERNAL, counting_errors, error_body, errors_as_json, with_retry_time
+from kvrouter.frontend.edge.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.middlewares import (
@@ -107,7 +107,7 @@ class HttpApi:
         """Returns the application with all routes."""
         origins = self._settings.cors_origins
         middlewares = [allowing(origins)] if origins else []
-        middlewares += [counting_errors(self._frontend.runner.metrics.http_errors), errors_as_json]
+        middlewares.append(errors_as_json(self._frontend.runner.metrics.http_errors))
         if self._frontend.access is not None:
             open_paths = {"/health", *(PUBLIC_PATHS if self._page else ())}
             middlewares.append(authenticated(self._frontend.access, open_paths))
@@ -352,7 +352,8 @@ class HttpApi:
         A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
         """
         limit = self._frontend.runner.limits.max_prompt_tokens
-        routed = request.pop(_ROUTED, None) or await self._read_routed(request, body)
+        read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
+        routed = read or await self._read_routed(request, body)
         name = routed.model
         view = self._frontend.models.forwards_to(chosen_model(name))
         if view is None or self._session is None:

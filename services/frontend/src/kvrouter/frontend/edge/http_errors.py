@@ -144,35 +144,32 @@ def _error_type(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
-def counting_errors(errors: Counter) -> Middleware:
-    """Returns a middleware counting failed responses by status and code."""
+def errors_as_json(errors: Counter) -> Middleware:
+    """Returns a middleware answering every failure as a JSON error in the format of the OpenAI API.
+
+    ``errors`` counts failed responses by status and code.
+    """
 
     @web.middleware
-    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-        response = await handler(request)
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await handler(request)
+        except KvRouterError as error:
+            status, body, headers = error_body(error)
+            response = _response(request, body, status, headers)
+        except web.HTTPException as error:
+            words = f"{request.method} {request.path}: {error.reason.lower()}"
+            body = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}
+            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            response = _response(request, body, error.status, allowed)
+        except Exception:
+            log.exception("http.request_failed", path=request.path)
+            response = _response(request, INTERNAL, 500, {})
         if response.status >= _FAILED:
             errors.labels(response.status, response.get(_CODE, "")).inc()
         return response
 
-    return count
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Returns every failure as a JSON error in the format of the OpenAI API."""
-    try:
-        return await handler(request)
-    except KvRouterError as error:
-        status, body, headers = error_body(error)
-        return _response(request, body, status, headers)
-    except web.HTTPException as error:
-        words = f"{request.method} {request.path}: {error.reason.lower()}"
-        body = {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": None}}
-        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return _response(request, body, error.status, allowed)
-    except Exception:
-        log.exception("http.request_failed", path=request.path)
-        return _response(request, INTERNAL, 500, {})
+    return answer
 
 
 def _response(request: web.Request, body: dict[str, Any], status: int, headers: dict[str, str]) -> web.Response:

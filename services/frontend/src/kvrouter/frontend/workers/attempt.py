@@ -255,9 +255,10 @@ class WorkerAttempt:
         self._leave_if_needed()
 
     def _leave_if_needed(self) -> None:
-        if self._over:
+        health = self._health
+        if self._over or not health.should_leave:
             return
-        health, missed = self._health, self._health.missed_probes
+        missed = health.missed_probes
         if health.is_lost and self._may_leave("lost"):
             self._leave("lost", "is lost: its registration has ended, and it does not answer")
         elif health.is_stalled and self._may_leave("stalled"):

@@ -221,6 +221,11 @@ class WorkerCall:
             self._monitored = worker.detector.began(prompt_tokens, now)
 
     @property
+    def should_leave(self) -> bool:
+        """Whether there may be a reason to leave the worker."""
+        return self._worker.should_be_left
+
+    @property
     def is_suspected(self) -> bool:
         """Whether the worker is suspected."""
         return self._worker.suspected

@@ -251,7 +251,7 @@ class RequestDeaths:
         Raises:
             PoisonPrompt: two workers died while they ran it, or its tenant's requests with the same prompt.
         """
-        if self.count >= MAX_DEATHS:
+        if self._failures and self.count >= MAX_DEATHS:
             log.warning("request.ended_by_deaths", tenant=self._tenant, workers=self.workers)
             raise self._prompts.refusal(f"{MAX_DEATHS} workers died while they ran the request")
         # Nearly always there is none, so the hash of the prompt is computed only if it matters.
