@@ -83,12 +83,11 @@ class Conversations:
     def expected_output_tokens(self, pool: Pool, conversation: bytes, tenant: str) -> float:
         """Returns the expected length of an output; 0 if it is unknown."""
         known = self._conversations.get((pool.name, conversation))
-        means = (
-            None if known is None else known.output,
-            self._tenants.get((pool.name, tenant)),
-            self._models.get(pool.model),
-        )
-        return next((mean.value for mean in means if mean is not None and mean.count >= LEAST), 0.0)
+        of_tenant, of_model = self._tenants.get((pool.name, tenant)), self._models.get(pool.model)
+        for mean in (None if known is None else known.output, of_tenant, of_model):
+            if mean is not None and mean.count >= LEAST:
+                return mean.value
+        return 0.0
 
     def follow(self, booking_table: BookingTable) -> None:
         """Subscribes to the beginning and the end of bookings."""

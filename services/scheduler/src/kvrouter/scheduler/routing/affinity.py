@@ -95,8 +95,10 @@ class Affinity:
 
     def _placed(self, change: Booked | Moved) -> None:
         booking = change.booking
+        if not booking.conversation or not booking.prompt.blocks:
+            return
         candidate = booking.pool.worker_set.candidate(booking.rank)
-        if not booking.conversation or candidate is None or not booking.prompt.blocks:
+        if candidate is None:
             return
         key = booking.component, booking.conversation
         held = HeldBlocks(booking.rank, candidate.incarnation, booking.prompt.blocks)

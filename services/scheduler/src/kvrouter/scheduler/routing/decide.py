@@ -59,6 +59,10 @@ class Decision(NamedTuple):
     """The rank of the dispatch; None if the request is queued or refused."""
     place: int = -1
     """Index among all candidates of the rank of the dispatch, or of the wait; -1 if no candidate was left."""
+    is_prefilled_remotely: bool = False
+    """Whether a prefill worker computes the prompt."""
+    prefill_tokens: int = 0
+    """Prompt tokens to compute on the rank."""
     is_of_prefill: bool = False
     """Whether the rank computes the prompt for a decode worker."""
     queued_seconds: float = 0.0
@@ -80,15 +84,6 @@ class Decision(NamedTuple):
     def overlap_blocks(self) -> int:
         """Leading blocks of the prompt on the rank."""
         return int(self.snapshot.overlap_blocks[self.place])
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens to compute on the rank."""
-        if self.is_prefilled_remotely:
-            return 0
-        context, verdict = self._weighed()
-        tokens = verdict.prefill_tokens
-        return int(context.new_prefill_tokens[verdict.index]) if tokens is None else tokens
 
     @property
     def forecast_ms(self) -> float | None:
@@ -128,12 +123,6 @@ class Decision(NamedTuple):
         return self.snapshot.loads_blocks(self.place)
 
     @property
-    def is_prefilled_remotely(self) -> bool:
-        """Whether a prefill worker computes the prompt."""
-        prefill = self.snapshot.prefill
-        return prefill is not None and bool(prefill.is_remote[self.place])
-
-    @property
     def prefill(self) -> PrefillDecision | None:
         """Who computes the prompt; None if it is not decided here, or if no rank was chosen."""
         if self.context is None or self.snapshot.prefill is None:
@@ -151,7 +140,8 @@ class Decision(NamedTuple):
 
     def behind_the_queue(self) -> Decision:
         """Returns the decision with a Wait in place of a Choice, because earlier requests are tried first."""
-        _, verdict = self._weighed()
+        verdict = self.verdict
+        assert verdict is not None  # noqa: S101 - a candidate was left
         explanation = verdict.explanation._replace(reason="requests before it are queued")
         wait = Wait(
             verdict.index,
@@ -214,11 +204,6 @@ class Decision(NamedTuple):
             attributes["kvrouter.cheapest.overlap_blocks"] = [int(context.overlap_blocks[index]) for index in cheapest]
         return attributes
 
-    def _weighed(self) -> tuple[SchedulingContext, Choice | Wait]:
-        assert self.context is not None  # noqa: S101 - a candidate was left
-        assert self.verdict is not None  # noqa: S101
-        return self.context, self.verdict
-
     def _message(self, candidates: list[CandidateTerms]) -> DecisionMessage:
         return DecisionMessage(
             decision_id=self.decision_id,
@@ -280,6 +265,7 @@ def decide(
     places = candidates.free
     context: SchedulingContext | None = None
     verdict: Choice | Wait | None = None
+    place, is_prefilled_remotely, prefill_tokens = -1, False, 0
     if len(places):
         context = context_of(
             candidates,
@@ -290,6 +276,11 @@ def decide(
             calibration_error=calibration_error,
         )
         verdict = POLICIES[request.options.mode].decide(context, rng)
+        place = int(places[verdict.index])
+        is_prefilled_remotely = candidates.prefill is not None and bool(candidates.prefill.is_remote[place])
+        if not is_prefilled_remotely:
+            tokens = verdict.prefill_tokens
+            prefill_tokens = int(context.new_prefill_tokens[verdict.index]) if tokens is None else tokens
     key = request.booking.key
     return Decision(
         decision_id=decision_id,
@@ -305,7 +296,9 @@ def decide(
         verdict=verdict,
         explanation=_NONE_LEFT if verdict is None else verdict.explanation,
         chosen=None if context is None or verdict is None else context.ranks[verdict.index],
-        place=-1 if verdict is None else int(places[verdict.index]),
+        place=place,
+        is_prefilled_remotely=is_prefilled_remotely,
+        prefill_tokens=prefill_tokens,
         is_of_prefill=request.constraints.stage == _PREFILL,
         model_choice=request.model_choice,
     )
