@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -95,7 +95,7 @@ KINDS: Mapping[str, ServiceKind] = {
 """Kinds of services by their names in etcd."""
 
 
-@dataclass(slots=True)
+@dataclass
 class ComponentView:
     """A component with its live workers. Read-only: its owner replaces it when something changes."""
 
@@ -107,6 +107,11 @@ class ComponentView:
     """Drains that operators requested, by worker id. Their workers' registrations say they drain."""
     is_written: bool = True
     """Whether etcd has a descriptor, so the followed one need not be written."""
+
+    @cached_property
+    def publishes_events(self) -> bool:
+        """Whether any worker does. Computed once, since it looks at all of them."""
+        return any(worker.publishes_events for worker in self.workers.values())
 
 
 @dataclass(frozen=True, slots=True)
