@@ -32,6 +32,8 @@ class LiveBooking:
     """A live booking, with the progress of its request."""
 
     key: BookingKey
+    name: Key
+    """The same as a hashable value."""
     component: Component
     rank: Rank
     local_hashes: bytes = field(repr=False)
@@ -58,6 +60,7 @@ class LiveBooking:
         """Returns the booking a selection made."""
         return cls(
             key=key,
+            name=key_of(key),
             component=selection.component,
             rank=selection.rank,
             local_hashes=local_hashes,
@@ -196,17 +199,19 @@ class BookingUpdates:
             self._reassert(key)
         return len(refused)
 
-    def select(self, key: BookingKey) -> None:
-        """Records a selection that may book this key from now on."""
-        self._selecting[key_of(key)] = key
+    def select(self, key: BookingKey) -> Key:
+        """Records a selection that may book this key from now on. Returns its name."""
+        name = key_of(key)
+        self._selecting[name] = key
+        return name
 
-    def selected(self, key: BookingKey) -> None:
+    def selected(self, name: Key) -> None:
         """Records the end of a selection. The caller keeps or frees its booking in the same step."""
-        self._selecting.pop(key_of(key), None)
+        self._selecting.pop(name, None)
 
     def keep(self, booking: LiveBooking) -> None:
         """Stores a booking until it is freed."""
-        self._live[key_of(booking.key)] = booking
+        self._live[booking.name] = booking
 
     def prefill_complete(self, booking: LiveBooking, handover_us: int | None = None) -> pb.BookingUpdate:
         """Marks the prompt as computed and returns the update that reports it. ``handover_us`` as in the contract."""

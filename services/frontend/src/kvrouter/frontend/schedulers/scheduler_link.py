@@ -147,7 +147,7 @@ class SchedulerLink:
         sent = False
         if self._tenant is not None:
             request.tenant, request.tenant_weight = self._tenant()
-        self._updates.select(request.booking)
+        name = self._updates.select(request.booking)
         try:
             while True:
                 session = self._session or await self._wait_session(deadline)
@@ -179,7 +179,7 @@ class SchedulerLink:
                 self._release(request.booking)
             raise
         finally:
-            self._updates.selected(request.booking)
+            self._updates.selected(name)
 
     async def book(
         self, key: BookingKey, routing: RoutingRequest, hashes: bytes, *, arrived_unix_ns: int = 0, deadline: Deadline
