@@ -286,7 +286,7 @@ class HttpApi:
         models, limits = self._frontend.models, self._frontend.runner.limits
         model = chosen_model(chat["model"])
         # Only engines with an OpenAI API take images.
-        media = None if models.forwards_to(model) is None else PromptMedia()
+        media = PromptMedia() if models.forwards_to(model) else None
         tokens = await count_tokens(models, limits, model, chat_prompt(chat, len(body), media))
         return web.json_response({"input_tokens": tokens})
 
@@ -355,12 +355,12 @@ class HttpApi:
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
         routed = read or await self._read_routed(request, body)
         name = routed.model
-        view = self._frontend.models.forwards_to(chosen_model(name))
-        if view is None or self._session is None:
+        pools = self._frontend.models.forwards_to(chosen_model(name))
+        if not pools or self._session is None:
             return None
+        access, view = self._frontend.access, pools[0]
         session = session_of(request, self._sessions, routed.conversation_id, routed.prompt_cache_key)
         routed = routed.named(request.headers, session)
-        access, pools = self._frontend.access, self._frontend.models.pools(routed.model, forwarding=True)
         sent: bytes | bytearray = body
         translated, path = None, request.path
         if api is not None and not serves_itself(access, api.path, pools):

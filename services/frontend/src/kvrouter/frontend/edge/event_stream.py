@@ -228,7 +228,7 @@ class EventStream(web.StreamResponse):
     def _head(self) -> bytes:
         lines = [
             f"HTTP/1.{int(self._is_new)} {self.status} {self.reason}",
-            *(f"{name}: {value}" for name, value in self._added.items()),
+            *[f"{name}: {value}" for name, value in self._added.items()],
             f"Date: {_date(int(time.time()))}",
         ]
         if self._chunked:

@@ -310,7 +310,11 @@ class EngineCalls:
         pass_on = self._pass_stream if is_stream else self._pass_whole
         last = await pass_on(answer, receiver, response)
         last.finish_reason = _STOP
-        if (usage := response.usage()) is not None:
+        usage = response.usage()
+        if not is_stream:
+            generated = 1 if usage is None else usage.completion_tokens or 1
+            last.tokens += min(max(1, generated), _MOST_COUNTED)
+        if usage is not None:
             last.cached_tokens = usage.cached_tokens
             self.counted_prompt_tokens = usage.prompt_tokens
             self._routed.counted(usage.prompt_tokens)
@@ -328,7 +332,10 @@ class EngineCalls:
     async def _pass_whole(
         self, answer: EngineAnswer, receiver: WorkerAttempt, response: EngineResponse
     ) -> DetailedOutput:
-        """Keeps a response until it is complete, or too long: until then another engine can give it."""
+        """Keeps a response until it is complete, or too long: until then another engine can give it.
+
+        Returns the rest, of which the tokens counted before are to be subtracted.
+        """
         kept, begun_tokens = bytearray(), 0
         while part := await answer.part():
             kept += response.take(part)
@@ -338,9 +345,7 @@ class EngineCalls:
                 kept.clear()
                 await self._response.drain()
         kept += response.take(b"", ends=True)
-        usage = response.usage()
-        output_tokens = 1 if usage is None else usage.completion_tokens or 1
-        return DetailedOutput(min(max(1, output_tokens), _MOST_COUNTED) - begun_tokens, raw=bytes(kept))
+        return DetailedOutput(-begun_tokens, raw=bytes(kept))
 
 
 def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:

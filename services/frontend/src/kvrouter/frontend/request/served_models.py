@@ -81,10 +81,10 @@ class ServedModels:
         self._components()
         return bool(self._forwarding)
 
-    def forwards_to(self, model: str) -> ComponentView | None:
-        """Returns the largest component of a model whose workers all have an OpenAI API, if there is one."""
+    def forwards_to(self, model: str) -> list[ComponentView]:
+        """Returns the components of a model whose workers all have an OpenAI API, the largest first."""
         views, _ = self.resolve_all(model)
-        return next((view for view in views if view.name in self._forwarding), None)
+        return [view for view in views if view.name in self._forwarding]
 
     def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
         """Returns the components of a model or adapter requests can be sent to; all if they can to none.
