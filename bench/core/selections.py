@@ -24,6 +24,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.api.request_reader import RequestReader
 from kvrouter.scheduler.api.selection import Selector
+from kvrouter.scheduler.bookings.conversations import Conversations
 from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.statistics import BookingStatistics
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -35,7 +36,6 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.queue.request_queue import MAX_QUEUED_REQUESTS
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
-from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.scheduler.routing.router import Router
 from kvrouter.v1.common_pb2 import BookingKey, LocalHashes, RoutingRequest, Stage
@@ -84,7 +84,7 @@ def scheduler(mode: str, ranks: int, indexer: StaticIndexer, rng: random.Random)
     pools = Pools(directory, Accounting(), report_age_seconds=10)
     table = BookingTable()
     ownership = BookingOwnership(table, session_grace_seconds=10)
-    affinity = Affinity(1000)
+    conversations = Conversations(1000, metrics, time.monotonic)
     router = Router(
         pools,
         ownership,
@@ -94,13 +94,13 @@ def scheduler(mode: str, ranks: int, indexer: StaticIndexer, rng: random.Random)
         indexer_timeout_seconds=1.0,
         rng=rng,
         clock=time.monotonic,
-        affinity=affinity,
+        conversations=conversations,
     )
     queued = QueuedRequests(router, metrics, max_queued_requests=MAX_QUEUED_REQUESTS, clock=time.monotonic)
     reader = RequestReader(pools, ThresholdBoard(Thresholds()), RoutingOptions(mode))
     selector = Selector(reader, router, queued, metrics)
     BookingStatistics(metrics).follow(table)
-    affinity.follow(table)
+    conversations.follow(table)
     queued.follow(table)
     return selector, BookingUpdates(table, ownership, pools, metrics, time.monotonic)
 

@@ -35,7 +35,6 @@ from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.replication.replicas import ReplicaSync
 from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.scheduler.routing.router import Router
 from kvrouter.scheduler.workers.candidates import ListedRanks
@@ -246,7 +245,6 @@ class Parts:
         self.options = options or RoutingOptions("kv")
         self.board = ThresholdBoard(self.options.thresholds)
         predictions = None if predicts is None else Predictions(predicts, clock, predicts_everywhere)
-        affinity = Affinity(conversations)
         self.conversations = Conversations(conversations, self.metrics, clock)
         self.router = Router(
             self.pools,
@@ -259,12 +257,10 @@ class Parts:
             clock=clock,
             predictions=predictions,
             conversations=self.conversations,
-            affinity=affinity,
         )
         self.queued = QueuedRequests(self.router, self.metrics, max_queued_requests=max_queued_requests, clock=clock)
         reader = RequestReader(self.pools, self.board, self.options)
         self.selector = Selector(reader, self.router, self.queued, self.metrics)
-        affinity.follow(self.booking_table)
         self.conversations.follow(self.booking_table)
         if predictions is not None:
             predictions.follow(self.booking_table)

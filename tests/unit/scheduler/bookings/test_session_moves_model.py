@@ -117,7 +117,7 @@ class Client:
         if name in self.sent:
             self.updates.free(FreeRequest(booking=key))
             self.send()
-        self.updates.selected(key)
+        self.updates.selected(key_of(key))
 
     def finish(self, name: str) -> None:
         self.updates.free(FreeRequest(booking=self.live.pop(name).key))
@@ -145,7 +145,7 @@ class Client:
                 booking = LiveBooking.of(key, response, prompt(2).local_hashes, 2 * BLOCK, BLOCK)
                 self.live[name] = booking
                 self.updates.keep(booking)
-                self.updates.selected(key)
+                self.updates.selected(key_of(key))
 
 
 class Moves(RuleBasedStateMachine):

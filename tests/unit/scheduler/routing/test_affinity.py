@@ -6,8 +6,8 @@ from itertools import count
 from typing import Any
 
 import pytest
+from kvrouter.scheduler.bookings.conversations import MOST_RUNNING
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds
-from kvrouter.scheduler.routing.affinity import MOST_RUNNING
 from kvrouter.v1.common_pb2 import BlockScope
 
 from ..harness import Parts, ResidentBlocks, constraints, routing, selecting, view, worker

@@ -36,7 +36,6 @@ from kvrouter.scheduler.replication.channel import MAX_OUTGOING, Network, SyncLi
 from kvrouter.scheduler.replication.nats_network import NatsNetwork
 from kvrouter.scheduler.replication.peer_network import GRACE_SECONDS, MAX_QUEUED_EVENTS, PeerNetwork
 from kvrouter.scheduler.replication.replicas import ReplicaSync
-from kvrouter.scheduler.routing.affinity import Affinity
 from kvrouter.scheduler.routing.decide import Decisions
 from kvrouter.scheduler.routing.router import Router
 from kvrouter.scheduler.settings import SchedulerSettings
@@ -83,8 +82,6 @@ async def running(
     # Listed workers publish no events; their blocks are predicted only where that is asked for.
     predicts = listed is None or not settings.kv_events
     predictions = Predictions(settings.prediction_limits(), clock, not settings.kv_events) if predicts else None
-    affinity = Affinity(settings.conversations_kept)
-    affinity.follow(booking_table)
     conversations = Conversations(settings.conversations_kept, metrics, clock)
     conversations.follow(booking_table)
     if predictions is not None:
@@ -119,7 +116,6 @@ async def running(
         clock=clock,
         predictions=predictions,
         conversations=conversations,
-        affinity=affinity,
         is_behind=lambda: overload.behind,
     )
     queued = QueuedRequests(router, metrics, max_queued_requests=settings.max_queued_requests, clock=clock)
@@ -142,19 +138,14 @@ async def running(
     metrics.bookings.set_function(lambda: len(booking_table))
     metrics.sessions.set_function(lambda: booking_ownership.sessions)
     metrics.decisions.set_function(lambda: len(decisions))
-    metrics.conversations.set_function(lambda: len(affinity))
+    metrics.conversations.set_function(lambda: len(conversations))
     metrics.predicted_index_blocks.set_function(lambda: 0 if predictions is None else len(predictions))
     runtime.registry.register(rank_load_gauges(pools))
     runtime.registry.register(reuse_ratio_gauge(pools))
     runtime.registry.register(queue_gauges(queued))
     bounds = bounds_of(runtime.registry)
     bounds.add("decisions_kept", lambda: len(decisions), settings.decisions_kept, when_full="evicts")
-    bounds.add(
-        "conversations",
-        lambda: max(len(affinity), len(conversations)),
-        settings.conversations_kept,
-        when_full="evicts",
-    )
+    bounds.add("conversations", lambda: len(conversations), settings.conversations_kept, when_full="evicts")
     if predictions is not None:
         predicted = predictions
         bounds.add("predicted_blocks", lambda: predicted.most_blocks, settings.router_max_tree_size, when_full="evicts")

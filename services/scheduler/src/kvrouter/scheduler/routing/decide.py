@@ -12,12 +12,12 @@ import numpy as np
 import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.tracing import Attribute
+from kvrouter.scheduler.bookings.conversations import HeldBlocks
 from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait, rank_label
-from kvrouter.scheduler.routing.affinity import HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, expected_load_ms, snapshot
 from kvrouter.scheduler.workers.candidates import Candidate

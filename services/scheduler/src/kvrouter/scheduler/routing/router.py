@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from random import Random
 
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.bookings.booking import Booking, Placement
-from kvrouter.scheduler.bookings.conversations import Conversations
+from kvrouter.scheduler.bookings.conversations import Conversations, HeldBlocks
 from kvrouter.scheduler.bookings.ownership import BookingFreed, BookingOwnership
 from kvrouter.scheduler.identifiers import Key, component_message, rank_message
 from kvrouter.scheduler.load.pools import Pool, Pools
@@ -23,7 +23,6 @@ from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
 from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.request.prompt import Prompt
-from kvrouter.scheduler.routing.affinity import Affinity, HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision, Decisions, decide
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, snapshot
@@ -58,7 +57,6 @@ class Router:
     clock: Callable[[], float]
     predictions: Predictions | None = None
     conversations: Conversations | None = None
-    affinity: Affinity = field(default_factory=lambda: Affinity(0))
     is_behind: Callable[[], bool] = lambda: False
 
     def _check(self, context: RequestContext) -> None:
@@ -110,7 +108,9 @@ class Router:
 
     def conversation(self, context: RequestContext) -> HeldBlocks | None:
         """Returns what the last request of the conversation left for this one; None without one."""
-        return self.affinity.held(context.pool.name, context.conversation, context.prompt)
+        if self.conversations is None:
+            return None
+        return self.conversations.held(context.pool.name, context.conversation, context.prompt)
 
     def snapshot(self, context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
         """Returns a snapshot of every candidate at this moment."""

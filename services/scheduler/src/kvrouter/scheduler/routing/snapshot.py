@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
+from kvrouter.scheduler.bookings.conversations import HeldBlocks
 from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.load.booked_load import Loads
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
@@ -19,7 +20,6 @@ from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext, largest
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlaces, compute_ms, prefill_places, waits_ms
-from kvrouter.scheduler.routing.affinity import HeldBlocks
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.workers.candidates import (
     LOWER_TIERS,
