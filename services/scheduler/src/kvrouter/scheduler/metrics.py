@@ -128,7 +128,7 @@ class SchedulerMetrics:
             "Cached blocks that the workers reported for the same requests.",
             ["model"],
         )
-        self.blocks_off = histogram(
+        self.blocks_off = of_one(
             "kvrouter_scheduler_cached_blocks_off",
             "Reported minus predicted cached blocks of a request.",
             buckets=_BLOCKS_OFF,

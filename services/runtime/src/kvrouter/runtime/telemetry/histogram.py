@@ -55,9 +55,11 @@ class LoopHistogram(Collector):
             name: Name of the metric.
             documentation: The measured quantity.
             labels: Names of its labels.
-            buckets: Upper bounds of the buckets in ascending order, at least 0; one without a bound is added.
+            buckets: Upper bounds of the buckets in ascending order; one without a bound is added. If some are below 0,
+                the sum is not shown.
             registry: Registry to add it to.
-            parts: Equal parts of each bucket in which observations are counted, for quantiles in this process.
+            parts: Equal parts of each bucket, with bounds of at least 0, in which observations are counted, for
+                quantiles in this process.
         """
         self._name = name
         self._documentation = documentation
@@ -104,5 +106,7 @@ class LoopHistogram(Collector):
             totals = list(accumulate(series.counts))
             family.add_metric(values, list(zip(bounds, [*totals[:-1][last], totals[-1]], strict=True)), series.sum)
             labels = dict(zip(self._labels, values, strict=True))
+            if self._bounds[0] < 0:  # Then the family leaves out the count, too.
+                family.add_sample(f"{self._name}_count", labels, totals[-1])
             family.add_sample(f"{self._name}_created", labels, series.created)
         yield family
