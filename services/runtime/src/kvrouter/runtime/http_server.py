@@ -258,7 +258,7 @@ class _Connection(asyncio.Protocol):
         self._in_request = False
         self._drops_body = drops_body
         self._ended_at = self._loop.time()
-        if self.is_stranger:
+        if self.handler.is_stranger:
             self._is_idle = not self._held
             self._await_headers()
 
@@ -309,7 +309,7 @@ class _Connection(asyncio.Protocol):
             self.hold(data)
             if self._drop_timer is None:
                 self._drop_timer = self._loop.call_later(seconds, self._drop)
-        elif not (self.is_stranger and turns is not None and turns.must_wait(self, data)):
+        elif not (self.handler.is_stranger and turns is not None and turns.must_wait(self, data)):
             self.handler.data_received(data)
 
     def eof_received(self) -> None:
@@ -317,7 +317,7 @@ class _Connection(asyncio.Protocol):
             self.handler.eof_received()
 
     def pause_writing(self) -> None:
-        if self.is_stranger and self._unread_timer is None:
+        if self.handler.is_stranger and self._unread_timer is None:
             self._unread_timer = self._loop.call_later(self._connections.limits.header_seconds, self._give_up_unread)
         self.handler.pause_writing()
 

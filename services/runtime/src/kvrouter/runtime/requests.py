@@ -10,7 +10,7 @@ not pack are understood as well.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from kvrouter.v1.common_pb2 import Component, LocalHashes, MultimodalHash
 from kvrouter.v1.errors import BadRequest
@@ -33,8 +33,10 @@ def component_name(component: Component) -> ComponentName:
         ) from None
 
 
-def content_in_blocks(hashes: Iterable[MultimodalHash], block_size: int) -> list[tuple[int, int]]:
+def content_in_blocks(hashes: Sequence[MultimodalHash], block_size: int) -> list[tuple[int, int]]:
     """Returns (block index, content hash) for each hash of multimodal content, as ``local_hashes`` takes them."""
+    if not hashes:
+        return []  # as nearly always
     return [
         (item.token_index // block_size if item.HasField("token_index") else item.block_index, item.hash)
         for item in hashes

@@ -28,7 +28,7 @@ def stage_of(key: BookingKey) -> Stage:
 
 def key_of(key: BookingKey) -> Key:
     """Returns the key of a message, which can be hashed."""
-    return (key.request_id, key.attempt, stage_of(key))
+    return (key.request_id, key.attempt, key.stage or _WHOLE)
 
 
 def checked_key(booking: BookingKey) -> Key:

@@ -54,14 +54,10 @@ class Pool:
         """Last choice of each policy, by the policy's name."""
         self._capacity: tuple[WorkerSet, float, Amounts] | None = None
         """Capacity of each rank in requests, after the ranks and the mean time in flight of its computation."""
-        self._set_ranks(view)
+        self.follow(view)
 
     def follow(self, view: ComponentView) -> None:
         """Updates the ranks from a view of the registrations."""
-        if view is not self.view:
-            self._set_ranks(view)
-
-    def _set_ranks(self, view: ComponentView) -> None:
         self.view = view
         self.model = view.descriptor.model
         """Its model."""
@@ -199,7 +195,7 @@ class Pools:
         # Another block size makes another component; the owners of bookings in the old one free them.
         if pool is None or pool.booked_load.block_size != view.descriptor.block_size:
             pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age)
-        else:
+        elif view is not pool.view:
             pool.follow(view)
         return pool
 
