@@ -79,23 +79,25 @@ class BodyRooms:
         """Gives room back, and serves waiting bodies."""
         room.size -= amount
         self._bound.remove(room.holder, amount, requests=int(not room.size))
-        self._note(room.holder, -amount)
-        self._serve()
+        if room.holder:
+            self._note(room.holder, -amount)
+        if self._waiting:
+            self._serve()
 
     def remove_prompt(self, holder: str, size: int) -> None:
         """Removes a prompt from the bound, and serves waiting bodies."""
         self._bound.remove(holder, size)
-        self._serve()
+        if self._waiting:
+            self._serve()
 
     def end_reading(self, room: BodyRoom) -> None:
         """Notes the end of a body: it needs no further room."""
         if room in self._reading:
             del self._reading[room]
-            self._serve()
+            if self._waiting:
+                self._serve()
 
     def _serve(self) -> None:
-        if not self._waiting:
-            return
         passed_over = set[str]()
         for waiting in list(self._waiting):
             holder = waiting.room.holder
@@ -114,7 +116,8 @@ class BodyRooms:
         requests = int(not room.size)
         if not self._bound.try_add(holder, room.weight, amount, requests=requests, is_forced=is_oldest):
             return False
-        self._note(holder, amount)
+        if holder:
+            self._note(holder, amount)
         room.size += amount
         self._reading.setdefault(room)
         return True
@@ -127,10 +130,9 @@ class BodyRooms:
         return bool(self._bound.most and used) and used + amount > FREE * self._bound.most
 
     def _note(self, holder: str, amount: int) -> None:
-        if holder:
-            self._used[holder] = self._used.get(holder, 0) + amount
-            if not self._used[holder]:
-                del self._used[holder]
+        self._used[holder] = self._used.get(holder, 0) + amount
+        if not self._used[holder]:
+            del self._used[holder]
 
 
 _ROOM: ContextVar[BodyRoom | None] = ContextVar("kvrouter_body_room", default=None)

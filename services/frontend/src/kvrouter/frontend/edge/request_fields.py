@@ -269,10 +269,12 @@ def session_of(
     request: web.BaseRequest, sessions: SessionKeys, conversation_id: str | None, prompt_cache_key: str | None
 ) -> str:
     """Returns the session of a request. It is looked up once, so that an invalid id is counted once."""
-    if _SESSION not in request:
+    try:
+        return request[_SESSION]
+    except KeyError:
         found = sessions.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
         request[_SESSION] = found
-    return request[_SESSION]
+        return found
 
 
 def requested_id(headers: Mapping[str, str]) -> str:
@@ -305,9 +307,11 @@ def checked_request_id(request: web.BaseRequest) -> str:
 
 def _noted_id(request: web.BaseRequest, requested: str) -> str:
     """Returns the id noted in the request; without one it notes the client's, or generates one."""
-    if _REQUEST_ID not in request:
-        request[_REQUEST_ID] = requested or os.urandom(16).hex()
-    return request[_REQUEST_ID]
+    try:
+        return request[_REQUEST_ID]
+    except KeyError:
+        request[_REQUEST_ID] = noted = requested or os.urandom(16).hex()
+        return noted
 
 
 def requested_rank(headers: Mapping[str, str]) -> int | None:

@@ -11,7 +11,7 @@ from typing import cast
 
 import httptools
 from kvrouter.engines.openai_server import os_error_words
-from kvrouter.net.budgets import loop_budget
+from kvrouter.net.budgets import LoopBudget, loop_budget
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 from multidict import CIMultiDict
 
@@ -32,14 +32,24 @@ class EngineFailed(Exception):
 class EngineAnswer:
     """The response of an engine: its head, and its body in parts."""
 
-    def __init__(self, status: int, reason: str, headers: CIMultiDict[str], read_on: Callable[[], None]) -> None:
-        """Creates it without a body. ``read_on`` is called when a body of which too much was unread has been taken."""
+    def __init__(
+        self, status: int, reason: str, headers: CIMultiDict[str], read_on: Callable[[], None], budget: LoopBudget
+    ) -> None:
+        """Creates it without a body.
+
+        Args:
+            status: Its status.
+            reason: The phrase of the status.
+            headers: Its headers.
+            read_on: Called when a body of which too much was unread has been taken.
+            budget: The work that the event loop does at a time.
+        """
         self.status = status
         self.reason = reason
         """The phrase of the status."""
         self.headers = headers
         self._read_on = read_on
-        self._budget = loop_budget()
+        self._budget = budget
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._is_complete = False
@@ -110,6 +120,7 @@ class EngineConnection(asyncio.Protocol):
         self.idle_since = 0.0
         """When it became idle, seconds of the loop's clock."""
         self._loop = asyncio.get_running_loop()
+        self._budget = loop_budget()
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answered: asyncio.Future[EngineAnswer] | None = None
@@ -232,7 +243,8 @@ class EngineConnection(asyncio.Protocol):
             return
         is_sized = "Content-Length" in headers or "Transfer-Encoding" in headers or status in _NO_BODY
         self._ends_with_connection = not is_sized
-        self._answer = EngineAnswer(status, self._reason.decode("utf-8", "replace"), headers, self._read_on)
+        reason = self._reason.decode("utf-8", "replace")
+        self._answer = EngineAnswer(status, reason, headers, self._read_on, self._budget)
         self._reason = b""
         self._answered.set_result(self._answer)
 

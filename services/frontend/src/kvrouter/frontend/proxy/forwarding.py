@@ -63,7 +63,7 @@ _LENGTH = frozenset({"content-length"})
 _KEPT_OF_ERRORS = ("Content-Type", "Content-Encoding", "Retry-After")
 """Headers an engine's error keeps, if no engine serves the request."""
 _JSON_TYPE = "application/json"
-_BUSY_STATUS = 429
+_FIRST_ERROR, _BUSY_STATUS = 400, 429
 _UNLIMITED_TOKENS = (1 << 32) - 1
 _MAX_WHOLE_BYTES = 1 << 20
 """Size up to which a response that is no stream is kept until it is complete, so another engine can give it."""
@@ -235,13 +235,8 @@ class EngineCalls:
             answer = await self._connections.post(
                 worker.openai_endpoint, path, data=body, headers=headers, seconds=seconds
             )
-            if answer.status == _BUSY_STATUS or answer.status >= 500:
-                raise await self._refusal(answer)
-            if answer.status == HTTPStatus.UNAUTHORIZED and (key or self._is_authenticated):
-                # The credential that it refuses is not the client's.
-                raise DependencyAway("its OpenAI API refuses the Frontend: expected its key in --engine-keys-file")
-            if answer.status == HTTPStatus.NOT_FOUND and answer.headers.get("Content-Length") == "0":
-                raise DependencyAway(f"its server answers an empty 404 to {path}: check the URL of its OpenAI API")
+            if answer.status >= _FIRST_ERROR:
+                await self._check(answer, path, has_key=bool(key))
             if (self._is_authenticated or self._path) and "Content-Encoding" in answer.headers:
                 raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
             await read(answer, receiver)
@@ -256,6 +251,16 @@ class EngineCalls:
         finally:
             if answer is not None:
                 self._connections.end(answer)
+
+    async def _check(self, answer: EngineAnswer, path: str, *, has_key: bool) -> None:
+        """Raises the error of a response which is not for the client."""
+        if answer.status == _BUSY_STATUS or answer.status >= 500:
+            raise await self._refusal(answer)
+        if answer.status == HTTPStatus.UNAUTHORIZED and (has_key or self._is_authenticated):
+            # The credential that it refuses is not the client's.
+            raise DependencyAway("its OpenAI API refuses the Frontend: expected its key in --engine-keys-file")
+        if answer.status == HTTPStatus.NOT_FOUND and answer.headers.get("Content-Length") == "0":
+            raise DependencyAway(f"its server answers an empty 404 to {path}: check the URL of its OpenAI API")
 
     def _headers(self, request_id: str) -> dict[str, Any]:
         """Returns the client's headers for an engine."""

@@ -128,7 +128,7 @@ class Generation:
         self._since_ns = self._arrived_ns
         """Arrival of the request, or after a migration, the failure of the worker before."""
         self._arrived_unix_ns = time.time_ns()
-        self._output_tokens = 0
+        self.output_tokens = 0
         """Output tokens of all attempts that have ended."""
         self._first_output_ns = self._last_output_ns = 0
         self._kept = None if budget.migration_refusal() else KeptOutput()
@@ -145,11 +145,6 @@ class Generation:
         self._link = links.link(view.name, self._input.client_hashes, request.conversation_id)
 
     @property
-    def output_tokens(self) -> int:
-        """Output tokens so far."""
-        return self._output_tokens
-
-    @property
     def prompt_tokens(self) -> int:
         """Tokens of the client's prompt."""
         return self._input.client_prompt_tokens
@@ -163,7 +158,7 @@ class Generation:
 
     def outline(self) -> Outline | None:
         """Returns the request as a recording stores it; None while it has no output."""
-        if not self._output_tokens:
+        if not self.output_tokens:
             return None
         return Outline(
             arrived_unix_ns=self._arrived_unix_ns,
@@ -171,7 +166,7 @@ class Generation:
             block_size=self._input.block_size,
             prompt_tokens=self._input.client_prompt_tokens,
             local_hashes=self._input.client_hashes,
-            output_tokens=self._output_tokens,
+            output_tokens=self.output_tokens,
         )
 
     def observe_success(self) -> None:
@@ -195,7 +190,7 @@ class Generation:
                 await self._run_attempts(receiver, deadline)
             finally:
                 if request_span.recording:
-                    request_span.set({"gen_ai.usage.output_tokens": self._output_tokens})
+                    request_span.set({"gen_ai.usage.output_tokens": self.output_tokens})
 
     async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
@@ -267,7 +262,7 @@ class Generation:
             why = f"the request cannot continue on another worker: {self._budget.migration_refusal()}"
         else:
             why = f"no attempt is left after {attempt + 1}" if attempt else ""
-        return failure.as_error(why, has_output=self._output_tokens > 0)
+        return failure.as_error(why, has_output=self.output_tokens > 0)
 
     def _continue(self, failure: WorkerFailure, attempt: int) -> None:
         """Puts the output so far at the end of the prompt of the next attempt."""
@@ -281,7 +276,7 @@ class Generation:
             request_id=self._request_id,
             worker=failure.worker_id,
             attempt=attempt,
-            output_tokens=self._output_tokens,
+            output_tokens=self.output_tokens,
             cause=failure.message,
         )
 
@@ -305,7 +300,7 @@ class Generation:
             if failure is None:
                 raise
             why = "no other worker is eligible for the request"
-            raise failure.as_error(why, has_output=self._output_tokens > 0) from None
+            raise failure.as_error(why, has_output=self.output_tokens > 0) from None
         except _Unreachable as unreachable:
             self._progress = None
             self._metrics.worker_failures.labels(cause=unreachable.failure.cause).inc()
@@ -314,7 +309,7 @@ class Generation:
             raise error if failure is None else self._after(failure, error) from None
         self._refused.clear()
         self._endpoint = selection.endpoint
-        continues = self._output_tokens > 0
+        continues = self.output_tokens > 0
         self._progress = progress = Progress(
             booking,
             self._link,
@@ -340,7 +335,7 @@ class Generation:
                 raise
             raise self._after(failure, error) from None
         finally:
-            self._output_tokens += progress.output_tokens
+            self.output_tokens += progress.output_tokens
             self._first_output_ns = self._first_output_ns or progress.first_output_ns
             self._last_output_ns = progress.last_output_ns or self._last_output_ns
             progress.end()
@@ -408,7 +403,7 @@ class Generation:
 
         A refused continuation, such as one too long, is no fault of the client's.
         """
-        if self._output_tokens and FAULTS.get(error.code) is Fault.REQUEST:
+        if self.output_tokens and FAULTS.get(error.code) is Fault.REQUEST:
             why = f"the request cannot continue on another worker: {error.message}"
             return failure.as_error(why, has_output=True)
         return error.after(failure.message)
@@ -416,7 +411,7 @@ class Generation:
     def _routing_info(self, booking: LiveBooking, selection: SelectWorkerResponse) -> RoutingInfo:
         added_us = (time.perf_counter_ns() - self._since_ns) // 1000
         prefill_us = 0 if self._prefill is None else self._prefill.spent_ns // 1000
-        if not self._output_tokens:
+        if not self.output_tokens:
             self._metrics.added_seconds.observe((added_us - prefill_us) / 1e6)
         routing = routing_info(
             self._request_id,

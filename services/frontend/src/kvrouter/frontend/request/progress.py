@@ -205,7 +205,7 @@ GENERATE = "kvrouter.v1.WorkerService/Generate"
 
 
 def describe_attempt(span: Span, booking: LiveBooking, endpoint: str) -> None:
-    """Sets where an attempt runs."""
+    """Sets where an attempt runs, if the span is recorded."""
     if span.recording:
         rank = booking.rank
         span.set(
