@@ -10,7 +10,7 @@ ANSWER_SECONDS = 0.5
 """The rest of a deadline that is kept for the answer, so the client learns why its request was not served."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deadline:
     """A point on this process's monotonic clock, or none. It is sent to other processes as remaining time."""
 

@@ -114,7 +114,7 @@ class Explanation(NamedTuple):
     """Whether the unit of the costs is a block, of the component's block size."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """Sends the request to ``ranks[index]``."""
 
@@ -132,7 +132,7 @@ class Choice:
     prompt."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wait:
     """Queues the request until ``ranks[index]`` has room, or until any candidate has a free slot."""
 

@@ -328,7 +328,7 @@ def context_of(
         relative_latency=pool.booked_load.latency_calibration.relative.column(heads.now),
         expected_output_tokens=expected_output_tokens,
     )
-    return every if len(places) == len(worker_set) else every.at(places)
+    return every if len(places) == len(worker_set.ranks) else every.at(places)
 
 
 def first_prefill(request: RequestContext, overlaps: Overlaps, factor: float) -> FirstPrefill | None:

@@ -233,6 +233,8 @@ class WorkerSet:
         """KV blocks of each; infinite where unknown."""
         self.largest_cache = int(self.total_blocks.max()) if len(candidates) and self.total_blocks.all() else 0
         """Most KV blocks of a candidate; 0 if those of one of them are unknown."""
+        self._smallest_cache = self.total_blocks.min() if self.total_blocks.any() else math.inf
+        """Least KV blocks of a candidate, 0 if those of one are unknown; infinite if those of none are known."""
         self.max_batched_tokens = self._column(candidate.max_batched_tokens for candidate in candidates)
         self.slots: Amounts = np.array([candidate.max_sequences or np.inf for candidate in candidates], np.float64)
         """Requests run at once by each; infinite where unknown."""
@@ -314,6 +316,8 @@ class WorkerSet:
 
     def with_room(self, places: Places, blocks: int) -> Places:
         """Returns all candidates, or those with the largest KV cache if no cache has more than ``blocks``."""
+        if blocks < self._smallest_cache:
+            return places
         total = self.total_blocks[places]
         return places if not total.all() or (total > blocks).any() else places[total == total.max(initial=0)]
 

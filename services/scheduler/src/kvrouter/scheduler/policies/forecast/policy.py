@@ -139,6 +139,10 @@ class Weighed(NamedTuple):
     """Whether the first token may be used for latency calibration."""
 
 
+_COST_TERMS = Weighed._fields.index("own")
+"""Number of the first columns, whose sum is the cost."""
+
+
 class ForecastPolicy(Policy):
     """Minimizes the forecast time to first token plus the cost for other requests."""
 
@@ -149,9 +153,8 @@ class ForecastPolicy(Policy):
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
-        weighed = weigh_natively(context) if NATIVE is not None else weigh(context, used_shares(context))
-        costs = weighed.forecast + weighed.batch + weighed.work + weighed.output + weighed.shortage + weighed.eviction
-        costs += weighed.copies
+        columns = weigh_natively(context) if NATIVE is not None else np.array(weigh(context, used_shares(context)))
+        weighed, costs = Weighed(*columns), np.add.reduce(columns[:_COST_TERMS])
         slots, is_kept = context.free_slots, context.is_kept
         # A method such as ``any`` takes three times as long.
         is_limited = bool(np.count_nonzero(is_kept))
@@ -185,9 +188,9 @@ class ForecastPolicy(Policy):
             "free_slots": slots,
         }
         new_tokens = int(weighed.new_tokens[index])
-        total = context.total_blocks[index]
+        total, free_slots = int(context.total_blocks[index]), float(slots[index])
         added = context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size
-        slot = int(total * context.block_size / max(1.0, slots[index] + context.active_requests[index]))
+        slot = int(total * context.block_size / max(1.0, free_slots + int(context.active_requests[index])))
         use_tokens = max(added, slot)
         if not has_slot or (total and context.active_blocks[index] > total):
             reason = "the cheapest rank lacks KV blocks" if has_slot else "no rank has a free slot"
@@ -265,8 +268,8 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     )
 
 
-def weigh_natively(context: SchedulingContext) -> Weighed:
-    """Returns the result of ``weigh``, computed by the native core."""
+def weigh_natively(context: SchedulingContext) -> Amounts:
+    """Returns the result of ``weigh``, computed by the native core, as rows."""
     assert NATIVE is not None  # noqa: S101 - else ``weigh`` is called
     rows = NATIVE.terms(
         (context.prompt_tokens, context.block_size, context.latency_calibration, context.now),
@@ -285,7 +288,7 @@ def weigh_natively(context: SchedulingContext) -> Weighed:
             context.head_prefill_tokens,
         ),
     )
-    return Weighed(*np.ndarray((len(Weighed._fields), len(context.ranks)), np.float64, rows))
+    return np.ndarray((len(Weighed._fields), len(context.ranks)), np.float64, rows)
 
 
 def copied_blocks(held: Column) -> Amounts:
