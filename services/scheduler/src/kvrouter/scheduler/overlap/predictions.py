@@ -103,6 +103,7 @@ class Predictions:
         """Records the blocks of a request booked on a rank. A new incarnation drops the rank's earlier blocks."""
         predicted = self._of(pool)
         if predicted.incarnations.get(rank) != incarnation:
+            self._forget_gone(pool, predicted)
             predicted.index.remove_rank(rank)
             predicted.incarnations[rank] = incarnation
             _list(predicted)
@@ -121,7 +122,6 @@ class Predictions:
             limits = self.limits
             index = PredictedIndex(limits.ttl_seconds, limits.max_blocks, limits.prune_ratio)
             predicted = self._predicted[pool.name] = _Prediction(pool.booked_load.block_size, index)
-        self._forget_gone(pool, predicted)
         return predicted
 
     def _forget_gone(self, pool: Pool, predicted: _Prediction) -> None:
@@ -130,7 +130,6 @@ class Predictions:
         for rank in predicted.incarnations.keys() - {candidate.rank for candidate in pool.candidates}:
             predicted.index.remove_rank(rank)
             del predicted.incarnations[rank]
-        _list(predicted)
 
 
 def _list(predicted: _Prediction) -> None:
