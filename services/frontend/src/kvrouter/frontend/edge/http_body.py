@@ -15,6 +15,7 @@ from kvrouter.v1.errors import BadRequest
 
 _PART_BYTES = 64 << 10
 """Least room taken for a body whose size is not known."""
+_ALL = -1
 _STEP_BYTES = 1 << 20
 """Bytes to decompress before other requests may run: about 3 ms of work."""
 _MAX_MEMBERS = 1024
@@ -52,12 +53,14 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     inflate = None if encoding == "identity" else _Inflate(encoding)
     upload = _Upload(request.content, idle_seconds)
-    if inflate is None:
+    if inflate is None and request.content.is_eof():
+        await room.hold(request.content.total_bytes)
+        body += await upload.next_part(_ALL)
+        _check_size(len(body), limit)
+    elif inflate is None:
         most = declared or limit + 1
         while not upload.at_eof:
-            if request.content.is_eof():
-                await room.hold(len(body) + upload.buffered)
-            elif room.size <= len(body):
+            if room.size <= len(body):
                 await room.hold(min(most, max(_PART_BYTES, 2 * len(body))))
             body += await upload.next_part(max(1, room.size - len(body)))
             _check_size(len(body), limit)
@@ -106,13 +109,8 @@ class _Upload:
         """Whether all of it was read."""
         return self._content.at_eof() and self._content.exception() is None
 
-    @property
-    def buffered(self) -> int:
-        """Unread bytes."""
-        return self._content.total_bytes - self._received
-
     async def next_part(self, most: int) -> bytes:
-        """Returns the next part of the body, of ``most`` bytes at most; empty at its end.
+        """Returns the next part of the body, of ``most`` bytes at most, or ``_ALL`` that is there; empty at its end.
 
         Raises:
             BadRequest: the transfer is damaged.
