@@ -269,7 +269,8 @@ class BookedLoad:
             track_blocks=self.tracks_blocks(key[2]),
             unique_blocks=not self.accounting.assume_kv_reuse,
         )
-        self._sequences.add_rank(rank)
+        if rank not in self._registered:
+            self._sequences.add_rank(rank)
         try:
             booked = self._sequences.book(request)
             if booked:
