@@ -89,9 +89,10 @@ class RequestReader:
         if stage is None:
             stage = _stage_at(pool.role, may_prefill_locally=request.may_prefill_locally)
         in_force = self.options
-        if (thresholds := self.thresholds.of(pool.model)) != in_force.thresholds:
+        thresholds = self.thresholds.of(pool.model)
+        if thresholds is not in_force.thresholds:
             in_force = replace(in_force, thresholds=thresholds)
-        options = overridden(in_force, request.overrides)
+        options = overridden(in_force, request.overrides) if request.HasField("overrides") else in_force
         prompt = read_prompt(
             request,
             block_size=pool.booked_load.block_size,
@@ -120,7 +121,7 @@ class RequestReader:
             booking,
             conversation_of(request),
             request.priority,
-            ignored_overrides(request.overrides, options.mode),
+            ignored_overrides(request.overrides, options.mode) if request.HasField("overrides") else (),
             may_prefill_locally,
             self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
             tenant,

@@ -172,8 +172,6 @@ class RoutingOptions:
 
 def ignored_overrides(overrides: RoutingOverrides, mode: str) -> tuple[str, ...]:
     """Returns the names of a request's overrides without effect in a mode."""
-    if not overrides.ByteSize():
-        return ()
     effective = POLICIES[mode].options
     return tuple(name for name in _OVERRIDES_OF_POLICIES if overrides.HasField(name) and name not in effective)
 
@@ -184,8 +182,6 @@ def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingO
     Raises:
         BadRequest: an override is out of range, or names an unknown mode.
     """
-    if not overrides.ByteSize():
-        return options
     mode = overrides.mode if overrides.HasField("mode") else options.mode
     if mode not in POLICIES:
         raise BadRequest(

@@ -123,9 +123,10 @@ class WorkerConstraints:
     @classmethod
     def of(cls, request: RoutingRequest, stage: Stage) -> WorkerConstraints:
         """Returns the constraints of a request."""
-        constraints, lora_name = request.constraints, request.scope.lora_name
-        if not (lora_name or constraints.ByteSize()):
+        lora_name = request.scope.lora_name if request.HasField("scope") else ""
+        if not lora_name and not request.HasField("constraints"):
             return _unconstrained(stage)
+        constraints = request.constraints
         return cls(
             stage=stage,
             worker_id=constraints.worker_id if constraints.HasField("worker_id") else None,
