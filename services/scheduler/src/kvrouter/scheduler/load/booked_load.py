@@ -160,6 +160,8 @@ class BookedLoad:
         # The booking table remembers freed keys, over all components.
         self._sequences = ActiveSequences(self.block_size, max_bookings=self.max_bookings, tombstones=0)
         self._recency = CacheRecency()
+        self._knows_caches = False
+        """Whether the size of any rank's cache is known. Otherwise no chance of reuse is."""
         self._registered: frozenset[Rank] = frozenset()
         self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
         """The ranks known to the core, and the indexes of the registered ones; None if they all are."""
@@ -184,6 +186,7 @@ class BookedLoad:
     def set_ranks(self, registered: Sequence[CachedRank]) -> None:
         """Replaces the registered ranks, in order of rank."""
         self._recency.set_ranks(registered)
+        self._knows_caches = any(cached.total_blocks for cached in registered)
         before, self._registered = self._registered, frozenset(cached.rank for cached in registered)
         for rank in self._registered - before:
             self._sequences.add_rank(rank)
@@ -280,7 +283,8 @@ class BookedLoad:
                     self._further_of[rank] = self._further_of.get(rank, 0) + prompt.sequences - 1
                 self._peaks.booked(rank, self._booked(rank))
                 now = self.clock()
-                self._recency.record(rank, prompt.sequence_hashes, now)
+                if self._knows_caches:
+                    self._recency.record(rank, prompt.sequence_hashes, now)
                 self.time_in_flight.began(now)
                 if prefill_tokens:
                     self._prefills.enter(rank, key, prefill_tokens, now)
