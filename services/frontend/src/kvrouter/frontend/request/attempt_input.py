@@ -104,7 +104,8 @@ def routing_request(
         model_choice=choice_text(),
     )
     set_local_hashes(routing.local_hashes, local_hashes)
-    if unindexed := [item for item in request.multimodal_hashes if item.unindexed]:
+    media = request.multimodal_hashes
+    if media and (unindexed := [item for item in media if item.unindexed]):
         routing.indexed_blocks = min(block for block, _ in content_in_blocks(unindexed, view.descriptor.block_size))
     if request.HasField("scope"):
         routing.scope.CopyFrom(request.scope)
