@@ -41,8 +41,8 @@ _DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """Type of a block's deltas, and their field with the text."""
-_END_OF_DELTA = b'""}}\n\n'
-"""End of an event by which a block grows, with the text it has if it is empty."""
+_END_OF_DELTA = b"}}\n\n"
+"""End of an event by which a block grows."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -82,18 +82,18 @@ class MessageEvents(NamedEvents):
         if piece.reasoning:
             if self._kind != "thinking":
                 self._enter("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            self.grow(piece.reasoning)
+            self.grow(msgspec.json.encode(piece.reasoning))
         # Text that belongs to the end of an output with calls follows them.
         if piece.text:
             if self._kind != "text":
                 self._enter("text", {"type": "text", "text": ""})
-            self.grow(piece.text)
+            self.grow(msgspec.json.encode(piece.text))
         for call in piece.tool_calls:
             if call.name or self._kind != "tool_use":
                 self._enter("tool_use", _tool_use(call) | {"input": {}})
                 self._has_calls = True
             if call.arguments:
-                self.grow(call.arguments)
+                self.grow(msgspec.json.encode(call.arguments))
         self._last = piece
 
     def _finish(self) -> None:
@@ -111,11 +111,11 @@ class MessageEvents(NamedEvents):
         self._block, self._kind = self._block + 1, kind
         self._write_named("content_block_start", {"index": self._block, "content_block": block})
         delta, field = _DELTAS[kind]
-        self._delta_head = self._delta({"type": delta, field: ""}).removesuffix(_END_OF_DELTA)
+        self._delta_head = self._delta({"type": delta, field: ""}).removesuffix(b'""' + _END_OF_DELTA)
 
-    def grow(self, text: str) -> None:
+    def grow(self, text: bytes) -> None:
         """Adds a text to the open block."""
-        self._write(self._delta_head + msgspec.json.encode(text) + _END_OF_DELTA[2:])
+        self._write(self._delta_head + text + _END_OF_DELTA)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return named_event("content_block_delta", {"index": self._block, "delta": delta})

@@ -19,6 +19,7 @@ class ResponseStream:
     def __init__(self, frame: ResponseFrame, events: EventStream) -> None:
         self._frame = frame
         self._events = events
+        self._write_now = events.write_event
         self._head = b""
         """The beginning of each chunk: the fields before its choices."""
         self._notices: dict[int, bytes] = {}
@@ -59,9 +60,6 @@ class ResponseStream:
             self._kept(len(event))
         else:
             self._write_now(event)
-
-    def _write_now(self, event: bytes) -> None:
-        self._events.write_event(event)
 
     def _write_kept(self) -> None:
         """Writes the kept output."""
@@ -109,6 +107,7 @@ class NamedEvents(ResponseStream, ABC):
 
     def __init__(self, frame: ResponseFrame, events: EventStream) -> None:
         super().__init__(frame, events)
+        self._write_now = events.write_bytes
         self._has_begun = False
 
     def routed(self, index: int, routing: RoutingInfo) -> None:
@@ -129,8 +128,8 @@ class NamedEvents(ResponseStream, ABC):
         self._piece(piece)
 
     @abstractmethod
-    def grow(self, text: str) -> None:
-        """Adds a text to what the last piece has made grow, and nothing else.
+    def grow(self, text: bytes) -> None:
+        """Adds a text, as JSON, to what the last piece has made grow, and nothing else.
 
         Raises:
             TooLarge: the client has left too much unread.
@@ -170,9 +169,6 @@ class NamedEvents(ResponseStream, ABC):
     def _write_named(self, name: str, fields: dict[str, Any]) -> None:
         """Writes an event, whose data repeats its name as its type."""
         self._write(named_event(name, fields))
-
-    def _write_now(self, event: bytes) -> None:
-        self._events.write_bytes(event)
 
 
 def named_event(name: str, fields: dict[str, Any]) -> bytes:

@@ -24,8 +24,6 @@ from kvrouter.frontend.edge.responses_chat import (
 from kvrouter.frontend.edge.translated_request import ROUTING_FIELDS, TranslatedRequest, copied, given, translated_chat
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 
-Event = tuple[bytes, bytes]
-"""The bytes of an event before and after its number."""
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """Type of the only part of an item."""
 _DELTAS = {
@@ -34,12 +32,13 @@ _DELTAS = {
     "function_call": "response.function_call_arguments.delta",
 }
 """Name of the event by which an item grows."""
-_NO_TEXT = b'""'
+_NO_DELTA = b'"delta":""'
+_TEXTS = msgspec.json.Decoder(list[str])
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class OutputItems:
-    """Turns pieces of an output into items, and the events of a stream that has them."""
+    """Turns pieces of an output into items, and the numbered events of a stream that has them."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
@@ -50,94 +49,98 @@ class OutputItems:
         """The item that grows."""
         self._place: dict[str, Any] = {}
         """Where it is: fields of its events."""
-        self._delta: Event = (b"", b"")
-        """The event by which it grows, until its text."""
-        self._after_delta = b""
-        """The bytes after the text."""
-        self._texts: list[str] = []
+        self._delta = (b"", b"", b"")
+        """The event by which it grows: before its number, between this and the text, and after that."""
+        self._texts: list[bytes] = []
+        """Texts of which the item consists, as JSON."""
+        self._number = 0
+        """Number of the next event."""
         self._request_id = ""
 
     def begin(self, request_id: str) -> None:
         """Sets the id of the request, from which items get theirs."""
         self._request_id = request_id
 
-    def add(self, piece: Piece) -> list[Event]:
+    def event(self, name: str, fields: dict[str, Any]) -> bytes:
+        """Returns the next event."""
+        self._number += 1
+        return named_event(name, {"sequence_number": self._number - 1, **fields})
+
+    def add(self, piece: Piece) -> list[bytes]:
         """Adds a piece. Returns the events of a stream."""
-        events: list[Event] = []
+        events: list[bytes] = []
         if piece.reasoning:
             self.reasoning_tokens += len(piece.token_ids)
             self._enter("reasoning", {"summary": [], "content": []}, events)
-            events.append(self.grow(piece.reasoning))
+            events.append(self.grow(msgspec.json.encode(piece.reasoning)))
         if piece.text:
             self._enter("message", {"role": "assistant", "content": []}, events)
-            events.append(self.grow(piece.text))
+            events.append(self.grow(msgspec.json.encode(piece.text)))
         for call in piece.tool_calls:
             self._call(call, events)
         self.finish_reason = piece.finish_reason
         return events
 
-    def grow(self, text: str) -> Event:
-        """Adds a text to the item that grows. Returns the event of a stream."""
+    def grow(self, text: bytes) -> bytes:
+        """Adds a text, as JSON, to the item that grows. Returns the event of a stream."""
         self._texts.append(text)
-        before, after = self._delta
-        return before, b"%b%b%b" % (after, msgspec.json.encode(text), self._after_delta)
+        number, (before, between, after) = self._number, self._delta
+        self._number = number + 1
+        return b"%b%d%b%b%b" % (before, number, between, text, after)
 
-    def end(self) -> list[Event]:
+    def end(self) -> list[bytes]:
         """Ends the last item. Returns the events of a stream."""
-        events: list[Event] = []
+        events: list[bytes] = []
         self._leave(events, "incomplete" if self.finish_reason == "length" else "completed")
         return events
 
-    def _call(self, call: ToolCallPiece, events: list[Event]) -> None:
+    def _call(self, call: ToolCallPiece, events: list[bytes]) -> None:
         if call.name:
             self._leave(events)
         self._enter("function_call", {"call_id": call.id, "name": call.name, "arguments": ""}, events)
         if call.arguments:
-            events.append(self.grow(call.arguments))
+            events.append(self.grow(msgspec.json.encode(call.arguments)))
 
-    def _enter(self, kind: str, fields: dict[str, Any], events: list[Event]) -> None:
+    def _enter(self, kind: str, fields: dict[str, Any], events: list[bytes]) -> None:
         """Begins an item unless one of its kind grows."""
         if self._item is not None and self._item["type"] == kind:
             return
         self._leave(events)
         item_id = f"{_PREFIXES[kind]}_{self._request_id}_{len(self.done)}"
         self._item = {"id": item_id, "type": kind, "status": "in_progress"} | fields
-        events.append(_event("response.output_item.added", {"output_index": len(self.done), "item": self._item}))
+        events.append(self.event("response.output_item.added", {"output_index": len(self.done), "item": self._item}))
         self._place = {"item_id": item_id, "output_index": len(self.done)}
         if kind in _PARTS:
             self._place["content_index"] = 0
-            events.append(_event("response.content_part.added", self._place | {"part": _part(kind, "")}))
+            events.append(self.event("response.content_part.added", self._place | {"part": _part(kind, "")}))
         extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        before, after = _event(_DELTAS[kind], self._place | {"delta": ""} | extra)
-        start, _, self._after_delta = after.rpartition(_NO_TEXT)
-        self._delta = before, start
+        delta = named_event(_DELTAS[kind], {"sequence_number": 0, **self._place, "delta": "", **extra})
+        before, _, rest = delta.partition(b"0,")
+        between, _, after = rest.partition(_NO_DELTA)
+        self._delta = before, b"," + between + _NO_DELTA[:-2], after
 
-    def _leave(self, events: list[Event], status: str = "completed") -> None:
+    def _leave(self, events: list[bytes], status: str = "completed") -> None:
         """Ends the item that grows."""
-        item, text = self._item, "".join(self._texts)
+        item = self._item
         if item is None:
             return
+        text = "".join(_TEXTS.decode(b"[%b]" % b",".join(self._texts)))
         kind, place = item["type"], self._place
         if kind == "function_call":
             item["arguments"] = text
             done = place | {"arguments": text, "name": item["name"]}
-            events.append(_event("response.function_call_arguments.done", done))
+            events.append(self.event("response.function_call_arguments.done", done))
         else:
             part = _part(kind, text)
             item["content"] = [part]
             extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            events.append(_event(f"response.{_PARTS[kind]}.done", place | {"text": text} | extra))
-            events.append(_event("response.content_part.done", place | {"part": part}))
+            events.append(self.event(f"response.{_PARTS[kind]}.done", place | {"text": text} | extra))
+            events.append(self.event("response.content_part.done", place | {"part": part}))
         item["status"] = status
-        events.append(_event("response.output_item.done", {"output_index": len(self.done), "item": item}))
+        events.append(self.event("response.output_item.done", {"output_index": len(self.done), "item": item}))
         self.done.append(item)
         self._item = None
         self._texts.clear()
-
-
-def _event(name: str, fields: dict[str, Any]) -> Event:
-    before = f'event: {name}\ndata: {{"type":"{name}","sequence_number":'
-    return before.encode(), b",%b\n\n" % msgspec.json.encode(fields)[1:]
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
@@ -223,38 +226,34 @@ class ResponseEvents(NamedEvents):
         super().__init__(frame, events)
         self._envelope = _Envelope(frame, fields)
         self._items = OutputItems()
-        self._number = 0
 
     def _begin(self) -> None:
         self._items.begin(self._frame.request_id)
         response = msgspec.Raw(msgspec.json.encode(self._envelope.with_items(self._items, "in_progress")))
         for name in ("response.created", "response.in_progress"):
-            self._numbered(_event(name, {"response": response}))
+            self._write(self._items.event(name, {"response": response}))
 
     def _piece(self, piece: Piece) -> None:
         for event in self._items.add(piece):
-            self._numbered(event)
+            self._write(event)
 
-    def grow(self, text: str) -> None:
+    def grow(self, text: bytes) -> None:
         """Adds a text to the item that grows."""
-        self._numbered(self._items.grow(text))
+        self._write(self._items.grow(text))
 
     def _finish(self) -> None:
         for event in self._items.end():
-            self._numbered(event)
+            self._write(event)
         status = _status(self._items)
-        self._numbered(_event(f"response.{status}", {"response": self._envelope.with_items(self._items, status)}))
+        self._write(
+            self._items.event(f"response.{status}", {"response": self._envelope.with_items(self._items, status)})
+        )
 
     def _failure(self, body: dict[str, Any]) -> list[bytes]:
         error = body["error"]
         shown = {"code": _FAILURES.get(str(error.get("code")), "server_error"), "message": str(error.get("message"))}
         response = self._envelope.with_items(self._items, "failed", shown)
-        return [named_event("response.failed", {"sequence_number": self._number, "response": response})]
-
-    def _numbered(self, event: Event) -> None:
-        before, after = event
-        self._write(b"%b%d%b" % (before, self._number, after))
-        self._number += 1
+        return [self._items.event("response.failed", {"response": response})]
 
 
 def _status(items: OutputItems) -> str:

@@ -104,6 +104,8 @@ def _growth(answer: Answer) -> str:
 _TEXT = msgspec.json.Decoder(str)
 _PROBE = "probe"
 """Stands for the text of a chunk, to see whether the chunk means the same with another one."""
+_NO_CHUNK = b"\n"
+"""With it no event begins."""
 _MOST_UNUSED = 8
 """Patterns in a row without a further chunk, after which none is learned: it costs more than it saves."""
 
@@ -112,23 +114,23 @@ class ChunkPattern:
     """The chunks that differ from the last one only in the text by which the output grows: most of a stream."""
 
     def __init__(self) -> None:
-        self._before = b""
-        """The bytes before the text, with its quotation mark; empty if no chunk is known."""
+        self._before = _NO_CHUNK
+        """The bytes before the text."""
         self._after = b""
         self._unused = 0
         """Patterns in a row without a further chunk."""
 
-    def text_of(self, event: bytes) -> str | None:
-        """Returns the text of such a chunk; None for any other."""
-        before, after = self._before, self._after
-        if not before or not event.startswith(before) or not event.endswith(after):
-            return None
+    def text_of(self, event: bytes) -> bytes:
+        """Returns the text of such a chunk, as JSON; empty for any other."""
+        if not (event.startswith(self._before) and event.endswith(self._after)):
+            return b""
+        text = event[len(self._before) : -len(self._after)]
         try:
-            text = _TEXT.decode(event[len(before) - 1 : 1 - len(after)])
+            is_growth = _TEXT.decode(text) != ""
         except _MALFORMED:
-            return None
+            return b""
         self._unused = 0
-        return text or None
+        return text if is_growth else b""
 
     def learn(self, event: bytes, answer: Answer) -> None:
         """Takes the last chunk as it is, and as it was read."""
@@ -144,8 +146,8 @@ class ChunkPattern:
         except DependencyAway:
             return
         if _growth(other) == _PROBE:
-            self._before, self._after = before + b'"', b'"' + after
+            self._before, self._after = before, after
 
     def forget(self) -> None:
         """Forgets the last chunk."""
-        self._before = b""
+        self._before = _NO_CHUNK

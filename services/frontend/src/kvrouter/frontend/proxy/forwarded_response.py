@@ -158,7 +158,7 @@ class TranslatedResponse(ForwardedResponse):
         events, raw = self._events, output.raw
         if events is None:
             self._body += raw
-        elif (text := self._pattern.text_of(raw)) is not None:
+        elif text := self._pattern.text_of(raw):
             events.grow(text)
             return
         else:
@@ -207,7 +207,7 @@ class TranslatedResponse(ForwardedResponse):
         return web.Response(status=error.status, body=body, headers=headers)
 
     def _take(self, event: bytes, events: NamedEvents) -> None:
-        if (text := self._pattern.text_of(event)) is not None:
+        if text := self._pattern.text_of(event):
             events.grow(text)
             return
         data = data_of(event)
