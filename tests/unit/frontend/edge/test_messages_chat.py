@@ -44,9 +44,7 @@ def test_results_of_tools_precede_the_words_of_the_user() -> None:
             {"type": "tool_result", "tool_use_id": "a", "content": [text("1"), text("2")], "is_error": True},
         ),
     ]
-    function = {"name": "look", "arguments": {"at": 1}}
-    sent = json.loads(MessagesRequest(chat(messages)).engine_messages())
-    assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"at": 1}'
+    function = {"name": "look", "arguments": '{"at": 1}'}
     assert chat(messages)["messages"] == [
         {"role": "user", "content": "Look."},
         {

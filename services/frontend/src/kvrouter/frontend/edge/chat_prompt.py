@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from kvrouter.engines.chats import ChatRule
 from kvrouter.frontend.edge.json_body import MAX_PARTS, invalid
 from kvrouter.frontend.text.chat_template import marked, until_mark
@@ -113,10 +114,17 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if arguments is None or isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = _decoded(arguments or "{}")
         except (ValueError, RecursionError):
             raise _invalid_message(f"{path}.function.arguments", "expected JSON") from None
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _decoded(arguments: str) -> Any:
+    try:
+        return msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return json.loads(arguments)  # It takes more numbers, but four times as long.
 
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from kvrouter.core import find_json_value, json_flaw
 from kvrouter.v1.errors import BadRequest
 
 T = TypeVar("T")
+Place: TypeAlias = "str | tuple[Place, str | int]"
+"""A field of a body: its path, or the place that has it and its name there. Only an error makes a path of places."""
 
 MAX_FIELDS_BYTES = 256 << 10
 """Maximum size of a body without its prompt, because the decoded Python objects take many times its size."""
@@ -94,15 +96,12 @@ def check_structure(encoded: bytes | bytearray, field: str = "messages") -> None
         raise BadRequest(message, field=field, advice="Send a shorter chat.")
 
 
-def check_parts(listed: Sequence[Mapping[str, Any]], field: str) -> None:
+def check_parts(found: int, field: str) -> None:
     """Checks the number of messages, items or tools, with the parts of their contents, before they are translated.
 
     Raises:
         BadRequest: there are too many.
     """
-    found = len(listed)
-    if found <= MAX_PARTS:
-        found += sum(len(content) for each in listed if isinstance(content := each.get("content"), list))
     if found > MAX_PARTS:
         raise invalid(field, f"expected at most {MAX_PARTS} with all their parts, received {found}", "Send fewer.")
 
@@ -129,9 +128,14 @@ def check_uint64(value: int | None, field: str) -> None:
         raise invalid(field, "out of range", "Send an integer from 0 to 2^64 - 1.")
 
 
-def invalid(field: str, message: str, advice: str = _CORRECT) -> BadRequest:
+def invalid(place: Place, message: str, advice: str = _CORRECT) -> BadRequest:
     """Returns the error of a field of a body."""
+    field = _path(place)
     return BadRequest(f"{field}: {message}", field=field, advice=advice)
+
+
+def _path(place: Place) -> str:
+    return place if isinstance(place, str) else f"{_path(place[0])}.{place[1]}"
 
 
 def _invalid(error: msgspec.ValidationError, advice: Callable[[str], str]) -> BadRequest:

@@ -10,9 +10,41 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from kvrouter.frontend.edge.json_body import check_parts, invalid
+from kvrouter.frontend.edge.json_body import Place, check_parts, invalid
 from kvrouter.frontend.edge.request_fields import Int32, OnlyDefault, UInt32
-from kvrouter.frontend.edge.translated_request import RoutingFields, named
+from kvrouter.frontend.edge.translated_request import RoutingFields, needed
+
+
+class Source(msgspec.Struct, frozen=True):
+    """The content of an image or document."""
+
+    type: str | None = None
+    url: str | None = None
+    data: str | None = None
+    media_type: str | None = None
+    content: str | list[Block] | None = None
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A part of a content. Its type says which fields it has."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    source: str | Source | None = None
+    title: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A message of the conversation."""
+
+    role: str
+    content: str | list[Block]
 
 
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,8 +81,8 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PromptFields(RoutingFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields that make the prompt. None stands for the default."""
 
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
+    messages: list[Message]
+    system: str | list[Block] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -103,25 +135,23 @@ def chat_messages(fields: PromptFields, conversation: Conversation | None = None
     """
     if not fields.messages:
         raise invalid("messages", "expected at least one message", "Send a message of the user.")
-    check_parts(fields.messages, "messages")
+    parts = sum(len(each.content) for each in fields.messages if isinstance(each.content, list))
+    check_parts(len(fields.messages) + parts, "messages")
     conversation = conversation or Conversation()
     conversation.add_system(_system_text(fields.system, "system"))
     for index, message in enumerate(fields.messages):
-        path = f"messages.{index}"
-        role = _ROLES.get(role) if isinstance(role := message.get("role"), str) else None
-        content = message.get("content")
+        content, place = message.content, ("messages", index)
+        role = _ROLES.get(message.role)
         if role is None:
-            raise invalid(f"{path}.role", "expected user, assistant or system")
-        if not isinstance(content, (str, list)):
-            raise invalid(f"{path}.content", "expected a text or a list of blocks")
+            raise invalid((place, "role"), "expected user, assistant or system")
         if role == "system":
-            conversation.add_system(_system_text(content, f"{path}.content"))
+            conversation.add_system(_system_text(content, (place, "content")))
         elif isinstance(content, str):
             conversation.add({"role": role, "content": content})
         elif role == "user":
-            _add_user(conversation, content, f"{path}.content")
+            _add_user(conversation, content, (place, "content"))
         else:
-            conversation.add(_assistant(content, f"{path}.content"))
+            conversation.add(_assistant(content, (place, "content")))
     return conversation.messages()
 
 
@@ -133,20 +163,20 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     """
     if not tools:
         return None
-    check_parts(tools, "tools")
+    check_parts(len(tools), "tools")
     functions = []
     for index, tool in enumerate(tools):
-        path = f"tools.{index}"
+        place = ("tools", index)
         if tool.get("type") not in _CUSTOM:
             raise invalid(
-                f"{path}.type",
+                (place, "type"),
                 f"expected a tool of the client, received {str(tool.get('type'))[:64]!r}",
                 "Leave the tool out: it runs on Anthropic's own servers.",
             )
-        function: dict[str, Any] = {"name": named(tool, path)}
+        function: dict[str, Any] = {"name": needed(tool.get("name") or None, (place, "name"))}
         schema = tool.get("input_schema")
         if not isinstance(schema, dict):
-            raise invalid(f"{path}.input_schema", "expected a JSON schema")
+            raise invalid((place, "input_schema"), "expected a JSON schema")
         if isinstance(description := tool.get("description"), str):
             function["description"] = description
         function["parameters"] = schema if "type" in schema else schema | {"type": "object"}
@@ -243,59 +273,52 @@ class EngineConversation(Conversation):
         return system + self._messages
 
 
-def _system_text(content: str | Sequence[Mapping[str, Any]] | None, path: str) -> str:
+def _system_text(content: str | Sequence[Block] | None, place: Place) -> str:
     if content is None or isinstance(content, str):
         return "" if (content or "").startswith(_BILLING_HEADER) else content or ""
-    texts = [_text(block, f"{path}.{index}") for index, block in enumerate(content)]
-    return "".join(text for text in texts if not text.startswith(_BILLING_HEADER))
+    return "".join(text for text in _texts(content, place) if not text.startswith(_BILLING_HEADER))
 
 
-def _add_user(conversation: Conversation, blocks: Sequence[Any], path: str) -> None:
+def _add_user(conversation: Conversation, blocks: Sequence[Block], place: Place) -> None:
     """Adds a message of the user. The results of tools are messages of their own, before the rest of it."""
     parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
-        place = f"{path}.{index}"
-        if (kind := _kind(block, place)) == "tool_result":
-            _add_result(conversation, block, place)
+        if block.type == "tool_result":
+            _add_result(conversation, block, (place, index))
         else:
-            parts += _parts(kind, block, place)
+            parts += _parts(block, (place, index))
     if content := _content(parts):
         conversation.add({"role": "user", "content": content})
 
 
-def _add_result(conversation: Conversation, block: Mapping[str, Any], path: str) -> None:
-    call_id, content = block.get("tool_use_id"), block.get("content")
-    if not isinstance(call_id, str):
-        raise invalid(f"{path}.tool_use_id", "expected a text")
+def _add_result(conversation: Conversation, block: Block, place: Place) -> None:
+    result = {"role": "tool", "tool_call_id": needed(block.tool_use_id, (place, "tool_use_id"))}
+    content = block.content
     if content is None or isinstance(content, str):
-        conversation.add({"role": "tool", "tool_call_id": call_id, "content": content or ""})
+        conversation.add(result | {"content": content or ""})
         return
-    if not isinstance(content, list):
-        raise invalid(f"{path}.content", "expected a text or a list of blocks")
     parts: list[dict[str, Any]] = []
     for index, each in enumerate(content):
-        place = f"{path}.content.{index}"
-        parts += _parts(_kind(each, place), each, place)
+        parts += _parts(each, ((place, "content"), index))
     texts = [part["text"] for part in parts if part["type"] == "text"]
-    conversation.add({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
+    conversation.add(result | {"content": "\n".join(texts)})
     if images := [part for part in parts if part["type"] != "text"]:
         conversation.add({"role": "user", "content": images})
 
 
-def _assistant(blocks: Sequence[Any], path: str) -> dict[str, Any]:
+def _assistant(blocks: Sequence[Block], place: Place) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
     parts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
-        place = f"{path}.{index}"
-        match kind := _kind(block, place):
+        match block.type:
             case "thinking":
-                thoughts.append(_text(block, place, "thinking"))
+                thoughts.append(needed(block.thinking, ((place, index), "thinking")))
             case "redacted_thinking":
                 continue  # Nobody but Anthropic can read it.
             case "tool_use":
-                calls.append(_call(block, place))
+                calls.append(_call(block, (place, index)))
             case _:
-                parts += _parts(kind, block, place)
+                parts += _parts(block, (place, index))
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -305,60 +328,62 @@ def _assistant(blocks: Sequence[Any], path: str) -> dict[str, Any]:
     return message
 
 
-def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
-    arguments = block.get("input")
-    if not isinstance(arguments, dict):
-        raise invalid(f"{path}.input", "expected an object")
-    if not isinstance(call_id := block.get("id"), str):
-        raise invalid(f"{path}.id", "expected a text")
-    function = {"name": named(block, path), "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
+def _call(block: Block, place: Place) -> dict[str, Any]:
+    if block.input is None:
+        raise invalid((place, "input"), "expected an object")
+    # With the spaces that models write, which some templates show.
+    arguments = msgspec.json.format(msgspec.json.encode(block.input), indent=0).decode()
+    function = {"name": needed(block.name or None, (place, "name")), "arguments": arguments}
+    return {"id": needed(block.id, (place, "id")), "type": "function", "function": function}
 
 
-def _parts(kind: str, block: Any, path: str) -> list[dict[str, Any]]:
-    """Returns a block of a kind as parts of a chat's content."""
-    reader = _READERS.get(kind)
+def _parts(block: Block, place: Place) -> list[dict[str, Any]]:
+    """Returns a block as parts of a chat's content."""
+    reader = _READERS.get(block.type)
     if reader is None:
-        raise invalid(path, f"a block of type {kind[:64]!r} cannot be translated to a chat", "Leave the block out.")
-    return reader(block, path)
+        message = f"a block of type {block.type[:64]!r} cannot be translated to a chat"
+        raise invalid(place, message, "Leave the block out.")
+    return reader(block, place)
 
 
-def _text_part(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    text = _text(block, path)
+def _text_part(block: Block, place: Place) -> list[dict[str, Any]]:
+    text = needed(block.text, (place, "text"))
     return [{"type": "text", "text": text}] if text else []
 
 
-def _image_part(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    source = block.get("source")
-    if isinstance(source, dict) and source.get("type") == "url" and isinstance(url := source.get("url"), str):
-        return [{"type": "image_url", "image_url": {"url": url}}]
-    if isinstance(source, dict) and source.get("type") == "base64" and isinstance(data := source.get("data"), str):
-        return [{"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{data}"}}]
-    raise invalid(f"{path}.source", "expected an image as base64 or a URL")
+def _image_part(block: Block, place: Place) -> list[dict[str, Any]]:
+    source = block.source
+    if isinstance(source, Source):
+        if source.type == "url" and source.url is not None:
+            return [{"type": "image_url", "image_url": {"url": source.url}}]
+        if source.type == "base64" and source.data is not None:
+            return [{"type": "image_url", "image_url": {"url": f"data:{source.media_type};base64,{source.data}"}}]
+    raise invalid((place, "source"), "expected an image as base64 or a URL")
 
 
-def _document_parts(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    source = block.get("source")
-    if isinstance(source, dict) and source.get("type") == "text":
-        return [{"type": "text", "text": _text(source, f"{path}.source", "data")}]
-    if isinstance(source, dict) and source.get("type") == "content":
-        content = source.get("content")
-        listed = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        texts = [_text(each, f"{path}.source.content.{index}") for index, each in enumerate(listed)]
+def _document_parts(block: Block, place: Place) -> list[dict[str, Any]]:
+    source, place = block.source, (place, "source")
+    if isinstance(source, Source) and source.type == "text":
+        return [{"type": "text", "text": needed(source.data, (place, "data"))}]
+    if isinstance(source, Source) and source.type == "content":
+        content = source.content
+        texts = [content] if isinstance(content, str) else _texts(content or (), (place, "content"))
         return [{"type": "text", "text": each} for each in texts if each]
-    raise invalid(f"{path}.source", "expected a text", "Send the text of the document.")
+    raise invalid(place, "expected a text", "Send the text of the document.")
 
 
-def _search_parts(block: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    content = block.get("content")
-    if not isinstance(content, list):
-        raise invalid(f"{path}.content", "expected a list of text blocks")
-    texts = [_text(each, f"{path}.content.{index}") for index, each in enumerate(content)]
-    head = [str(block[name]) for name in ("title", "source") if block.get(name)]
-    return [{"type": "text", "text": "\n".join([*head, *texts])}]
+def _search_parts(block: Block, place: Place) -> list[dict[str, Any]]:
+    if not isinstance(block.content, list):
+        raise invalid((place, "content"), "expected a list of text blocks")
+    head = [each for each in (block.title, block.source) if each and isinstance(each, str)]
+    return [{"type": "text", "text": "\n".join([*head, *_texts(block.content, (place, "content"))])}]
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], str], list[dict[str, Any]]]] = {
+def _texts(blocks: Sequence[Block], place: Place) -> list[str]:
+    return [needed(block.text, ((place, index), "text")) for index, block in enumerate(blocks)]
+
+
+_READERS: dict[str, Callable[[Block, Place], list[dict[str, Any]]]] = {
     "text": _text_part,
     "image": _image_part,
     "document": _document_parts,
@@ -385,17 +410,3 @@ def _add_text(message: dict[str, Any], text: str, *, at_end: bool) -> None:
 
 def _joined(before: str, after: str) -> str:
     return f"{before}{_SEPARATOR}{after}" if before else after
-
-
-def _kind(block: Any, path: str) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str):
-        raise invalid(path, "expected a block with a type")
-    return kind
-
-
-def _text(block: Any, path: str, name: str = "text") -> str:
-    text = block.get(name) if isinstance(block, dict) else None
-    if not isinstance(text, str):
-        raise invalid(f"{path}.{name}", "expected a text")
-    return text

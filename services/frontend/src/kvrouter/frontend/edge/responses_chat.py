@@ -9,9 +9,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.edge.json_body import check_parts, invalid
+from kvrouter.frontend.edge.json_body import Place, check_parts, invalid
 from kvrouter.frontend.edge.request_fields import OnlyDefault, UInt32
-from kvrouter.frontend.edge.translated_request import RoutingFields, named
+from kvrouter.frontend.edge.translated_request import RoutingFields, needed
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of a content. Its type says which field it has."""
+
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+
+
+class Item(msgspec.Struct, frozen=True):
+    """A part of the conversation. Its type says which fields it has."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,7 +62,7 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
 class ResponsesFields(RoutingFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Fields of the body. None stands for the default."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[Item]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -83,8 +105,7 @@ class EngineResponsesFields(ResponsesFields, frozen=True, forbid_unknown_fields=
 
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Field with the text by type of a part."""
+_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_messages(fields: ResponsesFields) -> list[dict[str, Any]]:
@@ -98,9 +119,10 @@ def chat_messages(fields: ResponsesFields) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     if isinstance(fields.input, str):
         return [*messages, {"role": "user", "content": fields.input}]
-    check_parts(fields.input, "input")
+    parts = sum(len(each.content) for each in fields.input if isinstance(each.content, list))
+    check_parts(len(fields.input) + parts, "input")
     for index, item in enumerate(fields.input):
-        _add(messages, item, f"input.{index}")
+        _add(messages, item, ("input", index))
     return messages
 
 
@@ -112,16 +134,16 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     """
     if not tools:
         return None
-    check_parts(tools, "tools")
+    check_parts(len(tools), "tools")
     functions = []
     for index, tool in enumerate(tools):
-        path = f"tools.{index}"
         if tool.get("type") != "function":
-            raise invalid(
-                f"{path}.type", f"expected function, received {str(tool.get('type'))[:64]!r}", "Leave the tool out."
-            )
+            message = f"expected function, received {str(tool.get('type'))[:64]!r}"
+            raise invalid((("tools", index), "type"), message, "Leave the tool out.")
         known = ("description", "parameters", "strict", "defer_loading")
-        function = {"name": named(tool, path)} | {name: tool[name] for name in known if tool.get(name) is not None}
+        function = {"name": needed(tool.get("name") or None, (("tools", index), "name"))} | {
+            name: tool[name] for name in known if tool.get(name) is not None
+        }
         functions.append({"type": "function", "function": function})
     return functions
 
@@ -136,7 +158,7 @@ def chat_tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, 
         return choice
     if choice.get("type") != "function":
         raise invalid("tool_choice", "expected none, auto, required or a function")
-    return {"type": "function", "function": {"name": named(choice, "tool_choice")}}
+    return {"type": "function", "function": {"name": needed(choice.get("name") or None, ("tool_choice", "name"))}}
 
 
 def response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -148,35 +170,35 @@ def response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: form[name] for name in ("name", "schema") if name in form}}
 
 
-def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
-    kind = item.get("type")
-    if kind in (None, "message"):
-        _add_message(messages, item, path)
-    elif kind == "function_call":
-        arguments, call_id = item.get("arguments"), item.get("call_id")
-        if not isinstance(arguments, str) or not isinstance(call_id, str):
-            raise invalid(path, "expected texts as arguments and call_id")
-        function = {"name": named(item, path), "arguments": arguments}
-        calls = _own(messages).setdefault("tool_calls", [])
-        calls.append({"id": call_id, "type": "function", "function": function})
-    elif kind == "function_call_output":
-        if not isinstance(call_id := item.get("call_id"), str):
-            raise invalid(f"{path}.call_id", "expected a text")
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(item, "output", path)})
-    elif kind == "reasoning":
-        own = _own(messages, without="reasoning_content")
-        own["reasoning_content"] = _reasoning(item, path)
-    else:
-        raise invalid(path, f"an item of type {str(kind)[:64]!r} cannot be translated to a chat", "Leave it out.")
+def _add(messages: list[dict[str, Any]], item: Item, place: Place) -> None:
+    match item.type:
+        case None | "message":
+            _add_message(messages, item, place)
+        case "function_call":
+            arguments, call_id = needed(item.arguments, (place, "arguments")), needed(item.call_id, (place, "call_id"))
+            function = {"name": needed(item.name or None, (place, "name")), "arguments": arguments}
+            calls = _own(messages).setdefault("tool_calls", [])
+            calls.append({"id": call_id, "type": "function", "function": function})
+        case "function_call_output":
+            call_id, content = needed(item.call_id, (place, "call_id")), _content(item.output, (place, "output"))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        case "reasoning":
+            parts = item.content or item.summary or ()
+            if isinstance(parts, str):
+                raise invalid((place, "content"), "expected a list of parts")
+            thoughts = "".join(part.text or "" for part in parts)
+            _own(messages, without="reasoning_content")["reasoning_content"] = thoughts
+        case _:
+            message = f"an item of type {item.type[:64]!r} cannot be translated to a chat"
+            raise invalid(place, message, "Leave it out.")
 
 
-def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
-    role = item.get("role")
-    if role not in _ROLES:
-        raise invalid(f"{path}.role", f"expected one of {', '.join(_ROLES)}")
-    content = _content(item, "content", path)
-    if role != "assistant":
-        messages.append({"role": role, "content": content})
+def _add_message(messages: list[dict[str, Any]], item: Item, place: Place) -> None:
+    if item.role not in _ROLES:
+        raise invalid((place, "role"), f"expected one of {', '.join(_ROLES)}")
+    content = _content(item.content, (place, "content"))
+    if item.role != "assistant":
+        messages.append({"role": item.role, "content": content})
         return
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
@@ -193,27 +215,19 @@ def _own(messages: list[dict[str, Any]], without: str = "") -> dict[str, Any]:
     return messages[-1]
 
 
-def _content(item: Mapping[str, Any], name: str, path: str) -> str | list[dict[str, Any]]:
-    content = item.get(name)
+def _content(content: str | Sequence[Part] | None, place: Place) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise invalid(f"{path}.{name}", "expected a text or a list of parts")
-    return [_part(part, f"{path}.{name}.{index}") for index, part in enumerate(content)]
+    if content is None:
+        raise invalid(place, "expected a text or a list of parts")
+    return [_part(part, (place, index)) for index, part in enumerate(content)]
 
 
-def _part(part: Any, path: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and isinstance(text := part.get(_TEXT_PARTS.get(kind, "")), str):
+def _part(part: Part, place: Place) -> dict[str, Any]:
+    text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
+    if text is not None:
         return {"type": "text", "text": text}
-    if kind == "input_image" and isinstance(url := part.get("image_url"), str):
-        return {"type": "image_url", "image_url": {"url": url}}
-    raise invalid(path, f"a part of type {str(kind)[:64]!r} cannot be translated to a chat", "Send a text.")
-
-
-def _reasoning(item: Mapping[str, Any], path: str) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise invalid(path, "expected a list of parts as content or summary")
-    texts = [part.get("text") for part in parts]
-    return "".join(text for text in texts if isinstance(text, str))
+    if part.type == "input_image" and part.image_url is not None:
+        return {"type": "image_url", "image_url": {"url": part.image_url}}
+    message = f"a part of type {str(part.type)[:64]!r} cannot be translated to a chat"
+    raise invalid(place, message, "Send a text.")

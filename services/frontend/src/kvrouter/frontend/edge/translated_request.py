@@ -17,7 +17,7 @@ from kvrouter.frontend.edge.chat_request import ChatFields, to_text_request
 from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.json_body import check_structure, convert_fields, invalid
+from kvrouter.frontend.edge.json_body import Place, check_structure, convert_fields, invalid
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.client_work import Slices
@@ -58,19 +58,19 @@ class TranslatedRequest(ABC):
     """Body of the chat, with the routing fields of the client."""
 
     @classmethod
-    def read(cls, body: bytes | bytearray, *, is_checked: bool = False) -> Self:
-        """Parses and translates a body; ``is_checked`` as for ``decode_json``.
+    def read(cls, body: bytes | bytearray) -> Self:
+        """Parses and translates a body.
 
         Raises:
             BadRequest: it is malformed, or has a field or content that no chat can express; the error names it.
         """
         with shallow():
-            return cls.parse(body, is_checked=is_checked)
+            return cls.parse(body)
 
     @classmethod
     @abstractmethod
     def parse(cls, body: bytes | bytearray, *, is_checked: bool = False) -> Self:
-        """Parses and translates a body that is not nested deeply; see ``read``."""
+        """Parses and translates a body that is not nested deeply; see ``read``, and ``decode_json`` for the option."""
 
     @classmethod
     @abstractmethod
@@ -122,16 +122,14 @@ class TranslatedRequest(ABC):
 
     def engine_messages(self) -> bytes:
         """Returns the messages for an engine's chats, as JSON."""
-        with shallow():
-            return msgspec.json.encode(list(map(_as_sent, self.chat["messages"])))
+        return msgspec.json.encode(self.chat["messages"])
 
     def engine_body(self, messages: bytes) -> bytes:
         """Returns the body for an engine's chats with these messages. Its stream ends with its usage."""
         chat = {name: value for name, value in self.chat.items() if name not in ROUTING_FIELDS}
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
-        with shallow():
-            return msgspec.json.encode(chat | {"messages": msgspec.Raw(messages)})
+        return msgspec.json.encode(chat | {"messages": msgspec.Raw(messages)})
 
 
 @contextmanager
@@ -210,22 +208,6 @@ def chat_prompt(chat: Mapping[str, Any], characters: int, media: PromptMedia | N
     )
 
 
-def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message whose calls have their arguments as a text: templates take objects, engines' APIs do not."""
-    calls = message.get("tool_calls")
-    return message if calls is None else message | {"tool_calls": list(map(_call_as_sent, calls))}
-
-
-def _call_as_sent(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, dict):
-        return call
-    # With the spaces that models write, which some templates show.
-    text = msgspec.json.format(msgspec.json.encode(arguments), indent=0).decode()
-    return call | {"function": function | {"arguments": text}}
-
-
 def translated_chat(
     fields: RoutingFields,
     messages: list[dict[str, Any]],
@@ -246,16 +228,15 @@ def given(**fields: Any) -> dict[str, Any]:
 
 def copied(fields: msgspec.Struct, *names: str) -> dict[str, Any]:
     """Returns those of the named fields that have a value."""
-    return given(**{name: getattr(fields, name) for name in names})
+    return {name: value for name in names if (value := getattr(fields, name)) is not None}
 
 
-def named(tools: Any, path: str) -> str:
-    """Returns the name of a tool or function.
+def needed(text: Any, place: Place) -> str:
+    """Returns a text.
 
     Raises:
-        BadRequest: it has none.
+        BadRequest: it is missing, or none.
     """
-    name = tools.get("name")
-    if not isinstance(name, str) or not name:
-        raise invalid(f"{path}.name", "expected a text")
-    return name
+    if not isinstance(text, str):
+        raise invalid(place, "expected a text")
+    return text

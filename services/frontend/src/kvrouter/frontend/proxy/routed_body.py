@@ -17,7 +17,7 @@ from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, requested_rank
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.token_list import Prompt
-from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest
+from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest, shallow
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.proxy.routed_fields import PassedChat, PassedText, given, read_fields, read_token_lists
 from kvrouter.frontend.request.current_choice import chosen_model
@@ -187,12 +187,13 @@ class RoutedBody(msgspec.Struct, frozen=True):
         Raises:
             BadRequest: it has a field or content that no chat can express; the error names it.
         """
-        translated = api.read(body, is_checked=True)
-        translated.chat["model"] = self.model
-        messages = translated.engine_messages()
+        with shallow():
+            translated = api.parse(body, is_checked=True)
+            translated.chat["model"] = self.model
+            messages = translated.engine_messages()
+            chat = translated.engine_body(messages)
         source = TranslatedPrompt(body, api, self.media, translated.chat)
-        routed = replace(self, token_ids=_stand_in(messages, max_prompt_tokens), source=source)
-        return routed, translated, translated.engine_body(messages)
+        return replace(self, token_ids=_stand_in(messages, max_prompt_tokens), source=source), translated, chat
 
     @classmethod
     def unread(cls, body: bytes | bytearray) -> RoutedBody:
@@ -266,6 +267,7 @@ def _text(value: object) -> str:
 
 def _stand_in(prompt: bytes, limit: int) -> bytes:
     """Returns bytes in the place of tokens, four for each. An image is replaced by its digest, since it is long."""
-    prompt = _DATA_URL.sub(lambda found: blake3(found[0]).digest(_MEDIUM_BYTES), prompt)
+    if b'"data:' in prompt:
+        prompt = _DATA_URL.sub(lambda found: blake3(found[0]).digest(_MEDIUM_BYTES), prompt)
     tokens = max(1, min(len(prompt) // TOKEN_BYTES, limit))
     return prompt.ljust(TOKEN_BYTES)[: tokens * TOKEN_BYTES]
