@@ -127,13 +127,11 @@ class TranslatedResponse(ForwardedResponse):
         self._reader = EventReader()
         self._pattern = ChunkPattern()
         self._body = bytearray()
-        self._routing_info = RoutingInfo()
         self._failed = False
 
     def routed(self, routing: RoutingInfo) -> None:
         """Adds where the request runs."""
         super().routed(routing)
-        self._routing_info = routing
         self._frame.routed(0, routing)
 
     def answers(self, status: int, reason: str, headers: Mapping[str, str]) -> None:  # noqa: ARG002
@@ -145,9 +143,9 @@ class TranslatedResponse(ForwardedResponse):
         self._reader, self._pattern, self._events, self.stream = EventReader(), ChunkPattern(), None, None
         if status == _OK and headers.get("Content-Type", "").startswith(STREAM_TYPE):
             self.stream = EventStream(self._request, self._writer)
-            self.stream.add_headers(self.headers | cross_origin_headers(self._request))
+            named = {"request-id": self._frame.request_id}
+            self.stream.add_headers(self.headers | named | cross_origin_headers(self._request))
             self._events = self._translated.streamed(self._frame, self.stream)
-            self._events.routed(0, self._routing_info)
 
     def output(self, output: Output) -> None:
         """Translates a piece.
