@@ -43,10 +43,11 @@ def test_the_reasoning_of_an_earlier_message_has_the_names_that_templates_use(mo
     assert (message["reasoning_content"], message["thinking"]) == ("why", "why")
 
 
-def test_arguments_of_earlier_calls_are_objects(model: ModelText) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+@pytest.mark.parametrize("arguments", ['{"a": [1]}', '{"a": 123456789012345678901}', '{"a": -1e999}', "{}", ""])
+def test_arguments_of_earlier_calls_are_objects(model: ModelText, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     message = json.loads(rendered(model, AS_JSON, {"role": "assistant", "tool_calls": [call]}))
-    assert message["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+    assert message["tool_calls"][0]["function"]["arguments"] == json.loads(arguments or "{}")
 
 
 def test_a_template_gets_contents_in_the_form_that_it_reads(model: ModelText) -> None:
