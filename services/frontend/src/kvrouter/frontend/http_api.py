@@ -427,7 +427,9 @@ class HttpApi:
             await run_all(self._frontend.runner, prepared, whole)
             return self._whole(request, whole.body(), frame.headers)
         events = EventStream(request, self._writer)
-        stream = StreamedResponse(frame, events) if translated is None else translated.streamed(frame, events)
+        stream = (
+            StreamedResponse(frame, events) if translated is None else translated.streamed(frame, events, keeps=True)
+        )
         return await _streamed(request, events, stream, lambda: run_all(self._frontend.runner, prepared, stream))
 
     def _whole(self, request: web.Request, body: bytes, headers: Mapping[str, str]) -> EventStream:

@@ -235,9 +235,9 @@ class MessagesRequest(TranslatedRequest):
         """Returns the sink of a whole message."""
         return WholeMessage(frame)
 
-    def streamed(self, frame: ResponseFrame, events: EventStream) -> MessageEvents:
+    def streamed(self, frame: ResponseFrame, events: EventStream, *, keeps: bool) -> MessageEvents:
         """Returns the sink of a stream."""
-        return MessageEvents(frame, events)
+        return MessageEvents(frame, events, keeps=keeps)
 
 
 def _chat(fields: PromptFields, conversation: Conversation | None = None) -> dict[str, Any]:

@@ -20,6 +20,8 @@ class ResponseStream:
         self._frame = frame
         self._events = events
         self._write_now = events.write_event
+        self._keeps = True
+        """Whether output the client does not read is kept. Otherwise its source waits for the client."""
         self._head = b""
         """The beginning of each chunk: the fields before its choices."""
         self._notices: dict[int, bytes] = {}
@@ -55,7 +57,7 @@ class ResponseStream:
         Raises:
             TooLarge: the client has left too much unread.
         """
-        if self._must_keep:
+        if self._keeps and self._must_keep:
             self._unread.append(event)
             self._kept(len(event))
         else:
@@ -105,9 +107,10 @@ class ResponseStream:
 class NamedEvents(ResponseStream, ABC):
     """A ChoiceSink of one sequence writing each piece as events when it arrives. ``close`` must follow."""
 
-    def __init__(self, frame: ResponseFrame, events: EventStream) -> None:
+    def __init__(self, frame: ResponseFrame, events: EventStream, *, keeps: bool) -> None:
         super().__init__(frame, events)
         self._write_now = events.write_bytes
+        self._keeps = keeps
         self._has_begun = False
 
     def routed(self, index: int, routing: RoutingInfo) -> None:

@@ -222,8 +222,8 @@ class WholeResponseObject(WholeSink):
 class ResponseEvents(NamedEvents):
     """A ChoiceSink writing a response as events, which are numbered."""
 
-    def __init__(self, frame: ResponseFrame, events: EventStream, fields: ResponsesFields) -> None:
-        super().__init__(frame, events)
+    def __init__(self, frame: ResponseFrame, events: EventStream, fields: ResponsesFields, *, keeps: bool) -> None:
+        super().__init__(frame, events, keeps=keeps)
         self._envelope = _Envelope(frame, fields)
         self._items = OutputItems()
 
@@ -328,9 +328,9 @@ class ResponsesRequest(TranslatedRequest):
         """Returns the sink of a whole response."""
         return WholeResponseObject(frame, self._fields)
 
-    def streamed(self, frame: ResponseFrame, events: EventStream) -> ResponseEvents:
+    def streamed(self, frame: ResponseFrame, events: EventStream, *, keeps: bool) -> ResponseEvents:
         """Returns the sink of a stream."""
-        return ResponseEvents(frame, events, self._fields)
+        return ResponseEvents(frame, events, self._fields, keeps=keeps)
 
 
 def check_not_stored(fields: Any) -> None:

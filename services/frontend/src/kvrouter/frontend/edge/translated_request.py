@@ -99,8 +99,8 @@ class TranslatedRequest(ABC):
         """Returns the sink of a response that is no stream."""
 
     @abstractmethod
-    def streamed(self, frame: ResponseFrame, events: EventStream) -> NamedEvents:
-        """Returns the sink of a stream."""
+    def streamed(self, frame: ResponseFrame, events: EventStream, *, keeps: bool) -> NamedEvents:
+        """Returns the sink of a stream; see ``NamedEvents``."""
 
     def to_text_request(self, characters: int) -> TextRequest:
         """Returns the chat for workers that receive tokens. ``characters`` is the size of the body.

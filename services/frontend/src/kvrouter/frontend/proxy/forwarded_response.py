@@ -145,7 +145,7 @@ class TranslatedResponse(ForwardedResponse):
             self.stream = EventStream(self._request, self._writer)
             named = {"request-id": self._frame.request_id}
             self.stream.add_headers(self.headers | named | cross_origin_headers(self._request))
-            self._events = self._translated.streamed(self._frame, self.stream)
+            self._events = self._translated.streamed(self._frame, self.stream, keeps=False)
 
     def output(self, output: Output) -> None:
         """Translates a piece.
