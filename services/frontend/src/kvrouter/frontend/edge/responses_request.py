@@ -155,24 +155,27 @@ _FAILURES = {"rate_limit_exceeded": "rate_limit_exceeded"}
 """Codes of a failed response that are OpenAI's; others are its server_error."""
 
 
+def _echoed(fields: ResponsesFields) -> dict[str, Any]:
+    """Returns what a response says of its request, without the input: that is in memory no longer than it is read."""
+    return {name: getattr(fields, name) for name in (*_ECHOED, *_ALSO_ECHOED)} | {
+        "object": "response",
+        "background": False,
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": msgspec.Raw(msgspec.json.encode(fields.tools or [])),  # A stream has them three times.
+        "truncation": "disabled",
+    }
+
+
 class _Envelope:
     """Everything of a response but its items."""
 
-    def __init__(self, frame: ResponseFrame, fields: ResponsesFields) -> None:
+    def __init__(self, frame: ResponseFrame, echoed: dict[str, Any]) -> None:
         self._frame = frame
-        echoed = {name: getattr(fields, name) for name in (*_ECHOED, *_ALSO_ECHOED)}
-        self._fields = echoed | {
-            "model": frame.request.fields.model,  # that which serves, not the client's name for it
-            "object": "response",
-            "created_at": int(time.time()),
-            "background": False,
-            "parallel_tool_calls": fields.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
-            "tool_choice": fields.tool_choice or "auto",
-            "tools": msgspec.Raw(msgspec.json.encode(fields.tools or [])),  # A stream has them three times.
-            "truncation": "disabled",
-        }
+        # The model that serves, not the client's name for it.
+        self._fields = echoed | {"model": frame.request.fields.model, "created_at": int(time.time())}
 
     def with_items(self, items: OutputItems, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the response."""
@@ -203,9 +206,9 @@ class _Envelope:
 class WholeResponseObject(WholeSink):
     """A whole response. Its items are in the order of their pieces."""
 
-    def __init__(self, frame: ResponseFrame, fields: ResponsesFields) -> None:
+    def __init__(self, frame: ResponseFrame, echoed: dict[str, Any]) -> None:
         super().__init__(frame)
-        self._envelope = _Envelope(frame, fields)
+        self._envelope = _Envelope(frame, echoed)
         self._items = OutputItems()
 
     def add(self, index: int, piece: Piece) -> None:  # noqa: ARG002 - there is one sequence
@@ -222,9 +225,9 @@ class WholeResponseObject(WholeSink):
 class ResponseEvents(NamedEvents):
     """A ChoiceSink writing a response as events, which are numbered."""
 
-    def __init__(self, frame: ResponseFrame, events: EventStream, fields: ResponsesFields, *, keeps: bool) -> None:
+    def __init__(self, frame: ResponseFrame, events: EventStream, echoed: dict[str, Any], *, keeps: bool) -> None:
         super().__init__(frame, events, keeps=keeps)
-        self._envelope = _Envelope(frame, fields)
+        self._envelope = _Envelope(frame, echoed)
         self._items = OutputItems()
 
     def _begin(self) -> None:
@@ -290,7 +293,7 @@ class ResponsesRequest(TranslatedRequest):
 
     def __init__(self, chat: dict[str, Any], fields: ResponsesFields) -> None:
         self.chat = chat
-        self._fields = fields
+        self._echoed = _echoed(fields)
 
     @classmethod
     def parse(cls, body: bytes | bytearray, *, is_checked: bool = False) -> Self:
@@ -326,11 +329,11 @@ class ResponsesRequest(TranslatedRequest):
 
     def whole(self, frame: ResponseFrame) -> WholeSink:
         """Returns the sink of a whole response."""
-        return WholeResponseObject(frame, self._fields)
+        return WholeResponseObject(frame, self._echoed)
 
     def streamed(self, frame: ResponseFrame, events: EventStream, *, keeps: bool) -> ResponseEvents:
         """Returns the sink of a stream."""
-        return ResponseEvents(frame, events, self._fields, keeps=keeps)
+        return ResponseEvents(frame, events, self._echoed, keeps=keeps)
 
 
 def check_not_stored(fields: Any) -> None:
