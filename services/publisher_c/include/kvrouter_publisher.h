@@ -50,7 +50,9 @@ typedef enum kvr_tier {
     KVR_TIER_DEVICE = 1,
     KVR_TIER_HOST = 2,
     KVR_TIER_DISK = 3,
-    KVR_TIER_SHARED = 4
+    KVR_TIER_SHARED = 4,
+    /* No place: the engine of a hybrid model can go on after the block. */
+    KVR_TIER_CHECKPOINT = 5
 } kvr_tier;
 
 /* How the events reach the Indexers. */

@@ -117,7 +117,7 @@ impl Rank {
         let scope = match (&blocks.scope, blocks.parent) {
             (Some(scope), _) => Some(Arc::new(scope.clone())),
             // An unknown parent is refused below.
-            (None, Some(parent)) => self.lock().recorder.state().get(parent).and_then(|block| block.scope.clone()),
+            (None, Some(parent)) => self.lock().recorder.state().get(parent).and_then(|block| block.scope()),
             (None, None) => None,
         };
         let scope = scope.filter(|scope| **scope != Scope::default());

@@ -14,7 +14,7 @@ from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from xxhash import xxh3_64_intdigest
 
 RANK = (7, 0)
-DEVICE, HOST, DISK, SHARED = 1, 2, 3, 4
+DEVICE, HOST, DISK, SHARED, CHECKPOINT = 1, 2, 3, 4, 5
 COUNTED, SET = CopyCounting.COPY_COUNTING_COUNTED, CopyCounting.COPY_COUNTING_SET
 LAST_ID = (1 << 64) - 1
 

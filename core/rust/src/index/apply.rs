@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::index::Index;
 use crate::index::store::Refused;
-use crate::index::tree::nodes::RankTier;
+use crate::index::tree::nodes::{RankTier, TIERS};
 use crate::index::tree::ranks::{Counting, Name, Rank};
 use crate::wire::{Batch, Change, Event, Malformed};
 
@@ -148,7 +148,7 @@ impl Index {
     fn apply_event(&mut self, slot: u32, event: &Event<'_>, summary: &mut Summary) -> Result<(), Odd> {
         let tier = match event.tier {
             0 => 0,
-            tier @ 1..=4 => tier as u32 - 1,
+            tier if tier as usize <= TIERS => tier as u32 - 1,
             _ => return Err(Odd::Rejected("it has an unknown tier")),
         };
         let Some(rank) = self.ranks.get(slot) else { return Ok(()) };
@@ -170,7 +170,7 @@ impl Index {
                 };
                 if matches!(stored, Err(Refused::UnknownParent)) {
                     // Their old positions are wrong, and their new ones are unknown.
-                    for tier in 0..4 {
+                    for tier in 0..TIERS as u32 {
                         self.remove(RankTier::new(slot, tier), Counting::Set, &engine_hashes);
                     }
                 }

@@ -10,12 +10,9 @@ impl Index {
         let before = rank.entries;
         rank.tail = None;
         rank.removed = None;
-        let dropped = rank.orphans.drop_tier(tier);
-        rank.entries -= dropped.0;
-        self.entries -= dropped.0;
-        self.slow_entries -= dropped.1;
-        self.orphan_entries -= dropped.0;
         let mut left = rank.residencies.len();
+        let orphans = rank.orphans.drop_tier(tier);
+        self.count_orphan(slot, orphans, -1);
         while left > 0 {
             left -= 1;
             let Some(&resident) = self.ranks.get(slot).and_then(|rank| rank.residencies.get(left)) else { continue };

@@ -6,7 +6,7 @@ use crate::hash::{ByEngineHash, digest_term, sequence_hash};
 use crate::index::Index;
 use crate::index::apply::Summary;
 use crate::index::orphans::OrphanBlock;
-use crate::index::tree::nodes::RankTier;
+use crate::index::tree::nodes::{RankTier, TIERS};
 use crate::index::tree::ranks::{BlockPosition, Counting, Name, Rank};
 use crate::wire::{BlockRecord, Malformed, RankState, Writer};
 
@@ -23,7 +23,7 @@ struct Block {
     /// Sequence hash of its parent; 0 at depth 0.
     above: u64,
     /// Number of copies in each tier.
-    copies: [u32; 4],
+    copies: [u32; TIERS],
 }
 
 impl Index {
@@ -52,7 +52,7 @@ impl Index {
                 sequence = sequence_hash(depth, above, local);
                 for &alias in &aliases {
                     let position = BlockPosition { node: id, alias, depth };
-                    let mut copies = [0; 4];
+                    let mut copies = [0; TIERS];
                     for range in of_rank.iter().filter(|range| range.alias == alias) {
                         if self.has(node, range, depth)
                             && let Some(to) = copies.get_mut(range.rank_tier.tier() as usize)
@@ -60,7 +60,7 @@ impl Index {
                             *to = self.copies(rank, range.rank_tier.tier(), position);
                         }
                     }
-                    if copies != [0; 4] {
+                    if copies != [0; TIERS] {
                         let engine = self.engine_at(position).unwrap_or_default();
                         visit(Block { position, engine, local, sequence, above, copies });
                     }
@@ -77,7 +77,7 @@ impl Index {
     /// Returns the digest of the entries of a slot's rank.
     pub fn digest(&self, slot: u32) -> u64 {
         let mut digest = 0u64;
-        let mut add = |engine: u64, sequence: u64, copies: &[u32; 4]| {
+        let mut add = |engine: u64, sequence: u64, copies: &[u32; TIERS]| {
             for (tier, copies) in (1u32..).zip(copies).filter(|(_, copies)| **copies > 0) {
                 digest = digest.wrapping_add(digest_term(engine, sequence, tier, *copies));
             }
@@ -231,7 +231,7 @@ impl Index {
                 let rank_tier = RankTier::new(slot, tier);
                 if first.orphan {
                     let LoadedBlock { engine, sequence, local, depth, above, .. } = *first;
-                    let block = OrphanBlock { sequence, parent: above, local, depth, copies: [0; 4] };
+                    let block = OrphanBlock { sequence, parent: above, local, depth, copies: [0; TIERS] };
                     self.add_orphan(rank_tier, Counting::Counted, engine, block);
                     if let Some(block) = self.ranks.get_mut(slot).and_then(|rank| rank.orphans.get_mut(engine))
                         && let Some(to) = block.copies.get_mut(tier as usize)
@@ -267,7 +267,7 @@ struct Record {
     local: u64,
     sequence: u64,
     depth: u32,
-    copies: [u32; 4],
+    copies: [u32; TIERS],
 }
 
 impl Record {
@@ -315,7 +315,7 @@ struct LoadedBlock {
     local: u64,
     sequence: u64,
     depth: u32,
-    copies: [u32; 4],
+    copies: [u32; TIERS],
     /// Whether the ancestors of the block are unknown.
     orphan: bool,
 }
@@ -378,7 +378,7 @@ impl LoadedBlock {
     fn check(record: &BlockRecord, known: &Known) -> Result<Self, String> {
         let BlockRecord { engine, parent, local, sequence, depth, .. } = *record;
         let wrong = |why: &str| Err(format!("block {engine:#x} {why}"));
-        let mut copies = [0; 4];
+        let mut copies = [0; TIERS];
         for (tier, count) in record.copies.iter() {
             let tier = if tier == 0 { 1 } else { tier };
             let place = usize::try_from(tier).ok().and_then(|tier| copies.get_mut(tier.wrapping_sub(1)));
@@ -388,7 +388,7 @@ impl LoadedBlock {
                 None => return wrong("is in an unknown tier"),
             }
         }
-        if copies == [0; 4] {
+        if copies == [0; TIERS] {
             return wrong("has no copies");
         }
         let (above, orphan) = match parent {

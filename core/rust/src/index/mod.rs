@@ -50,8 +50,10 @@ pub struct Index {
     pub(crate) ranks: Ranks,
     /// Number of (rank, engine hash, tier) triples.
     pub(crate) entries: u64,
-    /// Number of those in tiers other than the first.
+    /// Number of those in host memory, on disk or in shared storage.
     pub(crate) slow_entries: u64,
+    /// Number of those that are checkpoints.
+    pub(crate) checkpoint_entries: u64,
     /// Number of entries of orphan blocks.
     pub(crate) orphan_entries: u64,
     /// Heap memory of nodes, aliases and bitmaps, in bytes.
@@ -90,6 +92,7 @@ impl Index {
             ranks: Ranks::default(),
             entries: 0,
             slow_entries: 0,
+            checkpoint_entries: 0,
             orphan_entries: 0,
             heap: 0,
             loose: Vec::new(),

@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 use crate::hash::sequence_hash;
 use crate::index::Index;
 use crate::index::store::{Chain, Refused};
-use crate::index::tree::nodes::RankTier;
+use crate::index::tree::nodes::{RankTier, TIERS};
 use crate::index::tree::ranks::{BlockPosition, Counting};
 
 /// An orphan block.
@@ -22,14 +22,13 @@ pub struct OrphanBlock {
     pub local: u64,
     pub depth: u32,
     /// Number of copies in each tier.
-    pub copies: [u32; 4],
+    pub copies: [u32; TIERS],
 }
 
 impl OrphanBlock {
-    /// Returns the number of tiers with copies, and the number without the first tier.
-    fn entries(&self) -> (u64, u64) {
-        let tiers = self.copies.iter().filter(|copies| **copies > 0).count() as u64;
-        (tiers, tiers - u64::from(matches!(self.copies, [first, ..] if first > 0)))
+    /// Returns the tiers (from 0) with copies.
+    fn tiers(&self) -> impl Iterator<Item = u32> + use<> {
+        (0u32..).zip(self.copies).filter(|(_, copies)| *copies > 0).map(|(tier, _)| tier)
     }
 }
 
@@ -89,27 +88,25 @@ impl Orphans {
         self.blocks.iter().map(|(engine, block)| (*engine, block))
     }
 
-    /// Drops all copies in one tier, or in all. Returns the number of entries dropped, and the number without the first
-    /// tier.
-    pub fn drop_tier(&mut self, tier: Option<u32>) -> (u64, u64) {
-        let (mut dropped, mut slow) = (0, 0);
+    /// Drops all copies in one tier, or in all. Returns the tier of each entry dropped.
+    pub fn drop_tier(&mut self, tier: Option<u32>) -> Vec<u32> {
+        let mut dropped = Vec::new();
         let mut gone = Vec::new();
         for (engine, block) in &mut self.blocks {
             for (at, copies) in (0u32..).zip(&mut block.copies) {
                 if *copies > 0 && tier.is_none_or(|tier| tier == at) {
                     *copies = 0;
-                    dropped += 1;
-                    slow += u64::from(at > 0);
+                    dropped.push(at);
                 }
             }
-            if block.copies == [0; 4] {
+            if block.copies == [0; TIERS] {
                 gone.push(*engine);
             }
         }
         for engine in gone {
             self.take(engine);
         }
-        (dropped, slow)
+        dropped
     }
 
     pub fn heap(&self) -> usize {
@@ -126,7 +123,7 @@ impl Index {
             return;
         }
         let Some(block) = rank.orphans.take(engine) else { return };
-        self.uncount(rank_slot, &block);
+        self.count_orphan(rank_slot, block.tiers(), -1);
         if block.depth != position.depth || self.sequence_at(position.node, position.depth) != block.sequence {
             return;
         }
@@ -165,7 +162,7 @@ impl Index {
         for (&engine, &local) in engines.iter().zip(locals) {
             let before = sequence;
             (depth, sequence) = (depth + 1, sequence_hash(depth + 1, sequence, local));
-            let block = OrphanBlock { sequence, parent: Some(before), local, depth, copies: [0; 4] };
+            let block = OrphanBlock { sequence, parent: Some(before), local, depth, copies: [0; TIERS] };
             self.add_orphan(rank_tier, counting, engine, block);
         }
         self.compact();
@@ -192,7 +189,7 @@ impl Index {
             self.release_everywhere(rank, resident);
         }
         if let Some(old) = self.ranks.get_mut(rank).and_then(|rank| rank.orphans.take(engine)) {
-            self.uncount(rank, &old);
+            self.count_orphan(rank, old.tiers(), -1);
             if (old.sequence, old.depth) == (block.sequence, block.depth) {
                 block.copies = old.copies;
                 block.parent = block.parent.or(old.parent);
@@ -201,24 +198,18 @@ impl Index {
         if let Some(copies) = block.copies.get_mut(rank_tier.tier() as usize) {
             *copies = if counting == Counting::Set { 1 } else { copies.saturating_add(1) };
         }
-        let Some(rank) = self.ranks.get_mut(rank) else { return };
-        let (entries, slow) = block.entries();
-        rank.orphans.add(engine, block);
-        rank.entries += entries;
-        self.entries += entries;
-        self.slow_entries += slow;
-        self.orphan_entries += entries;
+        self.count_orphan(rank, block.tiers(), 1);
+        if let Some(rank) = self.ranks.get_mut(rank) {
+            rank.orphans.add(engine, block);
+        }
     }
 
-    /// Subtracts the entries of a removed orphan from the index's counts.
-    fn uncount(&mut self, rank: u32, block: &OrphanBlock) {
-        let (entries, slow) = block.entries();
-        if let Some(rank) = self.ranks.get_mut(rank) {
-            rank.entries -= entries;
+    /// Adds entries of orphans, by their tiers, to the index's counts, or subtracts them.
+    pub(crate) fn count_orphan(&mut self, rank: u32, tiers: impl IntoIterator<Item = u32>, change: i64) {
+        for tier in tiers {
+            self.count_entries(RankTier::new(rank, tier), change);
+            self.orphan_entries = self.orphan_entries.wrapping_add_signed(change);
         }
-        self.entries -= entries;
-        self.slow_entries -= slow;
-        self.orphan_entries -= entries;
     }
 
     /// Removes a copy of an orphan (with `Set` counting: all copies). Returns whether there was one.
@@ -233,14 +224,10 @@ impl Index {
         };
         *copies = if counting == Counting::Set { 0 } else { *copies - 1 };
         if *copies == 0 {
-            let gone = block.copies == [0; 4];
-            rank.entries -= 1;
-            self.entries -= 1;
-            self.orphan_entries -= 1;
-            self.slow_entries -= u64::from(rank_tier.tier() > 0);
-            if gone {
+            if block.copies == [0; TIERS] {
                 rank.orphans.take(engine);
             }
+            self.count_orphan(rank_tier.rank(), [rank_tier.tier()], -1);
         }
         true
     }

@@ -2,7 +2,7 @@
 
 use crate::hash::sequence_hash;
 use crate::index::Index;
-use crate::index::tree::nodes::{Node, ROOT, ResidencyRange};
+use crate::index::tree::nodes::{CHECKPOINT, Node, ROOT, ResidencyRange};
 use crate::index::tree::ranks::Rank;
 use crate::wire::Writer;
 
@@ -39,7 +39,43 @@ impl Index {
         if self.orphan_entries > 0 {
             self.add_orphans(locals, tier, &mut overlaps);
         }
+        if self.checkpoint_entries > 0 {
+            self.end_at_checkpoints(locals, &mut overlaps);
+        }
         overlaps
+    }
+
+    /// Ends the overlaps of ranks with checkpoints at the last one among their blocks.
+    fn end_at_checkpoints(&self, locals: &[u64], overlaps: &mut [u32]) {
+        let stretches = self.stretches(locals);
+        let sequences = if self.orphan_entries > 0 { sequences(locals) } else { Vec::new() };
+        for (_, slot) in self.ranks.in_order() {
+            let Some(rank) = self.ranks.get(slot).filter(|rank| rank.checkpoints > 0) else { continue };
+            let Some(overlap) = overlaps.get_mut(slot as usize) else { continue };
+            let mut reached = 0;
+            for stretch in stretches.iter().rev().filter(|stretch| stretch.from < *overlap) {
+                let node = self.nodes.at(stretch.node);
+                let of_rank = node.of_rank(slot).iter().filter(|range| range.rank_tier.tier() == CHECKPOINT);
+                let last = of_rank.map(|range| self.last(node, range, stretch.to.min(*overlap))).max();
+                if let Some(last) = last.filter(|last| *last > stretch.from) {
+                    reached = last;
+                    break;
+                }
+            }
+            let above = sequences.get(..*overlap as usize).unwrap_or_default();
+            let orphan = above.iter().rposition(|sequence| rank.orphans.holds(*sequence, CHECKPOINT..=CHECKPOINT));
+            *overlap = reached.max(orphan.map_or(0, |depth| depth as u32 + 1));
+        }
+    }
+
+    /// Returns the depth after the last block of a range below `to`, or a depth above no block of it.
+    fn last(&self, node: &Node, range: &ResidencyRange, to: u32) -> u32 {
+        let to = range.hi.min(to);
+        match range.bits {
+            _ if to <= range.lo => 0,
+            0 => to,
+            bits => node.start + self.bits.at(bits).last(to - node.start),
+        }
     }
 
     /// Returns the leading blocks in shared storage, whichever ranks stored them.

@@ -1,6 +1,6 @@
 //! Residency of blocks: adds, changes and removes residency ranges of nodes, and counts copies.
 
-use crate::index::tree::nodes::{Bits, RankTier, ResidencyRange, SHARED};
+use crate::index::tree::nodes::{Bits, CHECKPOINT, RankTier, ResidencyRange, SHARED, TIERS};
 use crate::index::tree::ranks::{BlockPosition, Counting, Rank, Residency, extra_key};
 use crate::index::{Index, MAX_RECORDS};
 use crate::storage::table::Table;
@@ -34,6 +34,24 @@ impl Index {
                 rank.extras.insert(key, copies - 1);
             } else if !rank.extras.is_empty() {
                 rank.extras.remove(&key);
+            }
+        }
+    }
+
+    /// Adds entries of a rank to the counts, or subtracts them.
+    #[inline]
+    pub(crate) fn count_entries(&mut self, rank_tier: RankTier, change: i64) {
+        let add = |count: &mut u64| *count = count.wrapping_add_signed(change);
+        add(&mut self.entries);
+        match rank_tier.tier() {
+            0 => {}
+            CHECKPOINT => add(&mut self.checkpoint_entries),
+            _ => add(&mut self.slow_entries),
+        }
+        if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
+            add(&mut rank.entries);
+            if rank_tier.tier() == CHECKPOINT {
+                add(&mut rank.checkpoints);
             }
         }
     }
@@ -95,13 +113,7 @@ impl Index {
                 close_holes(&mut self.bits, &mut self.heap, range);
             }
         }
-        if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
-            rank.entries += u64::from(new);
-        }
-        self.entries += u64::from(new);
-        if rank_tier.tier() > 0 {
-            self.slow_entries += u64::from(new);
-        }
+        self.count_entries(rank_tier, i64::from(new));
         for depth in repeated.chain(again) {
             let key = self.extra(rank_tier.tier(), BlockPosition { node: node_id, alias, depth });
             let Some(rank) = self.ranks.get_mut(rank_tier.rank()) else { return };
@@ -118,21 +130,14 @@ impl Index {
 
     /// Ends the residency of the blocks `from..to` and all their copies. All must be resident under the alias.
     pub(crate) fn release(&mut self, rank_tier: RankTier, node_id: u32, alias: u32, from: u32, to: u32) {
-        let gone = u64::from(to - from);
-        if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
-            rank.entries -= gone;
-            if !rank.extras.is_empty() {
-                for depth in from..to {
-                    let key = self.extra(rank_tier.tier(), BlockPosition { node: node_id, alias, depth });
-                    if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
-                        rank.extras.remove(&key);
-                    }
+        self.count_entries(rank_tier, -i64::from(to - from));
+        if self.ranks.get(rank_tier.rank()).is_some_and(|rank| !rank.extras.is_empty()) {
+            for depth in from..to {
+                let key = self.extra(rank_tier.tier(), BlockPosition { node: node_id, alias, depth });
+                if let Some(rank) = self.ranks.get_mut(rank_tier.rank()) {
+                    rank.extras.remove(&key);
                 }
             }
-        }
-        self.entries -= gone;
-        if rank_tier.tier() > 0 {
-            self.slow_entries -= gone;
         }
         let node = self.nodes.at_mut(node_id);
         let (start, end) = (node.start, node.end());
@@ -217,7 +222,7 @@ impl Index {
 
     /// Ends the residency of one block on a rank, in every tier.
     pub(crate) fn release_everywhere(&mut self, rank: u32, position: BlockPosition) {
-        for tier in 0..4 {
+        for tier in 0..TIERS as u32 {
             let rank_tier = RankTier::new(rank, tier);
             let node = self.nodes.at(position.node);
             let resident = node.find(rank_tier, position.alias).ok().and_then(|at| node.residency_ranges.get(at));

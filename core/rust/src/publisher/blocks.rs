@@ -7,8 +7,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::hash::SEED;
 
-/// Number of tiers: device, host, disk and shared, whose numbers in the contract are 1 to 4.
-pub const TIERS: usize = 4;
+/// Number of tiers: device, host, disk, shared and checkpoints, whose numbers in the contract are 1 to 5.
+pub const TIERS: usize = 5;
 
 /// What besides the tokens decides whether a block may be shared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -31,10 +31,34 @@ pub struct Block {
     pub depth: u32,
     /// Physical copies by tier.
     pub copies: [u32; TIERS],
-    /// Scope of its sequence, which its children inherit; None for the base scope.
-    pub scope: Option<Arc<Scope>>,
-    /// Number of blocks that its engine's block consists of; above 1, this is the last of them.
-    pub parts: u32,
+    /// What few blocks have; None for most.
+    pub notes: Option<Arc<Notes>>,
+}
+
+impl Block {
+    /// Returns the scope of its sequence, which its children inherit; None for the base scope.
+    pub fn scope(&self) -> Option<Arc<Scope>> {
+        self.notes.as_ref().and_then(|notes| notes.scope.clone())
+    }
+
+    /// Returns the number of blocks that its engine's block consists of; above 1, this is the last of them.
+    pub fn parts(&self) -> u32 {
+        self.notes.as_ref().map_or(1, |notes| notes.parts)
+    }
+}
+
+/// Scope and parts of blocks.
+#[derive(Debug, PartialEq)]
+pub struct Notes {
+    scope: Option<Arc<Scope>>,
+    parts: u32,
+}
+
+impl Notes {
+    /// Returns the notes on blocks; None if they have the base scope and are whole.
+    pub fn new(scope: Option<Arc<Scope>>, parts: u32) -> Option<Arc<Self>> {
+        (scope.is_some() || parts > 1).then(|| Arc::new(Self { scope, parts: parts.max(1) }))
+    }
 }
 
 /// An encoded KvEvent with its id.
@@ -73,8 +97,10 @@ impl std::error::Error for Error {}
 /// Returns the place of a tier in `Block::copies`.
 pub fn tier_index(tier: i32) -> Result<usize, Error> {
     match tier {
-        1..=4 => Ok(tier as usize - 1),
-        _ => Err(Error::Invalid(format!("expected device, host, disk or shared as the tier, received {tier}"))),
+        1.. if tier as usize <= TIERS => Ok(tier as usize - 1),
+        _ => Err(Error::Invalid(format!(
+            "expected device, host, disk, shared or checkpoint as the tier, received {tier}"
+        ))),
     }
 }
 

@@ -173,8 +173,8 @@ impl EventRecorder {
 
 fn notes<'a>(blocks: impl Iterator<Item = (u64, &'a Block)>) -> Vec<BlockNote> {
     let mut notes: HashMap<_, Vec<u64>> = HashMap::new();
-    for (engine_hash, block) in blocks.filter(|(_, block)| block.scope.is_some() || block.parts > 1) {
-        notes.entry((block.scope.clone(), block.parts)).or_default().push(engine_hash);
+    for (engine_hash, block) in blocks.filter(|(_, block)| block.notes.is_some()) {
+        notes.entry((block.scope(), block.parts())).or_default().push(engine_hash);
     }
     notes.into_iter().map(|((scope, parts), engine_hashes)| (scope, parts, engine_hashes)).collect()
 }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use super::blocks::{Block, Error, NumberedEvent, Scope, TIERS, part_hashes, tier_index};
+use super::blocks::{Block, Error, Notes, NumberedEvent, Scope, TIERS, part_hashes, tier_index};
 use super::chunks::StateSnapshot;
 use super::table::BlockTable;
 use crate::hash;
@@ -84,7 +84,7 @@ impl RankState {
             && found.len() < blocks
         {
             found.push(engine_hash);
-            place = block.parent.filter(|_| block.parts <= 1 && self.has_parent(block));
+            place = block.parent.filter(|_| block.parts() <= 1 && self.has_parent(block));
         }
         found.reverse();
         found
@@ -129,14 +129,13 @@ impl RankState {
                 (Some(parent), above.sequence, above.depth.saturating_add(1))
             }
         };
+        let (notes, notes_of_last) = (Notes::new(scope.clone(), 1), Notes::new(scope, parts));
         let mut blocks = Vec::with_capacity(hashes.len());
         for (number, (engine_hash, local)) in hashes.iter().zip(locals).enumerate() {
             let sequence = if parent.is_none() { *local } else { hash::chain(place, *local) };
-            let own = if (number + 1) % parts.max(1) as usize == 0 { parts } else { 1 };
-            let copies = first_copy(index);
-            let scope = scope.clone();
-            let block =
-                Block { parent, parent_place: place, local: *local, sequence, depth, copies, scope, parts: own };
+            let notes = if (number + 1) % parts.max(1) as usize == 0 { &notes_of_last } else { &notes };
+            let (copies, notes) = (first_copy(index), notes.clone());
+            let block = Block { parent, parent_place: place, local: *local, sequence, depth, copies, notes };
             blocks.push((*engine_hash, block));
             (parent, place, depth) = (Some(*engine_hash), sequence, depth.saturating_add(1));
         }
@@ -219,8 +218,7 @@ impl RankState {
                 sequence: record.sequence,
                 depth: record.depth,
                 copies,
-                scope: None,
-                parts: 1,
+                notes: None,
             };
             self.blocks.add(record.engine, block);
         }
@@ -229,7 +227,7 @@ impl RankState {
     /// Sets scope and parts of a resident block, which its record does not have. Others are ignored.
     pub fn annotate(&mut self, engine_hash: u64, scope: Option<Arc<Scope>>, parts: u32) {
         if let Some(block) = self.blocks.get(engine_hash) {
-            let block = Block { scope, parts, ..block.clone() };
+            let block = Block { notes: Notes::new(scope, parts), ..block.clone() };
             self.blocks.replace(engine_hash, block);
         }
     }
@@ -321,7 +319,7 @@ impl RankState {
 
     /// Returns the engine hashes of the blocks that an engine's block consists of.
     fn parts_of(&self, engine_hash: u64) -> impl Iterator<Item = u64> + use<> {
-        part_hashes(engine_hash, self.blocks.get(engine_hash).map_or(1, |block| block.parts))
+        part_hashes(engine_hash, self.blocks.get(engine_hash).map_or(1, Block::parts))
     }
 
     fn has_parent(&self, block: &Block) -> bool {

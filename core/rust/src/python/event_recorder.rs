@@ -67,7 +67,7 @@ impl EventRecorder {
     }
 
     fn scope_of<'py>(&self, py: Python<'py>, engine_hash: u64) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let scope = self.recorder.with(py, false, |recorder| Some(recorder.state().get(engine_hash)?.scope.clone()));
+        let scope = self.recorder.with(py, false, |recorder| Some(recorder.state().get(engine_hash)?.scope()));
         scope.map(|scope| scope_object(py, scope)).transpose()
     }
 

@@ -93,7 +93,7 @@ def _copy(event: KvEvent) -> KvEvent:
     return KvEvent.FromString(event.SerializeToString())
 
 
-_tiers = st.sampled_from([0, 1, 1, 1, 1, 2, 2, 3, 4])
+_tiers = st.sampled_from([0, 1, 1, 1, 1, 2, 2, 3, 4, 5, 5])
 _engine_hashes = st.sampled_from(ENGINE_HASHES)
 _chains = st.lists(
     st.tuples(_engine_hashes, st.sampled_from(LOCAL_HASHES)), min_size=1, max_size=5, unique_by=lambda block: block[0]
@@ -103,7 +103,7 @@ _odd = st.sampled_from(
     [
         KvEvent(),
         removed(),
-        cleared(5),
+        cleared(6),
         stored([], [], parent=1),
         stored([3], [3], tier=7),
         stored([3], [3], tier=-1),
@@ -115,7 +115,7 @@ _odd = st.sampled_from(
 _roots_and_children = st.builds(_chain, _chains, _parents, _tiers)
 _children = st.builds(_chain, _chains, _engine_hashes, _tiers)
 _removals = st.builds(_removal, st.lists(_engine_hashes, min_size=1, max_size=4), _tiers)
-_rarer = st.one_of(st.builds(cleared, st.integers(0, 4)), _odd.map(_copy))
+_rarer = st.one_of(st.builds(cleared, st.integers(0, 5)), _odd.map(_copy))
 _events = st.lists(
     st.one_of([_roots_and_children] * 3 + [_children] * 2 + [_removals] * 2 + [_rarer]),
     max_size=5,

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from kvrouter.core.interface import Rank
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 
-from ..batches import LAST_ID, SET, digest_of, places
+from ..batches import CHECKPOINT, LAST_ID, SET, digest_of, places
 
 Place = tuple[int, ...]
 
@@ -47,10 +47,12 @@ class OracleRank:
     def overlaps(self, prompt: Iterable[int]) -> tuple[int, int, int, int]:
         """Overlap to each tier, by brute force."""
         prompt = tuple(prompt)
+        checkpoints = {copy.place for copy in self.copies if copy.tier == CHECKPOINT}
 
         def overlap(tier: int) -> int:
             resident = {copy.place for copy in self.copies if copy.tier <= tier}
-            return max(n for n in range(len(prompt) + 1) if all(prompt[: i + 1] in resident for i in range(n)))
+            ends = [n for n in range(len(prompt) + 1) if not n or not checkpoints or prompt[:n] in checkpoints]
+            return max(n for n in ends if all(prompt[: i + 1] in resident for i in range(n)))
 
         return overlap(1), overlap(2), overlap(3), overlap(4)
 
@@ -97,7 +99,7 @@ class OracleRank:
     def _sound(event: KvEvent) -> Iterator[bool]:
         """What an event must fulfil."""
         yield event.event_id != LAST_ID
-        yield event.tier in range(5)
+        yield event.tier in range(6)
         yield event.WhichOneof("change") is not None
         if event.WhichOneof("change") == "removed":
             yield len(event.removed.engine_hashes) > 0

@@ -276,7 +276,7 @@ INVALID: dict[str, Callable[[type], list[bytes]]] = {
     "depth 0 below a parent": edited(lambda states: setattr(block_of(states, 102), "depth", 0)),
     "no copies": edited(lambda states: block_of(states, 103).ClearField("copies")),
     "0 copies": edited(lambda states: setattr(block_of(states, 103).copies[0], "copies", 0)),
-    "unknown tier": edited(lambda states: setattr(block_of(states, 103).copies[0], "tier", 5)),
+    "unknown tier": edited(lambda states: setattr(block_of(states, 103).copies[0], "tier", 6)),
     "negative tier": edited(lambda states: setattr(block_of(states, 103).copies[0], "tier", -1)),
     "a tier twice": edited(lambda states: block_of(states, 103).copies.add(tier=DEVICE, copies=1)),
     "a tier twice, once as unspecified": edited(lambda states: block_of(states, 103).copies.add(tier=0, copies=1)),

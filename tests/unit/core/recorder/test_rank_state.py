@@ -19,7 +19,7 @@ from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 from xxhash import xxh3_64_intdigest
 
 COUNTED, SET = CopyCounting.COPY_COUNTING_COUNTED, CopyCounting.COPY_COUNTING_SET
-TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
+TIERS = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED, Tier.TIER_CHECKPOINT)
 
 
 def pack(*values: int) -> bytes:

@@ -98,26 +98,31 @@ impl Node {
     }
 }
 
-/// A rank and a tier: the slot of the rank shifted left by 2, plus the tier from 0.
+/// Number of tiers: the four places of blocks, and checkpoints.
+pub const TIERS: usize = 5;
+/// The tier of checkpoints, from 0: blocks after which the engine of a hybrid model can go on.
+pub const CHECKPOINT: u32 = 4;
+
+/// A rank and a tier: the slot of the rank shifted left by 3, plus the tier from 0.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct RankTier(u32);
 
 impl RankTier {
     #[inline]
     pub const fn new(rank: u32, tier: u32) -> Self {
-        Self(rank << 2 | (tier & 3))
+        Self(rank << 3 | (tier & 7))
     }
 
     /// Returns the slot of the rank.
     #[inline]
     pub const fn rank(self) -> u32 {
-        self.0 >> 2
+        self.0 >> 3
     }
 
     /// Returns the tier, from 0.
     #[inline]
     pub const fn tier(self) -> u32 {
-        self.0 & 3
+        self.0 & 7
     }
 }
 

@@ -75,6 +75,8 @@ pub struct Rank {
     pub counting: Counting,
     /// Number of resident (engine hash, tier) pairs.
     pub entries: u64,
+    /// Number of those that are checkpoints.
+    pub checkpoints: u64,
     /// Number of blocks that are resident under an alias of the rank.
     pub private: u64,
     /// References to all its residency ranges.
@@ -98,6 +100,7 @@ impl Rank {
             evicted: false,
             counting: Counting::Counted,
             entries: 0,
+            checkpoints: 0,
             private: 0,
             residencies: Vec::new(),
             extras: Extras::default(),

@@ -32,7 +32,7 @@ class Block(NamedTuple):
     depth: int
     """Position in the sequence, from 0."""
     copies: tuple[int, ...]
-    """Physical copies in device memory, host memory, disk and shared storage."""
+    """Physical copies in each of ``TIERS``."""
     scope: Scope = BASE_SCOPE
     """Scope of its sequence, which its children inherit."""
     parts: int = 1
@@ -46,7 +46,7 @@ def tier_index(tier: Tier) -> int:
         InvalidEvent: the tier is unknown.
     """
     if not 1 <= tier <= len(TIERS):
-        raise InvalidEvent(f"expected device, host, disk or shared as the tier, received {tier}")
+        raise InvalidEvent(f"expected device, host, disk, shared or checkpoint as the tier, received {tier}")
     return tier - 1
 
 

@@ -16,7 +16,7 @@ def fault(event: KvEvent) -> str:
     """Returns why an event is rejected; empty if it is valid."""
     if event.event_id == LAST_EVENT_ID:
         return "expected an id below 2^64 - 1"
-    if not Tier.TIER_UNSPECIFIED <= event.tier <= Tier.TIER_SHARED:
+    if not Tier.TIER_UNSPECIFIED <= event.tier <= Tier.TIER_CHECKPOINT:
         return f"unknown tier {event.tier}"
     change = event.WhichOneof("change")
     if change is None:

@@ -18,7 +18,7 @@ from kvrouter.core.reference.event_rules import LAST_EVENT_ID, MAX_DEPTH, fault,
 from kvrouter.core.reference.hashing import local_hashes as hash_tokens
 from kvrouter.core.reference.hashing import sequence_hashes, unpack
 from kvrouter.core.reference.memory_budget import MemoryBudget
-from kvrouter.core.reference.rank_blocks import TIERS, RankBlocks
+from kvrouter.core.reference.rank_blocks import PLACES, RankBlocks
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
@@ -185,8 +185,8 @@ class PrefixIndex:
     @_locked
     def overlaps(self, local_hashes: bytes, tier: int = 1) -> bytes:
         """Returns the overlap to ``tier`` of each slot, as packed little-endian u32."""
-        if tier not in TIERS:
-            raise ValueError(f"expected a tier from {TIERS[0]} to {TIERS[-1]}, received {tier}")
+        if tier not in PLACES:
+            raise ValueError(f"expected a tier from {PLACES[0]} to {PLACES[-1]}, received {tier}")
         places = unpack(sequence_hashes(local_hashes))
         by_slot = [self._ranks[rank].blocks.overlaps(places)[tier - 1] if rank else 0 for rank in self._slots]
         return struct.pack(f"<{len(by_slot)}I", *by_slot)
@@ -195,7 +195,7 @@ class PrefixIndex:
     def pooled(self, local_hashes: bytes) -> int:
         """Returns the leading blocks in shared storage, whichever ranks stored them."""
         is_pooled = (
-            any(state.blocks.in_shared_storage(place) for state in self._ranks.values())
+            any(state.blocks.is_in(Tier.TIER_SHARED, place) for state in self._ranks.values())
             for place in unpack(sequence_hashes(local_hashes))
         )
         return sum(1 for _ in takewhile(bool, is_pooled))

@@ -10,10 +10,11 @@ from kvrouter.core.reference.hashing import SEED, chain
 from kvrouter.v1.common_pb2 import Tier
 from xxhash import xxh3_64_intdigest
 
-TIERS: tuple[Tier, ...] = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
+PLACES: tuple[Tier, ...] = (Tier.TIER_DEVICE, Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
 """In order of speed, the fastest first; their numbers are consecutive from 1."""
 
-NO_COPIES = (0, 0, 0, 0)
+TIERS = (*PLACES, Tier.TIER_CHECKPOINT)
+NO_COPIES = (0, 0, 0, 0, 0)
 
 
 class Block(NamedTuple):
@@ -38,6 +39,7 @@ class RankBlocks:
         self._digest: int | None = 0
         self.entries = 0
         """Number of (engine hash, tier) pairs."""
+        self._checkpoints = 0
 
     def __len__(self) -> int:
         """Returns the number of engine hashes."""
@@ -94,6 +96,7 @@ class RankBlocks:
         before = self._blocks.pop(engine_hash, None)
         if before is not None:
             self.entries -= _tiers_of(before)
+            self._checkpoints -= before.copies[-1] > 0
             self._at[before.sequence_hash].remove(engine_hash)
             if not self._at[before.sequence_hash]:
                 del self._at[before.sequence_hash]
@@ -101,21 +104,32 @@ class RankBlocks:
             self._blocks[engine_hash] = block
             self._at.setdefault(block.sequence_hash, set()).add(engine_hash)
             self.entries += _tiers_of(block)
+            self._checkpoints += block.copies[-1] > 0
         self._digest = None
 
-    def overlaps(self, places: Iterable[int]) -> list[int]:
-        """Returns for each of ``TIERS`` the number of leading places resident in it or a faster tier."""
-        overlaps = [0] * len(TIERS)
+    def overlaps(self, places: Sequence[int]) -> list[int]:
+        """Returns for each of ``PLACES`` the number of leading places resident in it or a faster tier.
+
+        With checkpoints, the last of these places that is one ends them.
+        """
+        overlaps = [0] * len(PLACES)
         slowest = 1
         for fastest in self._fastest_tiers(places):
             slowest = max(slowest, fastest)
-            for tier in TIERS[slowest - 1 :]:
+            for tier in PLACES[slowest - 1 :]:
                 overlaps[tier - 1] += 1
-        return overlaps
+        if not self._checkpoints:
+            return overlaps
+        return [self._last_checkpoint(places[:overlap]) for overlap in overlaps]
 
-    def in_shared_storage(self, place: int) -> bool:
-        """Returns whether a place is resident in the slowest tier."""
-        return any(self._blocks[one].copies[-1] for one in self._at.get(place, ()))
+    def is_in(self, tier: Tier, place: int) -> bool:
+        """Returns whether a place is resident in a tier."""
+        return any(self._blocks[one].copies[tier - 1] for one in self._at.get(place, ()))
+
+    def _last_checkpoint(self, places: Sequence[int]) -> int:
+        """Returns the number of places up to the last one that is a checkpoint."""
+        until = range(len(places), 0, -1)
+        return next((end for end in until if self.is_in(Tier.TIER_CHECKPOINT, places[end - 1])), 0)
 
     def digest(self) -> int:
         """Returns the digest of all entries, defined at KvEventBatch.digest."""
@@ -126,10 +140,10 @@ class RankBlocks:
     def _fastest_tiers(self, places: Iterable[int]) -> Iterator[int]:
         """Yields the fastest tier of each place, up to the first missing place."""
         for place in places:
-            engine_hashes = self._at.get(place)
-            if not engine_hashes:
+            fastest = next((tier for tier in PLACES if self.is_in(tier, place)), None)
+            if fastest is None:
                 return
-            yield min(tier for one in engine_hashes for tier in TIERS if self._blocks[one].copies[tier - 1])
+            yield fastest
 
 
 def digest_of(blocks: Iterable[tuple[int, Block]]) -> int:

@@ -19,7 +19,7 @@ from kvrouter.v1.worker_pb2 import GetRankStateResponse
 MAX_EVENT_BLOCKS = 8192
 """Maximum number of blocks in one event: 128 KiB of hashes, so that events fill batches of 512 KiB well."""
 
-_FIRST_COPY = ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))
+_FIRST_COPY = [tuple(int(tier == one) for one in TIERS) for tier in TIERS]
 
 
 class NumberedEvent(NamedTuple):
