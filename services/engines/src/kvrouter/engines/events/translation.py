@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core import Scope
+from kvrouter.engines.events.checkpoints import Checkpoints
 from kvrouter.engines.events.vllm_sglang_events import Batch, Cleared, Event, Removed, Stored, UndecodableEvent
 from kvrouter.engines.fields import split_salt
 from kvrouter.publisher.errors import InvalidEvent, UnknownParent
@@ -16,6 +17,9 @@ from kvrouter.v1.common_pb2 import Tier
 
 _PREFIX_GROUPS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups whose blocks decide how much of a prefix can be reused."""
+
+_WINDOW_GROUPS = frozenset({"sliding_window", "sliding_window_mla"})
+"""Kinds of cache groups that need the last blocks of a prefix only."""
 
 _EXPECTED = frozenset({"remote", "other_group", "partial_block", "masked_blocks", "unknown_block"})
 """Reasons to omit an event without making the rank's prefixes incomplete."""
@@ -46,6 +50,10 @@ class EventTranslator:
         self._rank = rank
         self._options = options
         self._groups: dict[int, bool] = {}
+        """Cache groups, and whether their blocks decide about prefixes."""
+        self._checkpoints = Checkpoints(rank)
+        self._has_parts = False
+        """Whether blocks are divided, so that groups may have names for blocks of other lengths."""
         self._partial_blocks: set[int] = set()
 
     def apply(self, batch: Batch, position: int) -> None:
@@ -56,6 +64,7 @@ class EventTranslator:
                     self._apply(event)
                 except UndecodableEvent as error:
                     self._leave_out(error.reason)
+            self._checkpoints.settle()
 
     def lost(self, reason: str) -> None:
         """Drops all blocks, because messages of the engine were lost."""
@@ -67,10 +76,12 @@ class EventTranslator:
         """Drops all blocks, because the engine restarted."""
         self._forget()
         self._groups.clear()
+        self._checkpoints = Checkpoints(self._rank)
         self._rank.restarted()
 
     def _forget(self) -> None:
         self._partial_blocks.clear()
+        self._checkpoints.forget()
 
     def _leave_out(self, reason: str, count: int = 1) -> None:
         self.left_out[reason] += count
@@ -94,7 +105,8 @@ class EventTranslator:
         if event.is_remote:
             raise UndecodableEvent("remote", "the blocks are in another engine")
         if not self._is_prefix_group(event):
-            raise UndecodableEvent("other_group", f"group {event.group} is of kind {event.group_kind}")
+            self._store_in_group(event)
+            return
         if not event.token_ids and not event.block_size:
             self._store_known(event)
             return
@@ -105,10 +117,13 @@ class EventTranslator:
             raise UndecodableEvent("partial_block", f"{size} of {self._options.block_size} tokens")
         if not size or size % self._options.block_size:
             raise UndecodableEvent("block_size", f"expected {self._options.block_size} tokens, received {size}")
+        self._has_parts = size > self._options.block_size
         if tokens > blocks * size:
             # Which blocks are masked is not said, so no hash can be matched with its tokens.
             raise UndecodableEvent("masked_blocks", f"{tokens} tokens for {blocks} blocks of {size}")
-        scope, multimodal = self._scope(event), self._multimodal(event)
+        scope, multimodal, repeats = self._scope(event), self._multimodal(event), self._repeats_hits(event)
+        if repeats:
+            self._checkpoints.repeated(event.block_hashes)
         try:
             self._rank.stored(
                 token_ids=event.token_ids,
@@ -117,13 +132,33 @@ class EventTranslator:
                 tier=event.tier,
                 scope=scope,
                 multimodal=multimodal,
-                new_copies=not self._repeats_hits(event),
+                new_copies=not repeats,
                 block_size=size,
             )
         except UnknownParent as error:
             raise UndecodableEvent("unknown_parent", str(error)) from None
         except InvalidEvent as error:
             raise UndecodableEvent("invalid", str(error)) from None
+
+    def _store_in_group(self, event: Stored) -> None:
+        """Notes blocks of layers without full attention, which a hash of the same prefix names in every group."""
+        is_known_size = event.block_size in (0, self._options.block_size)
+        window = self._window(event) if is_known_size and not self._has_parts else 0
+        if event.group is None or not window:
+            raise UndecodableEvent("other_group", f"group {event.group} is of kind {event.group_kind}")
+        hashes = event.block_hashes if event.block_size else self._offloaded(event.block_hashes)
+        self._checkpoints.stored(event.group, window, hashes, may_repeat=self._may_repeat_hits(event))
+
+    def _window(self, event: Stored) -> int:
+        """Returns how many of the last blocks a group needs to go on; 0 if that is unknown."""
+        known = 0 if event.group is None else self._checkpoints.window_of(event.group)
+        if known or not event.block_size:
+            return known
+        if event.group_kind == "mamba":
+            return 1
+        # As vLLM does; the next token reads itself too.
+        is_window = event.group_kind in _WINDOW_GROUPS and event.window
+        return max(1, -(-(event.window - 1) // event.block_size)) if is_window else 0
 
     def _store_known(self, event: Stored) -> None:
         """Stores blocks reported by their hashes alone, as by offloading."""
@@ -147,7 +182,13 @@ class EventTranslator:
         if event.group is not None and not self._groups.get(event.group, True):
             # A hash is the same in all groups, so the removal from one must not touch the others. Of a group without a
             # store yet, as in a resumed relay, the removal counts: better to know less than the engine holds than more.
-            raise UndecodableEvent("other_group", f"group {event.group} does not decide about prefixes")
+            if not self._checkpoints.window_of(event.group):
+                raise UndecodableEvent("other_group", f"group {event.group} does not decide about prefixes")
+            on_device = event.tier == Tier.TIER_DEVICE
+            self._checkpoints.removed(
+                event.group, event.block_hashes if on_device else self._offloaded(event.block_hashes)
+            )
+            return
         hashes = [each for each in event.block_hashes if each not in self._partial_blocks]
         self._partial_blocks.difference_update(event.block_hashes)
         if event.tier != Tier.TIER_DEVICE:
@@ -163,9 +204,12 @@ class EventTranslator:
         return kept
 
     def _repeats_hits(self, event: Stored) -> bool:
-        if not (event.may_repeat_hits or self._options.full_reports) or event.parent is not None:
-            return False
-        return all(self._rank.is_resident(each, tier=event.tier) for each in event.block_hashes)
+        return self._may_repeat_hits(event) and all(
+            self._rank.is_resident(each, tier=event.tier) for each in event.block_hashes
+        )
+
+    def _may_repeat_hits(self, event: Stored) -> bool:
+        return (event.may_repeat_hits or self._options.full_reports) and event.parent is None
 
     def _scope(self, event: Stored) -> Scope | None:
         """Returns the scope of a sequence's first blocks; None to inherit the parent's.

@@ -80,6 +80,8 @@ class Stored:
     """Cache group of a hybrid model; None if the engine has a single one."""
     group_kind: str
     """Attention kind of the group, such as "full_attention"; empty if unknown."""
+    window: int
+    """Tokens that a layer with a sliding window reads; 0 if there is none, or if unknown."""
     is_remote: bool
     """Whether the blocks are in another engine."""
     may_repeat_hits: bool
@@ -231,6 +233,7 @@ def _stored(fields: Mapping[str, Any], dialect: Dialect) -> Stored:
         extra_keys=_extra_keys(fields.get("extra_keys")),
         group=_int(fields, "group_idx"),
         group_kind=kind,
+        window=_int(fields, "kv_cache_spec_sliding_window") or 0,
         is_remote=_is_remote(fields),
         # vLLM names the session of a request whose hits it reports.
         may_repeat_hits=fields.get("origin") == "REUSED"
