@@ -150,6 +150,17 @@ def test_a_larger_block_is_divided() -> None:
     assert engine.rank.stats().blocks == 0
 
 
+def test_an_offloaded_block_keeps_its_salt() -> None:
+    engine = Engine()
+    engine.publish(stored([1, 2], 0, extra_keys=[["salt"], []]), stored([1, 2], 0, medium="CPU", extra_keys=None))
+    for tier in (Tier.TIER_DEVICE, Tier.TIER_HOST):
+        assert engine.overlap(tokens(0, 2), scope=Scope(cache_salt="salt"), tier=tier) == 2
+        assert engine.overlap(tokens(0, 2), tier=tier) == 0
+    engine.publish(removed([2, 1]), removed([2], medium="CPU"))
+    assert engine.overlap(tokens(0, 2), scope=Scope(cache_salt="salt"), tier=Tier.TIER_HOST) == 1
+    assert engine.rank.stats().unknown_removals == 0
+
+
 def test_fewer_tokens_than_blocks_are_refused() -> None:
     engine = Engine()
     engine.publish(stored([1, 2], 0, token_ids=tokens(0, 1)))

@@ -108,7 +108,11 @@ class EventTranslator:
             self._store_in_group(event)
             return
         if not event.token_ids and not event.block_size:
-            self._store_known(event)
+            self._store_known(self._offloaded(event.block_hashes), event.tier)
+            return
+        if event.tier != Tier.TIER_DEVICE and not (event.cache_salt or event.extra_keys) and self._knows(event):
+            # Tokens of an offloaded block do not say its salt and content; its hash does.
+            self._store_known(event.block_hashes, event.tier)
             return
         tokens, blocks, size = len(event.token_ids), len(event.block_hashes), event.block_size
         if 0 < size < self._options.block_size and self._options.block_size % size == 0:
@@ -160,10 +164,12 @@ class EventTranslator:
         is_window = event.group_kind in _WINDOW_GROUPS and event.window
         return max(1, -(-(event.window - 1) // event.block_size)) if is_window else 0
 
-    def _store_known(self, event: Stored) -> None:
-        """Stores blocks reported by their hashes alone, as by offloading."""
-        hashes = self._offloaded(event.block_hashes)
-        missing = len(hashes) - self._rank.stored_in_tier(hashes, tier=event.tier)
+    def _knows(self, event: Stored) -> bool:
+        return all(self._rank.chunk(each, 1) for each in event.block_hashes)
+
+    def _store_known(self, hashes: Sequence[int], tier: Tier) -> None:
+        """Stores blocks by their hashes alone."""
+        missing = len(hashes) - self._rank.stored_in_tier(hashes, tier=tier)
         if missing:
             self._leave_out("unknown_block", missing)
 
