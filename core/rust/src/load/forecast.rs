@@ -26,9 +26,15 @@ pub struct Request {
     pub now: f64,
 }
 
+impl Request {
+    /// Blocks of the prompt, the last of which may be partial.
+    fn blocks(&self) -> i64 {
+        (self.prompt_tokens + self.block_size - 1) / self.block_size
+    }
+}
+
 /// One candidate, as in `SchedulingContext`.
 pub struct Candidate {
-    pub overlap_blocks: i64,
     pub leading_active_blocks: i64,
     pub active_blocks: i64,
     pub active_requests: i64,
@@ -65,8 +71,7 @@ pub struct Terms {
 impl Model {
     /// Share of the KV blocks in use without the request, at most 1; 0 if their number is unknown.
     pub fn share(&self, request: &Request, candidate: &Candidate) -> f64 {
-        let prompt_blocks = (request.prompt_tokens + request.block_size - 1) / request.block_size;
-        let in_use = (candidate.active_blocks - prompt_blocks + candidate.leading_active_blocks).max(0);
+        let in_use = (candidate.active_blocks - request.blocks() + candidate.leading_active_blocks).max(0);
         over(in_use, candidate.total_blocks).min(1.0)
     }
 
@@ -111,7 +116,7 @@ impl Model {
         };
         let lacking = over(candidate.active_blocks, candidate.total_blocks) - self.room;
         let price = self.base * scarcity + self.crowd * candidate.active_requests as f64;
-        let added = (new_tokens + request.block_size - 1) / request.block_size * request.block_size;
+        let added = (request.blocks() - blocks.held) * request.block_size;
         let [_, token_ms, _] = self.prefill;
         Terms {
             forecast: rest + latency * time(ahead.saturating_add(new_tokens)),
@@ -146,31 +151,34 @@ pub struct PromptBlocks {
     copied: f64,
 }
 
-/// Returns the blocks of the prompt at each candidate.
-pub fn prompt_blocks(request: &Request, candidates: &[Candidate]) -> Vec<PromptBlocks> {
+/// Returns the blocks of the prompt at each candidate, given its overlap and its leading active blocks.
+pub fn prompt_blocks(request: &Request, leading: impl ExactSizeIterator<Item = (i64, i64)>) -> Vec<PromptBlocks> {
     let reusable = (request.prompt_tokens - 1) / request.block_size;
-    let held = |each: &Candidate| each.overlap_blocks.max(each.leading_active_blocks).clamp(0, reusable);
-    let longest = candidates.iter().map(held).max().unwrap_or(0) as usize;
+    let held = leading.map(|(overlap, active)| overlap.max(active).clamp(0, reusable));
+    let mut blocks: Vec<PromptBlocks> = held.map(|held| PromptBlocks { held, copied: 0.0 }).collect();
+    let longest = blocks.iter().map(|each| each.held).max().unwrap_or(0) as usize;
     // Counted instead of sorted: ten times as fast with a thousand candidates. The entries are by number of blocks.
     let mut holders = vec![0u32; longest + 1];
-    for each in candidates {
-        if let Some(count) = holders.get_mut(held(each) as usize) {
+    for each in &blocks {
+        if let Some(count) = holders.get_mut(each.held as usize) {
             *count += 1;
         }
     }
     let mut up_to = vec![0.0; longest + 1];
     let (mut end, mut copied) = (0, 0.0);
-    let mut left = candidates.len() as f64 - f64::from(holders.first().copied().unwrap_or(0));
-    for (blocks, (&equal, up_to)) in holders.iter().zip(&mut up_to).enumerate().skip(1) {
+    let mut left = blocks.len() as f64 - f64::from(holders.first().copied().unwrap_or(0));
+    for (depth, (&equal, up_to)) in holders.iter().zip(&mut up_to).enumerate().skip(1) {
         if equal > 0 {
-            copied += (blocks - end) as f64 * (left - 1.0) / left;
+            copied += (depth - end) as f64 * (left - 1.0) / left;
             *up_to = copied;
-            end = blocks;
+            end = depth;
             left -= f64::from(equal);
         }
     }
-    let lacking = |held: i64| copied - up_to.get(held as usize).copied().unwrap_or(copied);
-    candidates.iter().map(held).map(|held| PromptBlocks { held, copied: lacking(held) }).collect()
+    for each in &mut blocks {
+        each.copied = copied - up_to.get(each.held as usize).copied().unwrap_or(copied);
+    }
+    blocks
 }
 
 /// Quotient and remainder. A division takes as long as the rest of a term, and few ranks have more tokens than a step.

@@ -5,13 +5,14 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::pack;
 use crate::load::forecast::{Candidate, Model, Request, prompt_blocks};
 
 /// Implements `kvrouter.core.interface.ForecastModel`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct ForecastModel(Model);
 
+/// Rows that `terms` returns.
+const ROWS: usize = 11;
 /// Columns of whole numbers that `terms` takes, in order.
 type Columns<'py> = [Bound<'py, PyAny>; 9];
 
@@ -69,53 +70,52 @@ impl ForecastModel {
         let [overlap, leading, active, requests, total, budget, prefill, prefilling, head] = columns.as_slice() else {
             return Err(PyValueError::new_err("expected nine columns of integers"));
         };
-        let at = |column: &[i64], place: usize| column.get(place).copied().unwrap_or_default();
-        let candidates: Vec<Candidate> = since
-            .into_iter()
-            .zip(latencies)
-            .zip(chances)
-            .enumerate()
-            .map(|(place, ((head_since, relative_latency), reuse_chance))| Candidate {
-                overlap_blocks: at(overlap, place),
-                leading_active_blocks: at(leading, place),
-                active_blocks: at(active, place),
-                active_requests: at(requests, place),
-                total_blocks: at(total, place),
-                max_batched_tokens: at(budget, place),
-                prefill_tokens: at(prefill, place),
-                prefill_requests: at(prefilling, place),
-                head_tokens: at(head, place),
-                head_since,
-                relative_latency,
-                reuse_chance,
-            })
-            .collect();
+        fn at<T: Copy + Default>(column: &[T], place: usize) -> T {
+            column.get(place).copied().unwrap_or_default()
+        }
+        // Made where it is read: a list of a thousand takes as long to write as the terms.
+        let candidate = |place: usize| Candidate {
+            leading_active_blocks: at(leading, place),
+            active_blocks: at(active, place),
+            active_requests: at(requests, place),
+            total_blocks: at(total, place),
+            max_batched_tokens: at(budget, place),
+            prefill_tokens: at(prefill, place),
+            prefill_requests: at(prefilling, place),
+            head_tokens: at(head, place),
+            head_since: at(&since, place),
+            relative_latency: at(&latencies, place),
+            reuse_chance: at(&chances, place),
+        };
         let model = &self.0;
-        let shares: Vec<f64> = candidates.iter().map(|candidate| model.share(&request, candidate)).collect();
+        let shares: Vec<f64> = (0..count).map(|place| model.share(&request, &candidate(place))).collect();
         let mean_share = shares.iter().sum::<f64>() / count.max(1) as f64;
-        let blocks = prompt_blocks(&request, &candidates);
-        let mut rows = vec![0.0f64; 11 * count];
-        for (place, ((candidate, share), blocks)) in candidates.iter().zip(shares).zip(blocks).enumerate() {
-            let terms = model.terms(&request, candidate, share, blocks, mean_share);
-            let values = [
-                terms.forecast,
-                terms.batch,
-                terms.work,
-                terms.output,
-                terms.shortage,
-                terms.eviction,
-                terms.copies,
-                terms.own,
-                terms.relative,
-                terms.new_tokens as f64,
-                f64::from(u8::from(terms.fit)),
-            ];
-            for (row, value) in values.into_iter().enumerate() {
-                if let Some(to) = rows.get_mut(row * count + place) {
-                    *to = value;
+        let blocks = prompt_blocks(&request, overlap.iter().copied().zip(leading.iter().copied()));
+        PyBytes::new_with(py, ROWS * count * size_of::<f64>(), |to| {
+            let mut rows = to.chunks_exact_mut((count * size_of::<f64>()).max(1));
+            let mut rows: [_; ROWS] = std::array::from_fn(|_| rows.next().unwrap_or_default().chunks_exact_mut(8));
+            for (place, (share, blocks)) in shares.iter().zip(blocks).enumerate() {
+                let terms = model.terms(&request, &candidate(place), *share, blocks, mean_share);
+                let values: [f64; ROWS] = [
+                    terms.forecast,
+                    terms.batch,
+                    terms.work,
+                    terms.output,
+                    terms.shortage,
+                    terms.eviction,
+                    terms.copies,
+                    terms.own,
+                    terms.relative,
+                    terms.new_tokens as f64,
+                    f64::from(u8::from(terms.fit)),
+                ];
+                for (row, value) in rows.iter_mut().zip(values) {
+                    if let Some(to) = row.next() {
+                        to.copy_from_slice(&value.to_ne_bytes());
+                    }
                 }
             }
-        }
-        pack(py, rows.into_iter().map(f64::to_ne_bytes))
+            Ok(())
+        })
     }
 }
