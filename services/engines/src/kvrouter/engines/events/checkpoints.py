@@ -135,6 +135,9 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Reports the changes of checkpoints. Engines may report a block in any order of its groups until then."""
+        if not self._changes:  # as with every model that has no such groups
+            self._hits.clear()
+            return
         changed = dict.fromkeys(self._doubtful)
         for group, blocks, is_stored, may_repeat in self._changes:
             if may_repeat and not self._hits.isdisjoint(blocks[-1:]):
