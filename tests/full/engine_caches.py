@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrouter.core import local_hashes
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.engines.events.vllm_sglang_events import Dialect
 from kvrouter.indexer.replica.component import ComponentIndex
 from kvrouter.relay.settings import RelaySettings
-from kvrouter.v1.common_pb2 import BlockRecord, RankState
+from kvrouter.v1.common_pb2 import BlockRecord, RankState, Tier
+from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 
 from ..integration.indexer.indexing import connected, indexing
@@ -35,6 +37,9 @@ class EngineCache:
     def __init__(self, process: asyncio.subprocess.Process, events: str, replay: str) -> None:
         self.events = events
         self.replay = replay
+        self.prompts: list[list[int]] = []
+        self.cached: list[int] = []
+        """Tokens of each of ``prompts`` that a request would find in the cache now."""
         self._process = process
 
     async def operate(self, operations: int) -> tuple[int, Counter[int]]:
@@ -45,6 +50,7 @@ class EngineCache:
         line = await self._process.stdout.readline()
         assert line, "the process ended: see cache.log"
         answer = json.loads(line)
+        self.prompts, self.cached = answer.get("prompts", []), answer.get("cached", [])
         return answer["published"], Counter(answer["blocks"])
 
 
@@ -70,8 +76,9 @@ async def _working(python: str, script: Path, directory: Path, *arguments: str) 
         await process.wait()
 
 
-def copies(blocks: Iterable[BlockRecord]) -> Counter[int]:
-    return Counter({block.engine_hash: block.copies[0].copies for block in blocks})
+def copies(blocks: Iterable[BlockRecord], tier: Tier) -> Counter[int]:
+    """Returns the copies of each block in a tier."""
+    return Counter({block.engine_hash: each.copies for block in blocks for each in block.copies if each.tier == tier})
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ class Followed:
     cache: EngineCache
     relay: Relay
     index: ComponentIndex
+    tier: Tier
+    """Where the cache has the blocks that it names."""
 
     async def after(self, operations: int) -> Counter[int]:
         """Returns the copies in the cache after operations whose events the relay has applied."""
@@ -90,17 +99,30 @@ class Followed:
 
     def known(self) -> Counter[int]:
         """Returns the copies of each block that the relay's rank has."""
-        return copies(block for chunk in self.relay.worker.rank(0).state_chunks() for block in chunk.blocks)
+        chunks = self.relay.worker.rank(0).state_chunks()
+        return copies((block for chunk in chunks for block in chunk.blocks), self.tier)
 
     async def indexed(self) -> Counter[int]:
         """Returns the copies of each block in the index."""
         chunks = [RankState.FromString(each) async for each in self.index.state.shared.dump_rank((WORKER, 0), 4096)]
-        return copies(block for chunk in chunks for block in chunk.blocks)
+        return copies((block for chunk in chunks for block in chunk.blocks), self.tier)
+
+    async def predicted(self) -> list[int]:
+        """Returns the tokens of each prompt of the cache that the index has."""
+        reusable = [local_hashes(each[: (len(each) - 1) // BLOCK * BLOCK], BLOCK) for each in self.cache.prompts]
+        answers = [await self.index.state.shared.find_matches(hashes) for hashes in reusable]
+        return [BLOCK * FindMatchesResponse.FromString(each).device_blocks[0] for each in answers]
 
 
 @asynccontextmanager
 async def followed(
-    python: str, script: Path, directory: Path, *arguments: str, engine: Dialect, **where: str
+    python: str,
+    script: Path,
+    directory: Path,
+    *arguments: str,
+    engine: Dialect,
+    tier: Tier = Tier.TIER_DEVICE,
+    **where: str,
 ) -> AsyncIterator[Followed]:
     """Runs a script that drives the cache of an engine, with a relay and an index."""
     async with _working(python, script, directory, *arguments) as cache:
@@ -122,7 +144,7 @@ async def followed(
         ):
             index.update_workers({WORKER: registration_of(relay.worker)})
             await relay.is_connected()
-            yield Followed(cache, relay, index)
+            yield Followed(cache, relay, index, tier)
             assert index.state.events.tally.repairs == 0
 
 
@@ -134,7 +156,7 @@ async def compare(each: Followed, rounds: int) -> tuple[int, int]:
         before, held = held, await each.after(OPERATIONS)
         assert each.known() == held
         async with asyncio.timeout(30):
-            while await each.indexed() != held:
+            while await each.indexed() != held or await each.predicted() != each.cache.cached:
                 await asyncio.sleep(0.01)
         evicted += (before - held).total()
         repeated += max(held.values(), default=0) > 1
