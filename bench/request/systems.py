@@ -50,7 +50,8 @@ class Engines:
 def mocker_options(engines: Engines) -> tuple[str, ...]:
     """Returns the options of kvrouter's mock workers."""
     blocks = ("--num-blocks", str(BLOCKS), "--block-size", str(BLOCK_SIZE), "--max-sequences", "1024")
-    return "--workers", str(engines.workers), "--speed", str(engines.speed), "--model", MODEL, *blocks
+    workers = ("--workers-per-process", str(engines.workers), "--worker-id", "1")
+    return *workers, "--speed", str(engines.speed), "--model", MODEL, *blocks
 
 
 @dataclass
@@ -158,7 +159,7 @@ async def _kvrouter(
 
     system = System(name, f"http://127.0.0.1:{http}")
     text = _tokenizer(servers.directory) if engines.has_text else ()
-    system.engines["workers"] = await start("workers", (str(HERE / "workers.py"), *mocker_options(engines), *text))
+    system.engines["workers"] = await start("workers", ("kvrouter.mocker", *mocker_options(engines), *text))
     for part, arguments in parts.items():
         system.router[part] = await start(part, arguments)
     await until(system, lambda: _kvrouter_missing(f"127.0.0.1:{grpc}", engines.workers))

@@ -199,6 +199,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "adapter": ("answers", "constrained", "driver", "engine", "handover", "logprobs", "tiers"),
         "metrics": ("driver",),
         "standalone": ("adapter", "app", "settings"),
+        "fleet": ("app", "settings"),
         "serving": ("constrained", "driver", "engine"),
         "openai": ("constrained", "serving", "tools"),
         "rooms": ("serving",),

@@ -15,6 +15,7 @@ def main() -> None:
     """Runs the worker or the server until SIGTERM."""
     exit_with_help("mocker")
     from kvrouter.mocker.app import engine_config, running, worker_config
+    from kvrouter.mocker.fleet import running_fleet
     from kvrouter.mocker.settings import MockerSettings
     from kvrouter.mocker.sglang.app import serving_sglang
     from kvrouter.mocker.standalone import serving_alone
@@ -54,6 +55,8 @@ def main() -> None:
                 await stack.enter_async_context(serving_vllm(settings, registry))
             elif settings.sglang:
                 await stack.enter_async_context(serving_sglang(settings, registry))
+            elif settings.workers_per_process > 1:
+                await stack.enter_async_context(running_fleet(settings))
             elif settings.registration:
                 worker = await stack.enter_async_context(running(settings, registry))
                 await worker.registered()

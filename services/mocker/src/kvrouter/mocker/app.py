@@ -25,6 +25,7 @@ from kvrouter.net.model_files import TOKENIZER
 from kvrouter.publisher import worker as sdk
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import DescriptorMismatch
+from kvrouter.publisher.registration import System
 from kvrouter.runtime.config.fields import ROLES, TRANSPORTS
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.runtime.process.lifecycle import StartRefused
@@ -174,8 +175,10 @@ def make_handover(settings: MockerSettings, registry: CollectorRegistry) -> Hand
 
 
 @asynccontextmanager
-async def running(settings: MockerSettings, registry: CollectorRegistry) -> AsyncIterator[sdk.Worker]:
-    """Runs a simulated worker, registered and serving, while the context lasts.
+async def running(
+    settings: MockerSettings, registry: CollectorRegistry, system: System | None = None
+) -> AsyncIterator[sdk.Worker]:
+    """Runs a simulated worker, registered and serving, while the context lasts; by default in a system of its own.
 
     Raises:
         ValueError: no engine could run with these settings.
@@ -206,7 +209,8 @@ async def running(settings: MockerSettings, registry: CollectorRegistry) -> Asyn
         stepping: list[asyncio.Task[None]] = []
         try:
             # The SDK stops first and lets requests finish, for which the engines must continue to step.
-            async with sdk.running(config, MockEngine(drivers, handover, emit, logprobs, answers)) as worker:
+            engine = MockEngine(drivers, handover, emit, logprobs, answers)
+            async with sdk.running(config, engine, system) as worker:
                 CallerMetrics(registry, lambda: [worker.server.callers])
                 expose_servers(registry, lambda: [worker.server])
                 for dp_rank, driver in drivers.items():

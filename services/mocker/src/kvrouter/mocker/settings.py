@@ -20,6 +20,9 @@ class MockerSettings(EngineServerSettings):
     """Name of the model that the worker registers."""
     worker_id: int | None = Field(default=None, ge=0, lt=1 << 64)
     """Id of the worker in its component; none draws one at random."""
+    workers_per_process: int = Field(default=1, ge=1, le=4096)
+    """Number of workers, each with an address of its own, that share a connection to NATS and a lease; their ids follow
+    --worker-id."""
     dp_size: int = Field(default=1, ge=1, le=256)
     """Number of data-parallel ranks, each a simulated engine of its own."""
     num_blocks: int = Field(default=16_384, ge=1)
@@ -95,4 +98,11 @@ class MockerSettings(EngineServerSettings):
     def _one_transport(self) -> MockerSettings:
         if self.enable_local_indexer and self.transport == "durable":
             raise ValueError("--enable-local-indexer means --transport core-nats: leave --transport durable out")
+        return self
+
+    @model_validator(mode="after")
+    def _own_ports(self) -> MockerSettings:
+        is_worker = self.registration and not (self.openai or self.sglang)
+        if self.workers_per_process > 1 and not (is_worker and self.bind.endswith(":0")):
+            raise ValueError("--workers-per-process needs registered workers, and port 0 in --bind: each has its own")
         return self
