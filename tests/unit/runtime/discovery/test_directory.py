@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
-from kvrouter.net.etcd import Change, Put, Snapshot
+from kvrouter.net.etcd import Change, Delete, Put, Snapshot
 from kvrouter.runtime.discovery.directory import Directory, build_views, differences
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.names import ComponentName
@@ -148,3 +148,32 @@ async def test_thousands_that_come_at_once_are_read_a_few_times() -> None:
     following.cancel()
     await asyncio.wait({following})
     assert readings < 200
+
+
+async def test_only_changed_registrations_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.runtime.discovery.directory._REST", 0.0)
+    changes: asyncio.Queue[Change] = asyncio.Queue()
+
+    async def source() -> AsyncGenerator[Change]:
+        yield Snapshot(entries(worker(1)))
+        while True:
+            yield await changes.get()
+
+    directory = Directory("127.0.0.1:1", "ns", CollectorRegistry(), source=source)
+    following = asyncio.create_task(directory.run())
+    await directory.synced()
+    components = directory.components
+    for again in (
+        Put(POOL.worker_key(1), worker(1).SerializeToString()),
+        Put(POOL.applied_key("indexer-1"), b"5"),
+        Delete(POOL.snapshot_key),
+    ):
+        changes.put_nowait(again)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert changes.empty()
+    assert directory.components is components
+    changes.put_nowait(Put(POOL.worker_key(2), worker(2).SerializeToString()))
+    await directory.wait_for(lambda seen: 2 in seen.components[POOL].workers)
+    following.cancel()
+    await asyncio.wait({following})

@@ -175,29 +175,33 @@ class Directory:
                             self._vanish(key, tasks)
                         for key, value in entries.items():
                             self._put(key, value, tasks)
+                        self._rebuild_soon()
                     case Put(key, value):
                         self._put(key, value, tasks)
                     case Delete(key):
                         self._release(key)
                         self._vanish(key, tasks)
-                self._rebuild_soon()
 
     def _put(self, key: str, value: bytes, tasks: asyncio.TaskGroup) -> None:
         try:
-            read_entry(key, value, self._namespace)
+            entry = read_entry(key, value, self._namespace)
         except Undecodable as error:
             self._quarantine.reject("etcd", key, error)
             self._undecodable[key] = str(error)
             self._vanish(key, tasks)
+            self._rebuild_soon()
             return
         self._release(key)
-        self._entries[key] = value
+        if entry is not None and self._entries.get(key) != value:
+            self._entries[key] = value
+            self._rebuild_soon()
         if self._retention:
             self._retention.registered(key, process_of(key, value, self._namespace))
 
     def _release(self, key: str) -> None:
         if self._undecodable.pop(key, None) is not None:
             self._quarantine.release("etcd", key)
+            self._rebuild_soon()
 
     def _vanish(self, key: str, tasks: asyncio.TaskGroup) -> None:
         """Removes or retains an entry that etcd no longer has, or has in an undecodable form."""

@@ -145,6 +145,7 @@ class ServiceKey:
     instance_id: str
 
 
+@lru_cache(_REMEMBERED)
 def parse_key(key: str, namespace: str) -> DescriptorKey | WorkerKey | DrainKey | ServiceKey | None:
     """Parses a registry key; returns None for keys of other kinds.
 
@@ -263,11 +264,12 @@ def build_views(
         view = views[name] = ComponentView(name, descriptor, {}, drains.get(name, {}), is_written=found is not None)
         fitting: dict[int, WorkerRegistration] = {}
         for worker_id, worker in workers.items():
-            key = name.worker_key(worker_id)
             if wrong := differences(descriptor, worker):
-                ignored[key] = f"differs from its component: {', '.join(wrong)}"
+                ignored[name.worker_key(worker_id)] = f"differs from its component: {', '.join(wrong)}"
+            elif worker_id in view.drains:
+                fitting[worker_id] = _drained(name, worker_id, entries[name.worker_key(worker_id)])
             else:
-                fitting[worker_id] = _drained(name, worker_id, entries[key]) if worker_id in view.drains else worker
+                fitting[worker_id] = worker
         view.workers = fitting
     return views, ignored
 
