@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Mapping
 
 from kvrouter.core import PrefixIndex
 from kvrouter.devtools.system.servers import NatsServer
@@ -193,6 +194,31 @@ async def test_load_is_reported(namespace: str, etcd_endpoint: str, nats_url: st
             assert report.incarnation == worker.incarnation
             assert report.total_blocks == 100
             assert report.measured_unix_ns
+
+
+async def test_an_unchanged_load_is_not_reported_again(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
+    settings = config(namespace, etcd_endpoint, nats_url, load_report_seconds=0.01)
+    engine = EchoEngine()
+    asked, running_requests = 0, 0
+
+    def load() -> Mapping[int, LoadReport]:
+        nonlocal asked
+        asked += 1
+        return {0: LoadReport(running_requests=running_requests)}
+
+    engine.load = load  # type: ignore[method-assign]
+    async with nats_client(nats_url) as client:
+        reports = await client.subscribe(settings.component.load_wildcard)
+        await client.flush()
+        async with running(settings, engine):
+            idle = LoadReport.FromString((await reports.next_msg(timeout=20)).data)
+            asked = 0
+            while asked < 5:
+                await asyncio.sleep(0.01)
+            running_requests = 1
+            busy = LoadReport.FromString((await reports.next_msg(timeout=20)).data)
+    assert (idle.running_requests, busy.running_requests) == (0, 1)
+    assert busy.sequence > idle.sequence + 1
 
 
 async def test_many_may_create_a_stream_at_once(namespace: str, nats_url: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -16,6 +17,7 @@ from kvrouter.net.logs import get_logger
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidLoad, UnknownRank
+from kvrouter.publisher.publishing.published_loads import PublishedLoads
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.rank_stats import RankStats
 from kvrouter.publisher.publishing.transport import TransportAway
@@ -131,6 +133,7 @@ class Worker:
         self._keys = system.keys(config, incarnation)
         self._registered_unix_ns = time.time_ns()
         self._model_files = model_files.described
+        self._published_loads = PublishedLoads()
         self._load_reports_sent = 0
         self._report_numbers = itertools.count(1)
         self._draining = False
@@ -191,11 +194,15 @@ class Worker:
         return load_reports(self._engine, self.config, self.incarnation, next(self._report_numbers))
 
     async def report_load(self) -> None:
-        """Publishes the load of every rank once; the reports are lost while NATS is away."""
+        """Publishes the loads that have changed, and others every few seconds; they are lost while NATS is away."""
+        now = time.monotonic()
         for report in self.load_reports():
+            if not self._published_loads.is_news(report, now):
+                continue
             subject = self.config.component.load_subject(self.config.worker_id, report.rank.dp_rank)
             with contextlib.suppress(TransportAway):
                 await self._link.publish(subject, report.SerializeToString())
+                self._published_loads.published(report, now)
                 self._load_reports_sent += 1
 
     def stats(self) -> PublisherStats:
@@ -287,13 +294,15 @@ class Worker:
         self._keys.put(self.config.component.worker_key(self.config.worker_id), registration.SerializeToString())
 
     async def _report_load(self) -> None:
+        # Workers that start together do not report together.
+        await asyncio.sleep(random.uniform(0, self.config.load_report_seconds))
         while True:
-            await asyncio.sleep(self.config.load_report_seconds)
             try:
                 await self.report_load()
             except Exception:
                 # The exception comes from the engine's code. A failed load report must not end the worker.
                 log.exception("load_report.failed", worker_id=self.config.worker_id)
+            await asyncio.sleep(self.config.load_report_seconds)
 
 
 def load_reports(

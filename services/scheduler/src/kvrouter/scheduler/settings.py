@@ -58,7 +58,7 @@ class SchedulerSettings(RoutingSettings):
     replica_heartbeat_seconds: float = Field(default=1.0, gt=0)
     """Interval between heartbeats that Schedulers send each other to detect lost bookings, in seconds."""
     load_report_age_seconds: float = Field(default=10.0, gt=0)
-    """Age above which a load report is ignored, in seconds."""
+    """Age above which a load report is ignored, in seconds. Workers repeat an unchanged one every 7 s at the latest."""
     conversations_kept: int = Field(default=65_536, ge=0)
     """Number of conversations whose rank is remembered, the most recent ones; 0 remembers none."""
     kv_events: bool = True
