@@ -85,25 +85,50 @@ class _StreamContext:
         self.details = details
 
 
+class FreezableStreams(CallStreamServer):
+    """Call streams that are neither opened nor answered while they are frozen."""
+
+    def __init__(self, answering: asyncio.Event) -> None:
+        super().__init__()
+        self._answering = answering
+
+    async def _serve(self, requests: object, context: Context) -> None:
+        await self._answering.wait()
+        await super()._serve(requests, context)
+
+    def freeze(self) -> None:
+        for connection in self._connections:
+            connection.stream.next_message = lambda: None  # type: ignore[method-assign]
+
+    def thaw(self) -> None:
+        for connection in self._connections:
+            connection.stream.__dict__.pop("next_message", None)
+            connection.stream._wake()
+
+
 class HostileWorker:
-    """``behave`` answers each Generate call; while ``is_frozen``, grpc.health says nothing, like a stopped loop."""
+    """``behave`` answers each Generate call; while it is frozen, probes get no answer, as from a stopped loop."""
 
     def __init__(self, behave: Behaviour, *, call_streams: bool = False) -> None:
         """With ``call_streams``, it serves Generate on call streams too."""
-        self.call_streams = CallStreamServer() if call_streams else None
+        self._answering = asyncio.Event()
+        self._answering.set()
+        self.call_streams = FreezableStreams(self._answering) if call_streams else None
         self._behaving: set[asyncio.Task[None]] = set()
         self.behave = behave
         self.endpoint = ""
         self.calls = 0
         self.under_way = 0
-        self._answering = asyncio.Event()
-        self._answering.set()
 
     def freeze(self) -> None:
         self._answering.clear()
+        if self.call_streams is not None:
+            self.call_streams.freeze()
 
     def thaw(self) -> None:
         self._answering.set()
+        if self.call_streams is not None:
+            self.call_streams.thaw()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[HostileWorker]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc.aio
 import pytest
-from kvrouter.frontend.workers.connection import WorkerConnection
+from kvrouter.frontend.workers.connection import Probe, WorkerConnection
 from kvrouter.net.calls import CallStreamCounts, NotSent, OutcomeUnknown
+from kvrouter.net.rpc.call_gate import EvictableCalls
+from kvrouter.net.rpc.server import GrpcServer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.error_encoding import set_error
 from kvrouter.v1.errors import DependencyAway
@@ -109,3 +112,38 @@ async def test_a_request_that_its_worker_has_read_was_sent_even_if_the_worker_ca
     await server.stop(0)
     assert isinstance(await asyncio.wait_for(receiver.error, 60), OutcomeUnknown)
     await connection.close()
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+async def test_a_worker_is_probed_on_its_call_stream_if_it_answers_pings(
+    monkeypatch: pytest.MonkeyPatch, is_earlier: bool
+) -> None:
+    if is_earlier:
+        monkeypatch.setattr("kvrouter.net.calls.server_stream.SPARSE_PINGS", "unknown")
+    server = GrpcServer()
+    server.health.set("kvrouter.v1.WorkerService", True)
+    checks: list[str] = []
+    monkeypatch.setattr(server.gate, "for_everybody", NotedCalls(checks))
+    port = await server.start("127.0.0.1:0")
+    connection = WorkerConnection(f"127.0.0.1:{port}", "tester", CallStreamCounts())
+    connection.open_stream()
+    assert await connection.probe() is Probe.ANSWERED
+    assert await connection.probe() is Probe.ANSWERED
+    assert len(checks) == (2 if is_earlier else 0)
+    await server.stop(0)
+    assert await connection.probe() is Probe.UNREACHABLE
+    await connection.close()
+
+
+class NotedCalls(EvictableCalls):
+    """Notes the calls which everybody may make, as those of grpc.health."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    @contextmanager
+    def running(self, timeout: asyncio.Timeout) -> Iterator[None]:
+        self._calls.append("call")
+        with super().running(timeout):
+            yield

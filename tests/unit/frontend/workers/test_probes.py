@@ -141,6 +141,19 @@ async def test_a_gateway_whose_own_loop_stood_still_suspects_nobody() -> None:
         assert health.suspected == 0
 
 
+async def test_a_worker_with_requests_is_probed_in_every_interval_however_many_are_idle() -> None:
+    workers = Workers("busy:1", *(f"idle:{number}" for number in range(1000)))
+    async with probing(workers) as health:
+        await until(lambda: len(workers.requested) == 1001)
+        call = health.begin("busy:1", 1)
+        before = workers.requested.copy()
+        await until(lambda: workers.requested["busy:1"] >= before["busy:1"] + 10)
+        call.end()
+        again = workers.requested - before
+        assert sum(again.values()) < 1000, "all idle workers were probed meanwhile"
+        workers.answering["busy:1"].clear()
+
+
 async def test_a_worker_that_left_is_not_probed_any_more_and_its_connection_is_closed() -> None:
     workers = Workers("a:1", "b:1")
     async with probing(workers) as health:

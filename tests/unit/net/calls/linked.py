@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
@@ -55,7 +55,13 @@ class Received:
 class Linked:
     """A client and a server whose messages are carried by hand."""
 
-    def __init__(self, limits: CallLimits | None = None, *, unary: Callable[[bytes], bytes] = lambda raw: raw) -> None:
+    def __init__(
+        self,
+        limits: CallLimits | None = None,
+        *,
+        unary: Callable[[bytes], bytes] = lambda raw: raw,
+        capabilities: Sequence[str] = (),
+    ) -> None:
         limits = CallLimits() if limits is None else limits
         self.streaming: list[tuple[bytes, ServerCall]] = []
         self.later: list[ServerCall] = []
@@ -83,7 +89,9 @@ class Linked:
             Method(TOKENS, streaming=tokens),
             Method(LATER, unary=later),
         ]
-        self.server = ServerStream(HELLO, methods, limits, CallStreamCounts(), lambda: None, self._run)
+        opening = CallStreamClientHello(version=1, client_name="tester", capabilities=capabilities)
+        request = OpenCallStreamRequest(client_hello=opening)
+        self.server = ServerStream(request, methods, limits, CallStreamCounts(), lambda: None, self._run)
         first = self.server.next_message()
         assert first is not None
         hello = OpenCallStreamResponse.FromString(first).server_hello

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.errors import CallTimedOut, NotSent, OutcomeUnknown, ProtocolViolation
-from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
+from kvrouter.net.calls.limits import SPARSE_PINGS, CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.v1.calls_pb2 import (
     CallStreamClientHello,
@@ -294,6 +294,18 @@ def test_a_ping_is_answered() -> None:
     assert linked.client.heard
     assert linked.server.sends_pings
     assert OpenCallStreamResponse.FromString(linked.to_client[0]).pong == 1
+
+
+def test_sparse_pings_are_answered_and_oblige_to_nothing() -> None:
+    linked = Linked(capabilities=[SPARSE_PINGS])
+    for _ in range(3):
+        linked.server.tick()
+    linked.client.ping()
+    linked.send()
+    linked.answer()
+    assert OpenCallStreamResponse.FromString(linked.to_client[0]).pong == 1
+    assert not linked.server.sends_pings
+    assert linked.server.idle_ticks == 0
 
 
 @pytest.mark.parametrize("limit", ["max_message_bytes", "max_calls", "max_request_bytes"])

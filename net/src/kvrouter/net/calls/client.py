@@ -59,7 +59,8 @@ class CallStreamClient:
             counts: Counts of this and other clients; new ones by default.
             heartbeat_timeout_seconds: Silence after which the stream is given up, seconds.
             ends_when_silent: Whether silence ends an open stream. If not, no heartbeats are sent: the calls wait for as
-                long as the stream is connected, and the server keeps those of a frozen client.
+                long as the stream is connected, and the server keeps those of a frozen client. Probes tell whether
+                the server answers.
         """
         self.counts = CallStreamCounts() if counts is None else counts
         self._target = target
@@ -139,6 +140,19 @@ class CallStreamClient:
             raise
         finally:
             del answer  # Its exception's traceback refers to this frame.
+
+    async def probe(self) -> bool:
+        """Returns whether the server's event loop answers a ping; False at once if it cannot be asked this way.
+
+        Waits for as long as the stream is open. For clients without heartbeats.
+        """
+        if self._latest is None or not self._latest.stream.answers_probes:
+            return False
+        stream = self._latest.stream
+        if stream.pong is None:
+            stream.pong = asyncio.get_running_loop().create_future()
+            stream.ping()
+        return await asyncio.shield(stream.pong)
 
     def start(
         self,
@@ -234,6 +248,7 @@ class CallStreamClient:
                     limits=self._limits,
                     counts=self.counts,
                     timeout_seconds=self._heartbeat_timeout,
+                    has_heartbeats=self._ends_when_silent,
                 )
             except StreamEnded as ended:
                 if ended.never_processed and not is_last:

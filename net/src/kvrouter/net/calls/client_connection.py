@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.errors import ProtocolViolation, parse
-from kvrouter.net.calls.limits import MISSES, VERSION, CallLimits, CallStreamCounts, HeartbeatMonitor
+from kvrouter.net.calls.limits import MISSES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts, HeartbeatMonitor
 from kvrouter.net.calls.server import SERVICE
 from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, Metadata
 from kvrouter.net.tls.tls import Tls
@@ -79,15 +79,21 @@ class ClientConnection:
         limits: CallLimits,
         counts: CallStreamCounts,
         timeout_seconds: float,
+        has_heartbeats: bool,
     ) -> ClientConnection:
-        """Opens a stream; see ``CallStreamClient``.
+        """Opens a stream; see ``CallStreamClient``. Without heartbeats its pings are sparse.
 
         Raises:
             StreamEnded: it was not opened.
         """
         connection: GrpcConnection | None = None
         opened: ClientConnection | None = None
-        hello = CallStreamClientHello(version=VERSION, client_name=client_name, max_message_bytes=limits.message_bytes)
+        hello = CallStreamClientHello(
+            version=VERSION,
+            client_name=client_name,
+            capabilities=() if has_heartbeats else (SPARSE_PINGS,),
+            max_message_bytes=limits.message_bytes,
+        )
         try:
             async with asyncio.timeout(timeout_seconds):
                 connection = await GrpcConnection.open(

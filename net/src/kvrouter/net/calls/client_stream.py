@@ -7,6 +7,7 @@ and neither was one whose last part is in a message not written in whole.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ from kvrouter.net.calls.errors import (
     ProtocolViolation,
     parse,
 )
-from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits, CallStreamCounts
+from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
@@ -85,6 +86,8 @@ class ClientStream:
         """Whether the stream takes no new calls."""
         self.heard = False
         """Whether a message arrived since this was last set to False."""
+        self.answers_probes = SPARSE_PINGS in hello.capabilities
+        """Whether the server answers pings at any pace."""
         self._drained = False
         """Whether the server has said which is the last call it runs."""
         self._limits = limits
@@ -112,6 +115,8 @@ class ClientStream:
         self._cancelled: deque[int] = deque()
         self._queued_bytes = 0
         self._ping = 0
+        self.pong: asyncio.Future[bool] | None = None
+        """Receives whether a probing ping is answered; None while none is under way."""
 
     @property
     def running(self) -> int:
@@ -243,6 +248,8 @@ class ClientStream:
                 self._defect(call)
         if message.HasField("draining"):
             self._drain(message.draining.last_call)
+        if message.HasField("pong"):
+            self._end_ping(answered=True)
         self.counts.messages_received += 1
         self.counts.items_received += len(numbers) + len(message.responses)
 
@@ -270,6 +277,12 @@ class ClientStream:
         self._calls.clear()
         self._parts.clear()
         self._parts_bytes = 0
+        self._end_ping(answered=False)
+
+    def _end_ping(self, *, answered: bool) -> None:
+        pong, self.pong = self.pong, None
+        if pong is not None and not pong.done():
+            pong.set_result(answered)
 
     def _why_not(self, method: str, size: int) -> str:
         if self.draining:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 VERSION = 1
 """Version of the protocol."""
+SPARSE_PINGS = "sparse-pings"
+"""Capability: pings that probe the server at any pace, and do not oblige the client to send more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 from kvrouter.net.calls.errors import ProtocolViolation, parse
-from kvrouter.net.calls.limits import ITEM_BYTES, VERSION, CallLimits, CallStreamCounts
+from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_call import PART, Method, ServerCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
@@ -89,9 +89,10 @@ class ServerStream:
         self.heard = False
         """Whether a message arrived since this was last set to False."""
         self.sends_pings = False
-        """Whether the client has sent a ping."""
+        """Whether the client has sent a ping that obliges it to send more."""
         self.idle_ticks = 0
-        """Consecutive ticks at which no call ran."""
+        """Consecutive ticks at which no call ran and no ping came."""
+        self._has_sparse_pings = SPARSE_PINGS in opening.capabilities
         self._methods = methods
         self._limits = limits
         self._message_bytes = min(limits.message_bytes, message_bytes)
@@ -109,6 +110,7 @@ class ServerStream:
         self._hello: CallStreamServerHello | None = CallStreamServerHello(
             version=VERSION,
             methods=[method.name for method in methods],
+            capabilities=[SPARSE_PINGS],
             max_message_bytes=limits.message_bytes,
             max_calls=limits.calls,
             max_request_bytes=limits.request_bytes,
@@ -153,7 +155,8 @@ class ServerStream:
             self._receive_call(item)
         if message.HasField("ping"):
             self._pong = message.ping
-            self.sends_pings = True
+            self.sends_pings = not self._has_sparse_pings
+            self.idle_ticks = 0
             self._wake()
         self.counts.messages_received += 1
         self.counts.items_received += len(message.calls)

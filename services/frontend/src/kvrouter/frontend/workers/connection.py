@@ -27,6 +27,8 @@ _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 _GENERATE = f"{_DESCRIPTOR.full_name}/Generate"
 _PROBE_SECONDS = 30.0
 """Timeout of one probe call, seconds. A worker is suspected long before; a lost call is made again."""
+_PING_SECONDS = 2.0
+"""Time after which an unanswered ping is followed by a probe call, which notices lost connections, seconds."""
 _ABORT_SECONDS = 1.0
 """Timeout of an abort, which delays the retry of its request, seconds. A worker that is gone refuses it at once."""
 _LOSS_SECONDS = 0.5
@@ -134,13 +136,15 @@ class WorkerConnection:
             self._pending -= 1
 
     async def probe(self) -> Probe:
-        """Checks the worker's health.
+        """Checks the worker's health, by a ping on its call stream if it answers such.
 
         Any answer counts, even of a draining worker or of one without grpc.health.
         """
         self._pending += 1
         request = health_pb2.HealthCheckRequest(service=_DESCRIPTOR.full_name)
         try:
+            if self._streaming is not None and await self._answers_ping():
+                return Probe.ANSWERED
             await self._health.Check(request, timeout=_PROBE_SECONDS)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
@@ -150,6 +154,13 @@ class WorkerConnection:
         finally:
             self._pending -= 1
         return Probe.ANSWERED
+
+    async def _answers_ping(self) -> bool:
+        with suppress(TimeoutError, NotSent):
+            async with asyncio.timeout(_PING_SECONDS):
+                await self._stream.wait_open()
+                return await self._stream.probe()
+        return False
 
     async def close(self) -> None:
         """Cancels running calls and closes the connection."""

@@ -215,7 +215,7 @@ class WorkerHealth:
             if worker.leaving:
                 worker.leaving_intervals += 1
                 self._wake([worker])
-            if worker.detector is None:
+            if worker.detector is None or worker.detector.is_idle:
                 continue
             verdict = worker.detector.interval_ended(seconds)
             if verdict:

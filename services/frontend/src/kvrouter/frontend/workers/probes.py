@@ -1,7 +1,8 @@
 """Probes every worker, so one whose event loop has stopped is suspected within seconds, and tries stalled ones.
 
-A probe is a grpc.health call, which the worker's event loop answers. A deep queue or a long prefill does not delay the
-answer, and a frozen process does not give it. HTTP/2 keepalive would not do: gRPC's own threads answer it.
+A probe is a ping on the worker's call stream, or a grpc.health call, which its event loop answers. A deep queue or a
+long prefill does not delay the answer, and a frozen process does not give it. HTTP/2 keepalive would not do: gRPC's own
+threads answer it.
 
 Listed servers that have only an OpenAI API are not probed here: their discovery asks for their models.
 """
@@ -90,7 +91,9 @@ def _has_generate(worker: ObservedWorker) -> bool:
 
 
 _IDLE_PROBES_PER_SECOND = 200
-"""Maximum rate of probes to workers without running requests. A probe costs about 0.3 ms of processor time."""
+"""Maximum rate of probes to workers without running requests. A ping costs about 0.1 ms of processor time."""
+_TURNS = 16
+"""Parts of an interval. Workers of a part are probed together: a timer for each would cost more than the probes."""
 
 
 class WorkerProbes:
@@ -114,7 +117,10 @@ class WorkerProbes:
         self._health = health
         self._trials = trials
         self._interval = interval_seconds
-        self._probing: dict[str, asyncio.Task[None]] = {}
+        self._turns: list[dict[str, float]] = [{} for _ in range(_TURNS)]
+        """The workers of each turn by address, each with the time from which it is probed although it is idle."""
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        """Probes without an answer."""
         self._failing: set[str] = set()
         """Addresses whose probes hit a defect, which was logged."""
         self._rng = Random()
@@ -123,13 +129,14 @@ class WorkerProbes:
         """Follows the registrations and probes all workers, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_progress(), name="worker-progress")
+            group.create_task(self._take_turns(group), name="worker-probes")
             async for directory in self._directory.changes():
                 self._health.update(directory.components)
                 self._pool.update(directory.components)
-                for endpoint in self._health.endpoints() - self._probing.keys():
-                    if is_url(endpoint):
-                        continue
-                    self._probing[endpoint] = group.create_task(self._probe(endpoint), name=f"probe {endpoint}")
+                for endpoint in self._health.endpoints() - set().union(*self._turns):
+                    if not is_url(endpoint):
+                        # Distributes over the interval the probes of workers that were discovered together.
+                        self._rng.choice(self._turns)[endpoint] = 0.0
 
     async def _watch_progress(self) -> None:
         """Looks for stalled workers, and tries them. Intervals of this event loop are counted, as for probes."""
@@ -141,49 +148,48 @@ class WorkerProbes:
         finally:
             self._trials.close()
 
-    async def _probe(self, endpoint: str) -> None:
-        try:
-            # Distributes over the interval the probes of workers that were discovered together.
-            await asyncio.sleep(self._rng.uniform(0, self._interval))
-            loop, due = asyncio.get_running_loop(), 0.0
-            while endpoint in self._health.endpoints():
-                heard = self._health.take_heard(endpoint)
-                if not heard and (self._health.is_watched(endpoint) or loop.time() >= due):
-                    await self._ask(endpoint)
-                    due = loop.time() + len(self._health.endpoints()) / _IDLE_PROBES_PER_SECOND
-                await asyncio.sleep(self._interval)
-        finally:
-            del self._probing[endpoint]
-            self._failing.discard(endpoint)
+    async def _take_turns(self, group: asyncio.TaskGroup) -> None:
+        """Takes the turns of every interval.
+
+        Each interval without the answer to a probe counts as missed. Intervals of this event loop are counted, not
+        clock time: a gateway that was frozen itself processes the answers that arrived meanwhile and suspects nobody.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            for turn in self._turns:
+                await asyncio.sleep(self._interval / _TURNS)
+                now, known = loop.time(), self._health.endpoints()
+                for endpoint in turn.keys() - known:
+                    del turn[endpoint]
+                    group.create_task(self._leave(endpoint))
+                idle_seconds = len(known) / _IDLE_PROBES_PER_SECOND
+                for endpoint, due in turn.items():
+                    if endpoint in self._asking:
+                        self._health.missed(endpoint)
+                    elif not self._health.take_heard(endpoint) and (now >= due or self._health.is_watched(endpoint)):
+                        turn[endpoint] = now + idle_seconds
+                        self._asking[endpoint] = group.create_task(self._ask(endpoint))
+
+    async def _leave(self, endpoint: str) -> None:
+        if asking := self._asking.get(endpoint):
+            asking.cancel()
+            await asyncio.wait({asking})
+        self._failing.discard(endpoint)
         await self._pool.forget(endpoint)
 
     async def _ask(self, endpoint: str) -> None:
-        """Waits for the answer to one probe. Each interval without it counts as missed.
-
-        Intervals of this event loop are counted, not clock time: a gateway that was frozen itself processes the answers
-        that arrived meanwhile and suspects nobody.
-        """
-        probe = asyncio.create_task(self._pool.probe(endpoint))
+        """Waits for the answer to one probe. A worker whose answer hits a defect is at fault alone."""
         try:
-            while not (await asyncio.wait({probe}, timeout=self._interval))[0]:
-                self._health.missed(endpoint)
-            outcome = self._outcome_of(probe, endpoint)
-            if outcome is Probe.ANSWERED:
-                self._failing.discard(endpoint)
-                self._health.answered(endpoint)
-            else:
-                self._health.missed(endpoint, is_unreachable=outcome is Probe.UNREACHABLE)
-        finally:
-            if not probe.done():
-                probe.cancel()
-                await asyncio.wait({probe})
-
-    def _outcome_of(self, probe: asyncio.Task[Probe], endpoint: str) -> Probe:
-        """Returns the outcome of a probe. A worker whose answer hits a defect is at fault alone."""
-        try:
-            return probe.result()
+            outcome = await self._pool.probe(endpoint)
         except Exception:
+            outcome = Probe.UNREACHABLE
             if endpoint not in self._failing:
                 self._failing.add(endpoint)
                 log.exception("worker.probe_failed", endpoint=endpoint)
-            return Probe.UNREACHABLE
+        finally:
+            del self._asking[endpoint]
+        if outcome is Probe.ANSWERED:
+            self._failing.discard(endpoint)
+            self._health.answered(endpoint)
+        else:
+            self._health.missed(endpoint, is_unreachable=outcome is Probe.UNREACHABLE)

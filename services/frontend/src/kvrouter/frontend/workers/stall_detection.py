@@ -79,6 +79,12 @@ class StallDetector:
         self._healthy_pieces = 0.0
         """Pieces per request since the output was last too slow."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to observe: no requests, in the last interval neither, and no output."""
+        running = self._generating or self._waiting
+        return not (running or self.pieces or self._requests_before or self._generating_before)
+
     def began(self, prompt_tokens: int, now: float) -> MonitoredRequest:
         """Adds a request; ``ended`` must follow."""
         self._waiting += 1
