@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from kvrouter.core import Scope, local_hashes
 from kvrouter.core.interface import MAX_BATCH_BYTES
+from kvrouter.indexer.index.known_ranks import silence_limit
 from kvrouter.publisher.errors import EventsGone, InvalidEvent
+from kvrouter.publisher.publishing.batch_sender import BatchSender
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.transport import MessageRefused, TransportAway
 from kvrouter.v1.common_pb2 import Cursor
@@ -141,6 +143,25 @@ async def test_an_idle_rank_tells_cursor_and_digest() -> None:
     assert (len(last.events), last.next_event_id, last.digest) == (0, 1, rank.stats().digest)
     assert (last.worker_id, last.dp_rank, last.incarnation, last.block_size) == (3, 1, 9, BLOCK)
     assert None in outbox.message_ids
+
+
+async def test_a_repeated_heartbeat_is_rarer_but_never_as_rare_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, outbox = publisher(), Outbox()
+    waits: list[float] = []
+
+    async def wait(_self: BatchSender, seconds: float) -> bool:
+        waits.append(seconds)
+        await asyncio.sleep(0)
+        return len(waits) == 1
+
+    monkeypatch.setattr(BatchSender, "_recorded_within", wait)
+    store(rank, 1)
+    async with sending(rank, outbox, heartbeat=5.0):
+        await outbox.until(50)
+    assert waits[0] == 5.0, "the first heartbeat after events confirms that none is missing"
+    assert all(8.5 <= each <= 10.0 for each in waits[2:])
+    assert len(set(waits[2:])) > 10, "ranks that started together do not report together"
+    assert max(waits) < silence_limit(5000) - 5.0 + 0.1
 
 
 async def test_threads_record_while_the_loop_sends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import threading
 import time
@@ -18,6 +19,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 log = get_logger(__name__)
 
 _TRIES_BEFORE_WARNING = 4
+_REPEATED = (1.7, 2.0)
+"""Time before a heartbeat is repeated, in heartbeat intervals."""
 
 
 @dataclass(eq=False)
@@ -69,7 +72,8 @@ class BatchSender:
         """Sends events in batches of at most ``max_batch_bytes`` until cancelled.
 
         A batch is sent again until the transport accepts it. Events recorded meanwhile go into the next one.
-        At the start, and after each ``heartbeat_seconds`` without events, a heartbeat reports cursor and digest.
+        At the start, and after ``heartbeat_seconds`` without events, a heartbeat reports cursor and digest. While there
+        are none, it is repeated after nearly twice that time: a rank is silent after three times that time.
         """
         self._loop = asyncio.get_running_loop()
         self._recorded.set()
@@ -79,10 +83,11 @@ class BatchSender:
                 first, after, payload = self._take(max_batch_bytes() if max_batch_bytes else MAX_BATCH_BYTES)
                 if after > first or heartbeat_due:
                     await self._deliver(transport, payload, first, after)
+                interval = heartbeat_seconds * (1.0 if after > first else random.uniform(*_REPEATED))
                 async with self._sent:
                     self._sent_id = after
                     self._sent.notify_all()
-                heartbeat_due = not await self._recorded_within(heartbeat_seconds)
+                heartbeat_due = not await self._recorded_within(interval)
         finally:
             self._loop = None
 
