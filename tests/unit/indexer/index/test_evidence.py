@@ -19,9 +19,15 @@ class Clocked:
     def __init__(self) -> None:
         self.evidence = Evidence()
         self.watch = SilenceWatch(random.Random(1))
+        self.limits = {RANK: LIMIT}
+        self.looks = 0
 
     def due(self, now: float) -> bool:
-        return self.watch.due({RANK: LIMIT}, lambda _: self.evidence, now) == [RANK]
+        def evidence(_: Rank) -> Evidence:
+            self.looks += 1
+            return self.evidence
+
+        return self.watch.due(self.limits, evidence, now) == [RANK]
 
 
 def test_the_limit_is_several_heartbeats_and_never_tiny() -> None:
@@ -49,6 +55,17 @@ def test_a_rank_is_compared_once_its_heartbeats_are_missing() -> None:
     clocked.evidence.heard_at = 117.0
     assert not clocked.due(118.0)
     assert not clocked.watch.silent
+
+
+def test_ranks_are_looked_at_only_when_one_may_be_silent() -> None:
+    clocked = Clocked()
+    clocked.evidence.heard_at = 100.0
+    for now in range(100, 116):
+        assert not clocked.due(float(now))
+    assert clocked.looks == 1
+    clocked.limits = {RANK: LIMIT}
+    assert not clocked.due(115.0)
+    assert clocked.looks == 2
 
 
 def test_a_rank_that_was_never_heard_has_the_same_time() -> None:

@@ -151,6 +151,11 @@ class Departures:
         self._grace = grace_seconds
         self._gone_since: dict[Rank, float] = {}
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a rank is in its grace period."""
+        return bool(self._gone_since)
+
     def expired(self, indexed: Iterable[Rank], registered: Iterable[Rank], now: float) -> list[Rank]:
         """Returns the ranks of the index without a registration for at least the grace period; sorted.
 

@@ -10,6 +10,7 @@ Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -78,6 +79,9 @@ class SilenceWatch:
         self._rng = rng or random.Random()
         self._known_since: dict[Rank, float] = {}
         self._schedules: dict[Rank, _Schedule] = {}
+        self._limits: Mapping[Rank, float] = {}
+        self._quiet_until = 0.0
+        """Time before which none of these ranks can be silent, since evidence only becomes newer."""
 
     @property
     def silent(self) -> Collection[Rank]:
@@ -88,17 +92,23 @@ class SilenceWatch:
         """Returns the ranks to compare now.
 
         Args:
-            limits: Silence limit in seconds of every rank whose worker is reachable by address.
+            limits: Silence limit in seconds of every rank whose worker is reachable by address; the same object until
+                it changes.
             evidence: Returns the evidence about a rank.
             now: The current time.
         """
+        if limits is self._limits and now <= self._quiet_until:
+            return []
         # The limit of a rank without any message counts from the registration of its worker.
         self._known_since = {rank: self._known_since.get(rank, now) for rank in limits}
         schedules = {}
         due = []
+        self._limits, self._quiet_until = limits, math.inf
         for rank, limit in sorted(limits.items()):
             known = evidence(rank)
-            if not exceeds(known.heard_at or self._known_since[rank], now, limit):
+            since = known.heard_at or self._known_since[rank]
+            self._quiet_until = min(self._quiet_until, since + limit)
+            if not exceeds(since, now, limit):
                 continue
             schedule = schedules[rank] = self._schedules.get(rank) or _Schedule(now, limit / 2, now)
             if now < schedule.due:

@@ -113,6 +113,7 @@ class ComponentIndex:
         self._compare_seconds = limits.compare_seconds
         self._departures = Departures(limits.grace_seconds)
         self._silence = SilenceWatch()
+        self._silence_limits: dict[Rank, float] = {}
         self._silence_logged = False
         self._log = log.bind(component_name=str(name))
         self._workers: Mapping[int, WorkerRegistration] = {}
@@ -181,6 +182,7 @@ class ComponentIndex:
         self._workers = workers
         self.state.events.register(self._registered(), unfit)
         self.requests.update_workers(workers)
+        self._silence_limits = {rank: self._silence_limit(rank) for rank in self.requests.ranks()}
         if any(worker.publishes_events and self._is_durable(worker) for worker in workers.values()):
             self._request_stream()
         self._changed.set()
@@ -274,14 +276,20 @@ class ComponentIndex:
         self.ready = True
 
     async def _follow_workers(self) -> None:
+        settled: object = None
         while True:
             self._changed.clear()
             self.ranks = await self.state.shared.ranks()
             indexed = {(info.worker_id, info.dp_rank): info.incarnation for info in self.ranks}
             registered = self.state.events.incarnations.expected()
-            await self.state.repair.begin_incarnations(new_incarnations(registered, indexed))
-            await self._ask_about(ahead_of(registered, indexed))
-            await self.state.repair.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
+            ranks = self._workers, registered, indexed
+            if ranks != settled:
+                ahead = ahead_of(registered, indexed)
+                await self.state.repair.begin_incarnations(new_incarnations(registered, indexed))
+                await self._ask_about(ahead)
+                await self.state.repair.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
+                # The same ranks call for nothing else, unless one is contradicted or its grace period ends.
+                settled = None if ahead or self._departures.awaited else ranks
             self._compare_silent_ranks()
             self.resync.expire_false_alarms()
             with contextlib.suppress(TimeoutError):
@@ -298,8 +306,9 @@ class ComponentIndex:
         """Requests a comparison of silent ranks, once the retained messages of the transport are read."""
         if not self._transport_read.is_set():
             return
-        limits = {rank: self._silence_limit(rank) for rank in self.requests.ranks()}
-        for rank in self._silence.due(limits, lambda rank: self.state.known.view(rank).evidence, time.monotonic()):
+        for rank in self._silence.due(
+            self._silence_limits, lambda rank: self.state.known.view(rank).evidence, time.monotonic()
+        ):
             self.requests.add(rank, "silent")
         silent = self._silence.silent
         if silent and not self._silence_logged:
