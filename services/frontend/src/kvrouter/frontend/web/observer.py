@@ -74,7 +74,7 @@ class Observer:
         try:
             while True:
                 self._traffic.take(time.monotonic())
-                system = await self._queries.look(asks_frontends=False)
+                system = await self._queries.look_at_schedulers()
                 self._history.take(system)
                 self._hit_rates.take(system, time.monotonic())
                 if time.monotonic() - aged_at >= _AGEING_SECONDS:

@@ -54,6 +54,11 @@ class ServiceQueries:
     def __post_init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
+    async def look_at_schedulers(self) -> System:
+        """Returns the current state as far as Schedulers know it."""
+        views = await asyncio.gather(*map(self._ask_scheduler, self.addresses("scheduler")))
+        return System(datetime.now(UTC).astimezone(), views, (), (), self.note())
+
     async def look(self, *, asks_frontends: bool = True) -> System:
         """Returns the current state. A service that does not answer is reported and costs at most one deadline.
 
