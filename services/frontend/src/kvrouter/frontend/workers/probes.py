@@ -10,7 +10,9 @@ Listed servers that have only an OpenAI API are not probed here: their discovery
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+from collections import OrderedDict
 from functools import partial
 from random import Random
 
@@ -110,17 +112,22 @@ class WorkerProbes:
     ) -> None:
         """Probes each worker every ``interval_seconds`` unless it sent something meanwhile, and starts trials.
 
-        Workers without running requests share 200 probes per second, so many idle workers are probed less often.
+        Workers without running requests share 200 probes per second, so many idle workers are probed less often, and
+        thousands of new ones are connected to within seconds.
         """
         self._directory = directory
         self._pool = pool
         self._health = health
         self._trials = trials
         self._interval = interval_seconds
-        self._turns: list[dict[str, float]] = [{} for _ in range(_TURNS)]
-        """The workers of each turn by address, each with the time from which it is probed although it is idle."""
+        self._turns: list[set[str]] = [set() for _ in range(_TURNS)]
+        """Addresses of all workers, by the turn in which each is looked at."""
+        self._idle: OrderedDict[str, float] = OrderedDict()
+        """The same, each with the time from which it is probed although it is idle; the earliest first."""
         self._asking: dict[str, asyncio.Task[None]] = {}
         """Probes without an answer."""
+        self._asked_between: set[str] = set()
+        """Those of them that were asked since the last turn of their workers, less than an interval ago."""
         self._failing: set[str] = set()
         """Addresses whose probes hit a defect, which was logged."""
         self._rng = Random()
@@ -133,10 +140,12 @@ class WorkerProbes:
             async for directory in self._directory.changes():
                 self._health.update(directory.components)
                 self._pool.update(directory.components)
-                for endpoint in self._health.endpoints() - set().union(*self._turns):
+                for endpoint in self._health.endpoints() - self._idle.keys():
                     if not is_url(endpoint):
                         # Distributes over the interval the probes of workers that were discovered together.
-                        self._rng.choice(self._turns)[endpoint] = 0.0
+                        self._rng.choice(self._turns).add(endpoint)
+                        self._idle[endpoint] = 0.0
+                        self._idle.move_to_end(endpoint, last=False)
 
     async def _watch_progress(self) -> None:
         """Looks for stalled workers, and tries them. Intervals of this event loop are counted, as for probes."""
@@ -154,21 +163,41 @@ class WorkerProbes:
         Each interval without the answer to a probe counts as missed. Intervals of this event loop are counted, not
         clock time: a gateway that was frozen itself processes the answers that arrived meanwhile and suspects nobody.
         """
-        loop = asyncio.get_running_loop()
+        loop, allowed = asyncio.get_running_loop(), 0.0
         while True:
             for turn in self._turns:
                 await asyncio.sleep(self._interval / _TURNS)
-                now, known = loop.time(), self._health.endpoints()
-                for endpoint in turn.keys() - known:
-                    del turn[endpoint]
+                for endpoint in turn - self._health.endpoints():
+                    turn.discard(endpoint)
+                    del self._idle[endpoint]
                     group.create_task(self._leave(endpoint))
-                idle_seconds = len(known) / _IDLE_PROBES_PER_SECOND
-                for endpoint, due in turn.items():
-                    if endpoint in self._asking:
+                for endpoint in turn:
+                    if endpoint in self._asked_between:
+                        self._asked_between.discard(endpoint)
+                    elif endpoint in self._asking:
                         self._health.missed(endpoint)
-                    elif not self._health.take_heard(endpoint) and (now >= due or self._health.is_watched(endpoint)):
-                        turn[endpoint] = now + idle_seconds
+                    elif not self._health.take_heard(endpoint) and self._health.is_watched(endpoint):
                         self._asking[endpoint] = group.create_task(self._ask(endpoint))
+                # The first probe of a worker connects to it, so thousands that come at once must wait for each other.
+                allowed = min(allowed, 1.0) + _IDLE_PROBES_PER_SECOND * self._interval / _TURNS
+                for endpoint in self._due(loop.time(), int(allowed)):
+                    allowed -= 1
+                    self._asked_between.add(endpoint)
+                    self._asking[endpoint] = group.create_task(self._ask(endpoint))
+
+    def _due(self, now: float, count: int) -> list[str]:
+        """Returns the addresses of at most ``count`` idle workers to probe now, those that waited longest first."""
+        again = now + max(self._interval, len(self._idle) / _IDLE_PROBES_PER_SECOND)
+        due: list[str] = []
+        while len(due) < count:
+            endpoint, at = next(iter(self._idle.items()), ("", math.inf))
+            if at > now:
+                break
+            self._idle[endpoint] = again
+            self._idle.move_to_end(endpoint)
+            if endpoint not in self._asking:
+                due.append(endpoint)
+        return due
 
     async def _leave(self, endpoint: str) -> None:
         if asking := self._asking.get(endpoint):
@@ -188,6 +217,7 @@ class WorkerProbes:
                 log.exception("worker.probe_failed", endpoint=endpoint)
         finally:
             del self._asking[endpoint]
+            self._asked_between.discard(endpoint)
         if outcome is Probe.ANSWERED:
             self._failing.discard(endpoint)
             self._health.answered(endpoint)
