@@ -38,6 +38,9 @@ class Incarnations:
 
     def __init__(self) -> None:
         self._registered: dict[Rank, int] = {}
+        self._changes = 0
+        self._expected: tuple[int, dict[Rank, int]] = (0, {})
+        """What ``expected`` returned, and after how many changes."""
         self._answered: dict[Rank, tuple[int | None, int]] = {}
         # By rank: (registered incarnation when the worker was called, its answer).
         self._claims: dict[Rank, tuple[int, ...]] = {}
@@ -50,6 +53,7 @@ class Incarnations:
         for rank, (under, _) in list(self._answered.items()):
             if self._registered.get(rank, under) != under:
                 self._answered.pop(rank, None)
+        self._changes += 1
 
     def current(self, rank: Rank) -> int | None:
         """Returns the current incarnation of a rank; None if neither worker nor registration names one."""
@@ -61,7 +65,10 @@ class Incarnations:
 
     def expected(self) -> dict[Rank, int]:
         """Returns the current incarnation of every registered rank."""
-        return {rank: self.current(rank) or registered for rank, registered in list(self._registered.items())}
+        if self._expected[0] != (changes := self._changes):
+            registered = list(self._registered.items())
+            self._expected = changes, {rank: self.current(rank) or incarnation for rank, incarnation in registered}
+        return self._expected[1]
 
     def judge(self, rank: Rank, incarnation: int, indexed: int | None) -> Verdict:
         """Returns the treatment of a batch.
@@ -101,6 +108,7 @@ class Incarnations:
             claimed: The claims from before the call to the worker. Later claims may be true.
         """
         self._answered[rank] = (self._registered.get(rank), incarnation)
+        self._changes += 1
         requested = set(claimed)
         refuted = sorted(claim for claim in requested if claim != incarnation)
         self._claims[rank] = tuple(claim for claim in self.claims(rank) if claim not in requested)
@@ -112,6 +120,7 @@ class Incarnations:
         """Drops the answers and claims of a departed rank, but not its registration."""
         for known in (self._answered, self._claims, self._refuted):
             known.pop(rank, None)
+        self._changes += 1
 
 
 @dataclass(frozen=True, slots=True)
