@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -150,9 +151,9 @@ class LeasedKeys:
             # ``_write`` clears the event, which ``stop`` may have set just before.
             if self._stopping:
                 return
-            # Two renewals may fail before the lease expires.
+            # Two renewals may fail before the lease expires. Processes that start together do not renew together.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._ttl / 3):
+                async with asyncio.timeout(self._ttl / 3 * random.uniform(0.8, 1.0)):
                     await self._changed.wait()
 
     async def _renew(self, client: aetcd.Client) -> None:
