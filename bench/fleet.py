@@ -2,11 +2,11 @@
 
     python bench/fleet.py [--workers 1000,4000] [--seconds 60] [--rate 50] [--requests 0] [--per-process 1000]
 
-For each number of workers, etcd, NATS, Indexer, Scheduler, Frontend and simulated workers start anew. ``ready`` counts
-from the start of the workers' processes, which take part of it, until the Frontend knows all of them and the Indexer
-has compared them. Then the processes rest, and their CPU and messages are counted; then ``--requests`` completions of
-1k tokens are sent at a steady rate. The CPU of a request is that of the services under load less that at rest. With
-several numbers of workers, a linear fit gives what each worker adds to a request.
+For each number of workers, etcd, NATS, Indexer, Scheduler, Frontend and simulated workers start anew. Times count from
+the start of the workers' processes, which take part of them, until the Frontend knows all of them, and until the
+Indexer has compared all. Then the processes rest, and their CPU and messages are counted; then ``--requests``
+completions of 1k tokens are sent at a steady rate. The CPU of a request is that of the services under load less that
+at rest. With several numbers of workers, a linear fit gives what each worker adds to a request.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Fleet:
         self.ops: dict[str, str] = {}
         self.url = ""
 
-    async def start(self, workers: int) -> float:
-        """Starts services, then workers. Returns the seconds until these are ready."""
+    async def start(self, workers: int) -> tuple[float, float]:
+        """Starts services, then workers. Returns the seconds until they are known, and until compared."""
         for service in SERVICES:
             rest: tuple[str, ...] = ()
             if service == "frontend":
@@ -70,7 +70,9 @@ class Fleet:
             engine = ("--model", "m", "--num-blocks", "16384", "--block-size", str(BLOCK_SIZE), "--speed", "1000")
             await self._start(f"workers-{first}", "kvrouter.mocker", *settings, *engine)
         await until(lambda: self._knows(workers))
-        return time.monotonic() - began
+        known = time.monotonic() - began
+        await until(lambda: self._has_compared(workers))
+        return known, time.monotonic() - began
 
     async def _start(self, name: str, module: str, *arguments: str) -> None:
         self.ops[name] = f"127.0.0.1:{free_port()}"
@@ -89,13 +91,14 @@ class Fleet:
         try:
             async with self.session.get(f"{self.url}/health") as response:
                 models = (await response.json())["models"]
-            if models.get("m", {}).get("workers") != workers:
-                return False
-            ranks = await self.metrics("indexer", "kvrouter_indexer_ranks")
-            unverified = await self.metrics("indexer", "kvrouter_indexer_unverified_ranks")
         except (aiohttp.ClientError, KeyError):
             return False
-        await asyncio.sleep(0.1)
+        return bool(models.get("m", {}).get("workers") == workers)
+
+    async def _has_compared(self, workers: int) -> bool:
+        ranks = await self.metrics("indexer", "kvrouter_indexer_ranks")
+        unverified = await self.metrics("indexer", "kvrouter_indexer_unverified_ranks")
+        await asyncio.sleep(0.2)
         return sum(ranks.values()) - sum(unverified.values()) >= workers
 
     async def metrics(self, service: str, prefix: str) -> dict[str, float]:
@@ -167,9 +170,10 @@ async def measure(workers: int, options: argparse.Namespace, directory: Path) ->
     directory.mkdir()  # noqa: ASYNC240 - nothing else runs yet
     async with running_servers(directory) as servers, aiohttp.ClientSession() as session:
         fleet = Fleet(servers, session, options)
-        ready = await fleet.start(workers)
+        known, compared = await fleet.start(workers)
         spent = fleet.cpu()
-        print(f"{workers} workers: ready after {ready:.1f} s, CPU seconds until then: {_shown(spent, 1)}", flush=True)
+        print(f"{workers} workers: known after {known:.1f} s, compared after {compared:.1f} s", flush=True)
+        print(f"  CPU seconds until then: {_shown(spent, 1)}", flush=True)
         await asyncio.sleep(SETTLE_SECONDS)
         if options.count:
             before = await fleet.messages()
