@@ -195,7 +195,7 @@ class WorkerProbes:
                 break
             self._idle[endpoint] = again
             self._idle.move_to_end(endpoint)
-            if endpoint not in self._asking:
+            if endpoint not in self._asking and not self._health.is_watched(endpoint):
                 due.append(endpoint)
         return due
 
