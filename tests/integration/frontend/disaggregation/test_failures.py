@@ -105,16 +105,16 @@ async def test_a_failure_counts_against_a_decode_worker_if_its_prefill_worker_an
 ) -> None:
     await fleet.start(1, DECODE)
     await fleet.start(2, PREFILL)
-    failing = writes(piece(finish=FinishReason.FINISH_REASON_ERROR))
-    async with fleet.hostile(3, DECODE, failing) as worker, fleet.hostile(4, PREFILL, hangs) as prefiller:
+    computing = writes(computed(TransferParams(format="mock-json")))
+    async with fleet.hostile(3, DECODE, hangs) as worker, fleet.hostile(4, PREFILL, computing) as prefiller:
         await fleet.stop(2)
 
-        async def compute(context: Any) -> None:
-            await writes(computed(TransferParams(format="mock-json")))(context)
+        async def fail(context: Any) -> None:
             if prefill == "is lost":
                 prefiller.freeze()
+            await writes(piece(finish=FinishReason.FINISH_REASON_ERROR))(context)
 
-        prefiller.behave = compute
+        worker.behave = fail
         with pytest.raises(WorkerLost):
             await fleet.serve(constraints=RoutingConstraints(worker_id=3))
         assert worker.calls == 1
