@@ -99,6 +99,15 @@ def test_a_session_stores_blocks_in_every_group() -> None:
     assert engine.overlap(tokens(0, 3)) == 2
 
 
+def test_a_block_that_the_rank_has_again_is_a_checkpoint_again() -> None:
+    engine = Engine()
+    engine.publish(stored([1, 2], 0, **FULL), stored([1, 2], 0, **window(2)))
+    engine.publish(removed([1], group_idx=1), removed([2], group_idx=0))
+    engine.publish(stored([1], 0, **window(2)))
+    engine.publish(stored([2], 4, parent=1, **FULL), stored([2], 4, parent=1, **window(2)))
+    assert engine.overlap(tokens(0, 2)) == 2
+
+
 def test_a_cleared_cache_has_no_checkpoints() -> None:
     engine = Engine()
     engine.publish(stored([1], 0, **FULL), stored([1], 0, **window(1)), CLEARED, stored([1, 2], 0, **FULL))
@@ -188,6 +197,11 @@ def reused(held: dict[int, Counter[int]], block: int) -> int:
     return next(ends, 0)
 
 
+def is_end(held: Counter[int], block: int) -> bool:
+    """Returns whether none of the blocks right after a block is held."""
+    return not any(held[child] for child, parent in TREE.items() if parent == block)
+
+
 steps = st.lists(st.tuples(st.sampled_from(sorted(TREE)), st.integers(0, 3), st.booleans()), min_size=1, max_size=12)
 
 
@@ -203,17 +217,18 @@ def test_any_order_of_stores_and_removals(batches: list[list[tuple[int, int, boo
     engine.publish(*(store(block, **fields[group]) for block in TREE for group in range(4)))
     for batch in batches:
         events = []
+        # An engine evicts nothing that a step uses, and the end of a prefix before its start.
         in_use = {each for block, group, is_stored in batch if is_stored and group for each in path(block)}
         for block, group, is_stored in batch:
             if is_stored and group:
-                # An engine computes what is before a block, and evicts nothing of it in the same step.
+                # An engine computes what is before a block.
                 for each in path(block):
                     if not held[0][each]:
                         held[0][each] += 1
                         events.append(store(each, **FULL))
                 held[group][block] += 1
                 events.append(store(block, **fields[group]))
-            elif not is_stored and held[group][block] and (group or block not in in_use):
+            elif not is_stored and held[group][block] and (group or (block not in in_use and is_end(held[0], block))):
                 held[group][block] -= 1
                 events.append(removed([block], group_idx=group))
         engine.publish(*events)

@@ -143,9 +143,9 @@ class Checkpoints:
             if may_repeat and not self._hits.isdisjoint(blocks[-1:]):
                 continue
             for block in blocks:
+                # Even with the same run: its rank may have it again, and a relay that resumed may not know it here.
+                changed[block] = None
                 if not is_stored:
-                    # After a resumed relay the block may be unknown here: better to know fewer checkpoints than more.
-                    changed[block] = None
                     changed.update(dict.fromkeys(group.remove(block)))
                 elif path := self._rank.chunk(block, 2):
                     parent = path[0] if len(path) > 1 else None
