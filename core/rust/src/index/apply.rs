@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::index::Index;
 use crate::index::store::Refused;
-use crate::index::tree::nodes::{RankTier, TIERS};
+use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{Counting, Name, Rank};
-use crate::wire::{Batch, Change, Event, Malformed};
+use crate::wire::{Batch, Change, Event, Malformed, TIERS};
 
 /// Maximum number of blocks in one event.
 const MAX_EVENT_BLOCKS: usize = 1 << 16;

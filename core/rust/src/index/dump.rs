@@ -6,9 +6,9 @@ use crate::hash::{ByEngineHash, digest_term, sequence_hash};
 use crate::index::Index;
 use crate::index::apply::Summary;
 use crate::index::orphans::OrphanBlock;
-use crate::index::tree::nodes::{RankTier, TIERS};
+use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting, Name, Rank};
-use crate::wire::{BlockRecord, Malformed, RankState, Writer};
+use crate::wire::{BlockRecord, Malformed, RankState, TIERS, Writer};
 
 /// Blocks between two moments at which other threads may have the processor. The kernel would let a thread that wakes,
 /// such as one that answers queries, wait for milliseconds until this one has used up its time.

@@ -10,8 +10,9 @@ use std::ops::RangeInclusive;
 use crate::hash::sequence_hash;
 use crate::index::Index;
 use crate::index::store::{Chain, Refused};
-use crate::index::tree::nodes::{RankTier, TIERS};
+use crate::index::tree::nodes::RankTier;
 use crate::index::tree::ranks::{BlockPosition, Counting};
+use crate::wire::TIERS;
 
 /// An orphan block.
 #[derive(Clone, Copy, Debug)]

@@ -1,9 +1,10 @@
 //! Residency of blocks: adds, changes and removes residency ranges of nodes, and counts copies.
 
-use crate::index::tree::nodes::{Bits, CHECKPOINT, RankTier, ResidencyRange, SHARED, TIERS};
+use crate::index::tree::nodes::{Bits, CHECKPOINT, RankTier, ResidencyRange, SHARED};
 use crate::index::tree::ranks::{BlockPosition, Counting, Rank, Residency, extra_key};
 use crate::index::{Index, MAX_RECORDS};
 use crate::storage::table::Table;
+use crate::wire::TIERS;
 
 impl Index {
     /// Returns the key of a block in the extra copies of its rank.

@@ -6,9 +6,7 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::hash::SEED;
-
-/// Number of tiers: device, host, disk, shared and checkpoints, whose numbers in the contract are 1 to 5.
-pub const TIERS: usize = 5;
+use crate::wire::TIERS;
 
 /// What besides the tokens decides whether a block may be shared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]

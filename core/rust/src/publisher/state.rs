@@ -3,11 +3,11 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use super::blocks::{Block, Error, Notes, NumberedEvent, Scope, TIERS, part_hashes, tier_index};
+use super::blocks::{Block, Error, Notes, NumberedEvent, Scope, part_hashes, tier_index};
 use super::chunks::StateSnapshot;
 use super::table::BlockTable;
 use crate::hash;
-use crate::wire::{BlockRecord, Writer};
+use crate::wire::{BlockRecord, TIERS, Writer};
 
 /// Maximum number of blocks in one event: 128 KiB of hashes, so that events fill batches of 512 KiB well.
 pub const MAX_EVENT_BLOCKS: usize = 8192;

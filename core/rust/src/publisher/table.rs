@@ -2,8 +2,9 @@
 
 use std::collections::hash_map::Entry;
 
-use super::blocks::{Block, TIERS};
+use super::blocks::Block;
 use crate::hash::{ByEngineHash, digest_term};
+use crate::wire::TIERS;
 
 struct Undo {
     digest: u64,

@@ -9,6 +9,9 @@ use std::borrow::Cow;
 
 pub use rank_state::{BlockRecord, RankState};
 
+/// Number of tiers: device, host, disk, shared and checkpoints, whose numbers in the contract are 1 to 5.
+pub const TIERS: usize = 5;
+
 /// Why bytes cannot be parsed as a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);

@@ -98,8 +98,6 @@ impl Node {
     }
 }
 
-/// Number of tiers: the four places of blocks, and checkpoints.
-pub const TIERS: usize = 5;
 /// The tier of checkpoints, from 0: blocks after which the engine of a hybrid model can go on.
 pub const CHECKPOINT: u32 = 4;
 
