@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -96,12 +96,13 @@ def check_structure(encoded: bytes | bytearray, field: str = "messages") -> None
         raise BadRequest(message, field=field, advice="Send a shorter chat.")
 
 
-def check_parts(found: int, field: str) -> None:
+def check_parts(listed: Sized, field: str, contents: Iterable[object] = ()) -> None:
     """Checks the number of messages, items or tools, with the parts of their contents, before they are translated.
 
     Raises:
         BadRequest: there are too many.
     """
+    found = len(listed) + sum(len(content) for content in contents if isinstance(content, list))
     if found > MAX_PARTS:
         raise invalid(field, f"expected at most {MAX_PARTS} with all their parts, received {found}", "Send fewer.")
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from kvrouter.frontend.edge.json_body import Place, check_parts, invalid
 from kvrouter.frontend.edge.request_fields import Int32, OnlyDefault, UInt32
-from kvrouter.frontend.edge.translated_request import RoutingFields, needed
+from kvrouter.frontend.edge.translated_request import RoutingFields, needed, needed_name
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -135,8 +135,7 @@ def chat_messages(fields: PromptFields, conversation: Conversation | None = None
     """
     if not fields.messages:
         raise invalid("messages", "expected at least one message", "Send a message of the user.")
-    parts = sum(len(each.content) for each in fields.messages if isinstance(each.content, list))
-    check_parts(len(fields.messages) + parts, "messages")
+    check_parts(fields.messages, "messages", (each.content for each in fields.messages))
     conversation = conversation or Conversation()
     conversation.add_system(_system_text(fields.system, "system"))
     for index, message in enumerate(fields.messages):
@@ -163,7 +162,7 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     """
     if not tools:
         return None
-    check_parts(len(tools), "tools")
+    check_parts(tools, "tools")
     functions = []
     for index, tool in enumerate(tools):
         place = ("tools", index)
@@ -173,7 +172,7 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
                 f"expected a tool of the client, received {str(tool.get('type'))[:64]!r}",
                 "Leave the tool out: it runs on Anthropic's own servers.",
             )
-        function: dict[str, Any] = {"name": needed(tool.get("name") or None, (place, "name"))}
+        function: dict[str, Any] = {"name": needed_name(tool.get("name"), place)}
         schema = tool.get("input_schema")
         if not isinstance(schema, dict):
             raise invalid((place, "input_schema"), "expected a JSON schema")
@@ -333,7 +332,7 @@ def _call(block: Block, place: Place) -> dict[str, Any]:
         raise invalid((place, "input"), "expected an object")
     # With the spaces that models write, which some templates show.
     arguments = msgspec.json.format(msgspec.json.encode(block.input), indent=0).decode()
-    function = {"name": needed(block.name or None, (place, "name")), "arguments": arguments}
+    function = {"name": needed_name(block.name, place), "arguments": arguments}
     return {"id": needed(block.id, (place, "id")), "type": "function", "function": function}
 
 

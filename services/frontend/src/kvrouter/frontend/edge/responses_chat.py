@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from kvrouter.frontend.edge.json_body import Place, check_parts, invalid
 from kvrouter.frontend.edge.request_fields import OnlyDefault, UInt32
-from kvrouter.frontend.edge.translated_request import RoutingFields, needed
+from kvrouter.frontend.edge.translated_request import RoutingFields, needed, needed_name
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -119,8 +119,7 @@ def chat_messages(fields: ResponsesFields) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     if isinstance(fields.input, str):
         return [*messages, {"role": "user", "content": fields.input}]
-    parts = sum(len(each.content) for each in fields.input if isinstance(each.content, list))
-    check_parts(len(fields.input) + parts, "input")
+    check_parts(fields.input, "input", (each.content for each in fields.input))
     for index, item in enumerate(fields.input):
         _add(messages, item, ("input", index))
     return messages
@@ -134,16 +133,15 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     """
     if not tools:
         return None
-    check_parts(len(tools), "tools")
+    check_parts(tools, "tools")
     functions = []
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
             message = f"expected function, received {str(tool.get('type'))[:64]!r}"
             raise invalid((("tools", index), "type"), message, "Leave the tool out.")
         known = ("description", "parameters", "strict", "defer_loading")
-        function = {"name": needed(tool.get("name") or None, (("tools", index), "name"))} | {
-            name: tool[name] for name in known if tool.get(name) is not None
-        }
+        name = needed_name(tool.get("name"), ("tools", index))
+        function = {"name": name} | {key: tool[key] for key in known if tool.get(key) is not None}
         functions.append({"type": "function", "function": function})
     return functions
 
@@ -158,7 +156,7 @@ def chat_tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, 
         return choice
     if choice.get("type") != "function":
         raise invalid("tool_choice", "expected none, auto, required or a function")
-    return {"type": "function", "function": {"name": needed(choice.get("name") or None, ("tool_choice", "name"))}}
+    return {"type": "function", "function": {"name": needed_name(choice.get("name"), "tool_choice")}}
 
 
 def response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -176,7 +174,7 @@ def _add(messages: list[dict[str, Any]], item: Item, place: Place) -> None:
             _add_message(messages, item, place)
         case "function_call":
             arguments, call_id = needed(item.arguments, (place, "arguments")), needed(item.call_id, (place, "call_id"))
-            function = {"name": needed(item.name or None, (place, "name")), "arguments": arguments}
+            function = {"name": needed_name(item.name, place), "arguments": arguments}
             calls = _own(messages).setdefault("tool_calls", [])
             calls.append({"id": call_id, "type": "function", "function": function})
         case "function_call_output":

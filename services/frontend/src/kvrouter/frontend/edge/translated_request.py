@@ -235,8 +235,17 @@ def needed(text: Any, place: Place) -> str:
     """Returns a text.
 
     Raises:
-        BadRequest: it is missing, or none.
+        BadRequest: it is missing, or no text.
     """
     if not isinstance(text, str):
         raise invalid(place, "expected a text")
     return text
+
+
+def needed_name(name: Any, place: Place) -> str:
+    """Returns the name of the tool or function at a place.
+
+    Raises:
+        BadRequest: it is missing, empty, or no text.
+    """
+    return needed(name or None, (place, "name"))
