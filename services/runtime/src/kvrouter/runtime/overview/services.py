@@ -56,7 +56,8 @@ class ServiceQueries:
 
     async def look_at_schedulers(self) -> System:
         """Returns the current state as far as Schedulers know it."""
-        views = await asyncio.gather(*map(self._ask_scheduler, self.addresses("scheduler")))
+        schedulers, *_ = await self._registered()
+        views = await asyncio.gather(*map(self._ask_scheduler, schedulers))
         return System(datetime.now(UTC).astimezone(), views, (), (), self.note())
 
     async def look(self, *, asks_frontends: bool = True) -> System:
@@ -64,8 +65,7 @@ class ServiceQueries:
 
         Frontends not asked are listed as if they asked for a key; those of this process are always asked.
         """
-        schedulers, indexers, frontends = map(self.addresses, ("scheduler", "indexer", "frontend"))
-        await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
+        schedulers, indexers, frontends = await self._registered()
         scheduler_views, indexer_views, frontend_views = await asyncio.gather(
             asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
             asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
@@ -91,6 +91,12 @@ class ServiceQueries:
     async def close(self) -> None:
         """Closes all connections."""
         await self._close(list(self._channels))
+
+    async def _registered(self) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+        """Returns the addresses of Schedulers, Indexers and Frontends, and closes the connections to others."""
+        schedulers, indexers, frontends = map(self.addresses, ("scheduler", "indexer", "frontend"))
+        await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
+        return schedulers, indexers, frontends
 
     async def _ask_scheduler(self, address: str) -> SchedulerView:
         scheduler = cast(Scheduler, self._stub("scheduler", address))
