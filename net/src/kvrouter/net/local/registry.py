@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from kvrouter.net.etcd import Snapshot
 
@@ -46,10 +47,20 @@ class LocalRegistry:
         changed.set()
 
 
-class LocalKeys:
-    """The keys of one owner in a registry. It has the methods of ``LeasedKeys``, without a lease."""
+class KeyValues(Protocol):
+    """Keys and values of several owners."""
 
-    def __init__(self, registry: LocalRegistry) -> None:
+    def put(self, key: str, value: bytes) -> None:
+        """Sets the value of a key."""
+
+    def delete(self, key: str) -> None:
+        """Removes a key, if it exists."""
+
+
+class LocalKeys:
+    """The keys of one owner in a registry. It has the methods of ``LeasedKeys``, without a lease of its own."""
+
+    def __init__(self, registry: KeyValues) -> None:
         self._registry = registry
         self._owned: set[str] = set()
         self._stopped = asyncio.Event()

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from kvrouter.mocker.app import running
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.net.etcd import LeasedKeys
+from kvrouter.net.local import LocalKeys
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.publishing.transport import Link, NatsLink
 from kvrouter.publisher.registration import EtcdAndNats, Keys
@@ -81,28 +82,12 @@ class _SharedSystem(EtcdAndNats):
         return self._link
 
 
-class _OwnKeys:
-    """Implements Keys for one worker."""
+class _OwnKeys(LocalKeys):
+    """Implements Keys for one worker. The lease is that of all workers."""
 
     def __init__(self, shared: LeasedKeys) -> None:
+        super().__init__(shared)
         self._shared = shared
-        self._owned: set[str] = set()
-        self._stopped = asyncio.Event()
-
-    def put(self, key: str, value: bytes) -> None:
-        """Implements Keys."""
-        self._owned.add(key)
-        self._shared.put(key, value)
-
-    def stop(self) -> None:
-        """Implements Keys."""
-        for key in self._owned:
-            self._shared.delete(key)
-        self._stopped.set()
-
-    async def run(self) -> None:
-        """Implements Keys. The lease is kept for all workers."""
-        await self._stopped.wait()
 
     @property
     def registered(self) -> bool:
