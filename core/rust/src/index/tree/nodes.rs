@@ -98,7 +98,7 @@ impl Node {
     }
 }
 
-/// The tier of checkpoints, from 0: blocks after which the engine of a hybrid model can go on.
+/// The tier of checkpoints, from 0: blocks at which a reusable prefix of a hybrid model may end.
 pub const CHECKPOINT: u32 = 4;
 
 /// A rank and a tier: the slot of the rank shifted left by 3, plus the tier from 0.

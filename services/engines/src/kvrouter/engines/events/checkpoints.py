@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a rank of a hybrid model: the blocks after which its engine can go on.
+"""Finds the checkpoints of a rank of a hybrid model: the blocks at which a reusable prefix may end.
 
 Engines keep the blocks of such a model in groups of layers. Groups of full attention need a whole prefix; their blocks
 are those of the rank. A group with a sliding window needs the last blocks before the next token, one with a state
@@ -39,7 +39,7 @@ class _Group:
         self._children: dict[int, set[int]] = {}
 
     def suffices(self, block: int) -> bool:
-        """Returns whether the layers can go on after a block."""
+        """Returns whether the group has all that its layers need of a prefix ending with a block."""
         held = self.blocks.get(block)
         return held is not None and held.run == self.window
 
@@ -103,8 +103,8 @@ class Checkpoints:
         """Since ``settle``."""
         self._hits: set[int] = set()
         """Last blocks of the hits reported since ``settle``."""
-        self._doubtful: list[int] = []
-        """Blocks to look at again, because a group appeared."""
+        self._to_check: list[int] = []
+        """Blocks whose checkpoints may end, because a further group appeared."""
 
     def window_of(self, group: int) -> int:
         """Returns the window of a group, in blocks; 0 if it is unknown."""
@@ -116,7 +116,7 @@ class Checkpoints:
         Blocks that ``may_repeat`` hits are new unless ``repeated`` says so of the last one.
         """
         if group not in self._groups:
-            self._doubtful = [block for known in self._groups.values() for block in known.blocks]
+            self._to_check = [block for known in self._groups.values() for block in known.blocks]
             self._groups[group] = _Group(window)
         self._changes.append(_Change(self._groups[group], blocks, is_stored=True, may_repeat=may_repeat))
 
@@ -131,14 +131,14 @@ class Checkpoints:
     def forget(self) -> None:
         """Forgets all blocks, because the rank did."""
         self._groups = {group: _Group(known.window) for group, known in self._groups.items()}
-        self._changes, self._hits, self._doubtful = [], set(), []
+        self._changes, self._hits, self._to_check = [], set(), []
 
     def settle(self) -> None:
         """Reports the changes of checkpoints. Engines may report a block in any order of its groups until then."""
         if not self._changes:  # as with every model that has no such groups
             self._hits.clear()
             return
-        changed = dict.fromkeys(self._doubtful)
+        changed = dict.fromkeys(self._to_check)
         for group, blocks, is_stored, may_repeat in self._changes:
             if may_repeat and not self._hits.isdisjoint(blocks[-1:]):
                 continue
@@ -153,11 +153,11 @@ class Checkpoints:
                     if parent not in group.blocks and parent not in changed and self._is_checkpoint(parent):
                         parent = None
                     changed.update(dict.fromkeys(group.store(block, parent)))
-        self._changes, self._hits, self._doubtful = [], set(), []
-        good = [block for block in changed if all(group.suffices(block) for group in self._groups.values())]
-        if gained := [block for block in good if not self._is_checkpoint(block)]:
+        self._changes, self._hits, self._to_check = [], set(), []
+        reusable = [block for block in changed if all(group.suffices(block) for group in self._groups.values())]
+        if gained := [block for block in reusable if not self._is_checkpoint(block)]:
             self._rank.stored_in_tier(gained, tier=Tier.TIER_CHECKPOINT)
-        if lost := [block for block in changed.keys() - good if self._is_checkpoint(block)]:
+        if lost := [block for block in changed.keys() - reusable if self._is_checkpoint(block)]:
             self._rank.removed(lost, tier=Tier.TIER_CHECKPOINT)
 
     def _is_checkpoint(self, block: int | None) -> bool:

@@ -154,7 +154,7 @@ class EventTranslator:
         self._checkpoints.stored(event.group, window, hashes, may_repeat=self._may_repeat_hits(event))
 
     def _window(self, event: Stored) -> int:
-        """Returns how many of the last blocks a group needs to go on; 0 if that is unknown."""
+        """Returns how many of the last blocks of a prefix a group needs; 0 if that is unknown."""
         known = 0 if event.group is None else self._checkpoints.window_of(event.group)
         if known or not event.block_size:
             return known

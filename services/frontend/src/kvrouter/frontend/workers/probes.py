@@ -122,12 +122,12 @@ class WorkerProbes:
         self._interval = interval_seconds
         self._turns: list[set[str]] = [set() for _ in range(_TURNS)]
         """Addresses of all workers, by the turn in which each is looked at."""
-        self._idle: OrderedDict[str, float] = OrderedDict()
-        """The same, each with the time from which it is probed although it is idle; the earliest first."""
+        self._next_probe: OrderedDict[str, float] = OrderedDict()
+        """The same, each with the time of its next probe if it is idle then; the earliest first."""
         self._asking: dict[str, asyncio.Task[None]] = {}
         """Probes without an answer."""
         self._asked_between: set[str] = set()
-        """Those of them that were asked since the last turn of their workers, less than an interval ago."""
+        """Those of them that began after the last turn of their workers, so less than an interval ago."""
         self._failing: set[str] = set()
         """Addresses whose probes hit a defect, which was logged."""
         self._rng = Random()
@@ -140,12 +140,12 @@ class WorkerProbes:
             async for directory in self._directory.changes():
                 self._health.update(directory.components)
                 self._pool.update(directory.components)
-                for endpoint in self._health.endpoints() - self._idle.keys():
+                for endpoint in self._health.endpoints() - self._next_probe.keys():
                     if not is_url(endpoint):
                         # Distributes over the interval the probes of workers that were discovered together.
                         self._rng.choice(self._turns).add(endpoint)
-                        self._idle[endpoint] = 0.0
-                        self._idle.move_to_end(endpoint, last=False)
+                        self._next_probe[endpoint] = 0.0
+                        self._next_probe.move_to_end(endpoint, last=False)
 
     async def _watch_progress(self) -> None:
         """Looks for stalled workers, and tries them. Intervals of this event loop are counted, as for probes."""
@@ -169,7 +169,7 @@ class WorkerProbes:
                 await asyncio.sleep(self._interval / _TURNS)
                 for endpoint in turn - self._health.endpoints():
                     turn.discard(endpoint)
-                    del self._idle[endpoint]
+                    del self._next_probe[endpoint]
                     group.create_task(self._leave(endpoint))
                 for endpoint in turn:
                     if endpoint in self._asked_between:
@@ -187,14 +187,14 @@ class WorkerProbes:
 
     def _due(self, now: float, count: int) -> list[str]:
         """Returns the addresses of at most ``count`` idle workers to probe now, those that waited longest first."""
-        again = now + max(self._interval, len(self._idle) / _IDLE_PROBES_PER_SECOND)
+        again = now + max(self._interval, len(self._next_probe) / _IDLE_PROBES_PER_SECOND)
         due: list[str] = []
         while len(due) < count:
-            endpoint, at = next(iter(self._idle.items()), ("", math.inf))
+            endpoint, at = next(iter(self._next_probe.items()), ("", math.inf))
             if at > now:
                 break
-            self._idle[endpoint] = again
-            self._idle.move_to_end(endpoint)
+            self._next_probe[endpoint] = again
+            self._next_probe.move_to_end(endpoint)
             if endpoint not in self._asking and not self._health.is_watched(endpoint):
                 due.append(endpoint)
         return due

@@ -1,4 +1,4 @@
-"""Remembers of each conversation what its last request left on its rank, how long outputs are, and how it goes on.
+"""Remembers for each conversation the blocks of its last request, the length of its outputs, and its turns.
 
 The next request extends the prompt of the last one, and finds it in the rank's cache even where no index shows it: the
 policy counts these blocks as overlap, weighs them against the load there, and may leave the rank. Some applications
