@@ -51,7 +51,7 @@ typedef enum kvr_tier {
     KVR_TIER_HOST = 2,
     KVR_TIER_DISK = 3,
     KVR_TIER_SHARED = 4,
-    /* No place: the engine of a hybrid model can go on after the block. */
+    /* No place: a reusable prefix of a hybrid model may end with the block. */
     KVR_TIER_CHECKPOINT = 5
 } kvr_tier;
 

@@ -92,8 +92,8 @@ class MockerSettings(EngineServerSettings):
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     """Interval of heartbeats while there are no events, in seconds."""
     load_report_seconds: float = Field(default=1.0, ge=0)
-    """Interval at which the load is read and reported, in seconds; an unchanged one is repeated after 7 s. 0 reports
-    none."""
+    """Interval at which the load is read, in seconds. A change is reported at once, an unchanged load within 7 s. 0
+    reports none."""
 
     @model_validator(mode="after")
     def _one_transport(self) -> MockerSettings:

@@ -143,7 +143,7 @@ class WorkerConfig:
     """Interval of heartbeats while there are no events, seconds, above 0. A heartbeat has cursor and digest."""
 
     load_report_seconds: float = 1.0
-    """Interval at which the load is read, seconds; reported if changed, else within 7 s. 0 reports none."""
+    """Interval at which the load is read, seconds. Reported if changed, or within 7 s if not. 0 reports none."""
 
     lease_ttl_seconds: int = 10
     """Time until a dead worker is no longer a candidate, seconds, at least 2."""
