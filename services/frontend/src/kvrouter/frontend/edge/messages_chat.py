@@ -6,7 +6,7 @@ their caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -47,6 +47,19 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[Block]
 
 
+class Tool(msgspec.Struct, frozen=True, gc=False):
+    """A tool of the client or of Anthropic's servers. ``chat_tools`` checks the types of its fields.
+
+    Many small tools take a fifth of the time of as many dictionaries, mostly that of the garbage collector.
+    """
+
+    type: Any = None
+    name: Any = None
+    description: Any = None
+    input_schema: Any = None
+    defer_loading: Any = None
+
+
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which tools the model may or must call."""
 
@@ -83,7 +96,7 @@ class PromptFields(RoutingFields, frozen=True, forbid_unknown_fields=True, kw_on
 
     messages: list[Message]
     system: str | list[Block] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -154,7 +167,7 @@ def chat_messages(fields: PromptFields, conversation: Conversation | None = None
     return conversation.messages()
 
 
-def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+def chat_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     """Returns the tools of the chat; None if there are none.
 
     Raises:
@@ -166,21 +179,21 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     functions = []
     for index, tool in enumerate(tools):
         place = ("tools", index)
-        if tool.get("type") not in _CUSTOM:
+        if tool.type not in _CUSTOM:
             raise invalid(
                 (place, "type"),
-                f"expected a tool of the client, received {str(tool.get('type'))[:64]!r}",
+                f"expected a tool of the client, received {str(tool.type)[:64]!r}",
                 "Leave the tool out: it runs on Anthropic's own servers.",
             )
-        function: dict[str, Any] = {"name": needed_name(tool.get("name"), place)}
-        schema = tool.get("input_schema")
+        function: dict[str, Any] = {"name": needed_name(tool.name, place)}
+        schema = tool.input_schema
         if not isinstance(schema, dict):
             raise invalid((place, "input_schema"), "expected a JSON schema")
-        if isinstance(description := tool.get("description"), str):
-            function["description"] = description
+        if isinstance(tool.description, str):
+            function["description"] = tool.description
         function["parameters"] = schema if "type" in schema else schema | {"type": "object"}
-        if isinstance(deferred := tool.get("defer_loading"), bool):
-            function["defer_loading"] = deferred
+        if isinstance(tool.defer_loading, bool):
+            function["defer_loading"] = tool.defer_loading
         functions.append({"type": "function", "function": function})
     return functions
 
