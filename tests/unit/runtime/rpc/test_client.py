@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from kvrouter.devtools.system.ports import free_port
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import errors
@@ -31,6 +32,17 @@ async def test_the_clients_deadline_reaches_the_method() -> None:
     assert default is not None
     assert default <= 30
     assert stream is None
+
+
+async def test_a_channel_to_a_peer_that_returned_connects_at_once() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    earlier = open_channel(address)  # is not closed: its pause after a failed attempt must not hold up the next channel
+    with pytest.raises(errors.DependencyAway):
+        await remote(WORKER, earlier).abort(AbortRequest(request_ids=["a"]), deadline=soon())
+    async with serving(WORKER, Worker(), address=address) as (_, channel):
+        response = await remote(WORKER, channel).abort(AbortRequest(request_ids=["a"]), deadline=soon())
+        assert response.aborted == 1
+    await earlier.close()
 
 
 async def test_a_call_that_outlives_its_deadline_is_ended_on_both_sides() -> None:

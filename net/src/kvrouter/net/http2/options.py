@@ -38,6 +38,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Dials a peer at once when it returns at its address. By default all channels of a process share their connections,
+    # and a new channel waits for the back-off of an earlier one.
+    ("grpc.use_local_subchannel_pool", 1),
     # Peers are addressed directly; a proxy in the environment is for external traffic.
     ("grpc.enable_http_proxy", 0),
 )
