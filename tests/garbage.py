@@ -31,7 +31,6 @@ def no_request_is_garbage() -> Iterator[None]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()
     assert not found, sorted(set(found))
 
