@@ -280,8 +280,7 @@ async def test_a_stranger_far_ahead_stops_nobody(nats_url: str, etcd_endpoint: s
 async def test_bookings_of_a_scheduler_that_is_gone_are_kept_for_the_grace_alone(
     nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
-    # The grace leaves time for an end, and for a call after it.
-    async with replicas(1, namespace, etcd_endpoint, nats_url, session_grace_seconds=2.0) as (survivor,):
+    async with replicas(1, namespace, etcd_endpoint, nats_url, session_grace_seconds=60.0) as (survivor,):
         options: dict[str, Any] = {"replica_sync": True, "replica_heartbeat_seconds": 0.1}
         async with scheduling(
             survivor.component, etcd_endpoint, nats_url, how="object", instance_id="gone", **options
@@ -292,6 +291,9 @@ async def test_bookings_of_a_scheduler_that_is_gone_are_kept_for_the_grace_alone
             await eventually(survivor.booked, lambda count: count == 2)
         repeated = await survivor.select(selecting("adopted", routing(4, seed=1)))
         assert repeated.repeated
+        sync = survivor.service.status.sync
+        assert sync is not None
+        sync.of(survivor.component).grace_seconds = 0.0  # The grace is over.
         await eventually(survivor.booked, lambda count: count == 1)
         assert figure(survivor, "sync_orphans_dropped_total") == 1
         assert figure(survivor, "replicas") == 0
