@@ -75,11 +75,8 @@ class NoBroker:
         """Waits until the process says that its services are ready."""
 
         async def is_ready() -> bool:
-            try:
-                async with self.session.get(f"http://{self.ops}/ready") as response:
-                    return response.status == 200
-            except aiohttp.ClientError:
-                return False
+            async with self.session.get(f"http://{self.ops}/ready") as response:
+                return response.status == 200
 
         await until(is_ready)
 
@@ -95,7 +92,7 @@ class NoBroker:
             try:
                 ranks = await self.ranks()
             except KvRouterError:
-                return False  # it does not listen yet
+                return False  # gRPC is served a moment later
             return sum(each.registered and each.verified for each in ranks.values()) == workers
 
         await until(compared)
@@ -111,6 +108,14 @@ class NoBroker:
         """Returns whether the process has logged an event."""
         return f'"event": "{event}"' in self.process.log_file.read_text()
 
+    async def until_logged(self, event: str) -> None:
+        """Waits until the process has logged an event."""
+
+        async def is_logged() -> bool:
+            return self.logged(event)
+
+        await until(is_logged)
+
 
 @asynccontextmanager
 async def serving(
@@ -122,7 +127,7 @@ async def serving(
     failpoint: str = "",
     bind: str = "",
 ) -> AsyncIterator[NoBroker]:
-    """Runs the command while the context lasts. Its run file is below ``logs``.
+    """Runs the command while the context lasts, from when it listens. Its run file is below ``logs``.
 
     ``around`` is a command that runs the one that follows it. ``failpoint`` is a step of ``tests.faults.failpoints`` at
     which the process dies. ``bind`` is the address of its gRPC server.
@@ -141,7 +146,17 @@ async def serving(
         dict(os.environ) | NOWHERE | {"XDG_RUNTIME_DIR": str(logs)},
     )
     process = await ManagedProcess.start(command, logs)
+
+    async def listens() -> bool:
+        try:
+            _, writer = await asyncio.open_connection(*ops.split(":"))
+        except OSError:
+            return False
+        writer.close()
+        return True
+
     try:
+        await until(listens)
         async with aiohttp.ClientSession() as session, open_channel(grpc) as channel:
             descriptor = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
             yield NoBroker(process, http, ops, cast(Indexer, remote(descriptor, channel)), session)

@@ -140,11 +140,7 @@ async def test_nothing_is_ready_before_the_pods_are_known(tmp_path: Path, kube: 
         one.started(),
         serving(tmp_path, options=("--engine-pods", f"app=vllm:{one.bind.rpartition(':')[2]}")) as system,
     ):
-
-        async def refused() -> bool:
-            return system.logged("kubernetes.away")
-
-        await until(refused)
+        await system.until_logged("kubernetes.away")
         async with system.session.get(f"http://{system.ops}/ready") as response:
             assert response.status == 503
         assert await system.metric("kvrouter_kubernetes_up") == 0

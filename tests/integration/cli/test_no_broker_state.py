@@ -180,15 +180,6 @@ async def test_lost_messages_are_replayed(tmp_path: Path) -> None:
         assert not system.logged("relay.messages_lost")
 
 
-async def logged(system: NoBroker, event: str) -> None:
-    """Waits until the process has logged an event."""
-
-    async def is_logged() -> bool:
-        return system.logged(event)
-
-    await until(is_logged)
-
-
 @asynccontextmanager
 async def forwarding(source: int, target: int, loses: asyncio.Event) -> AsyncIterator[None]:
     """Forwards what an engine publishes to another port, except while ``loses`` is set."""
@@ -233,10 +224,10 @@ async def test_a_full_disk_costs_the_state_only(tmp_path: Path) -> None:
     ):
         await system.ready()
         await fill(system, range(1, 4))
-        await logged(system, "state.not_written")
+        await system.until_logged("state.not_written")
         assert await system.metric("kvrouter_relay_state_failures") > 0
         os.unlink(f"/proc/{system.process.pid}/root{directory}/ballast")
-        await logged(system, "state.written_again")
+        await system.until_logged("state.written_again")
 
 
 @pytest.mark.full

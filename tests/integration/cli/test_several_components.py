@@ -45,11 +45,7 @@ async def test_each_model_has_engines_of_its_own(tmp_path: Path) -> None:
         assert (await system.ask(prompt(1), model="other")).status == 404
 
         await command(tmp_path, "engine", "add", urls[1])
-
-        async def refused() -> bool:
-            return system.logged("sidecar.worker_refused")
-
-        await until(refused)
+        await system.until_logged("sidecar.worker_refused")
         await command(tmp_path, "engine", "drain", f"small={second.url}")
         assert (await system.ask(prompt(1), model="n")).status == 503
         assert (await system.ask(prompt(1), model="m")).status == 200
