@@ -59,7 +59,7 @@ class Engine:
 
     async def start(self) -> None:
         self._context = zmq.asyncio.Context()
-        self._events = self._context.socket(zmq.PUB)
+        self._events = self._context.socket(zmq.XPUB)
         self._events.bind(self.events_endpoint)
         if self.replay_endpoint:
             replays = self._context.socket(zmq.ROUTER)
@@ -73,6 +73,10 @@ class Engine:
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
+
+    async def subscribed(self) -> None:
+        """Returns when a subscription has arrived, a moment after its connection: what is published before is lost."""
+        await self._events.recv()
 
     async def restart(self) -> None:
         """Dies, and begins another lifetime with an empty cache."""

@@ -71,6 +71,7 @@ async def test_an_engine_without_replays(mute: Engine, beside: Beside) -> None:
     await mute.publish(stored([1], 0))
     async with beside(mute) as relay:
         await relay.is_connected()
+        await mute.subscribed()
         await mute.publish(stored([2], 40))
         await relay.holds(2)
         assert relay.partial
@@ -81,6 +82,7 @@ async def test_an_engine_without_replays(mute: Engine, beside: Beside) -> None:
         await mute.restart()
         await until(lambda: relay.count("losses_total") == 3)
         assert relay.blocks() == set()
+        await mute.subscribed()
         await mute.publish(stored([5], 0))
         await relay.holds(5)
         assert relay.count("restarts_total") == 1
