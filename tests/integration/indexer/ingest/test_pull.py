@@ -66,8 +66,11 @@ async def test_after_none_the_server_sends_nothing_until_the_next_fetch(
     async with reading(connection, component) as (js, pull):
         assert await pull.take(SHORT_SECONDS) == []
         await js.publish(component.events_subject(1, 0), b"late")
-        info = await js.consumer_info(component.stream, DURABLE)
-        assert (info.num_waiting, info.num_pending, info.delivered.consumer_seq if info.delivered else 0) == (0, 1, 0)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            # The server counts a message shortly after it has stored it.
+            while not (info := await js.consumer_info(component.stream, DURABLE)).num_pending:
+                await asyncio.sleep(0.01)
+        assert (info.num_waiting, info.delivered.consumer_seq if info.delivered else 0) == (0, 0)
         assert await taken(pull, 1) == [b"late"]
 
 
