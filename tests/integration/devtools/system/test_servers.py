@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nats
 import pytest
+from kvrouter.devtools.system import servers
 from kvrouter.devtools.system.servers import (
     BinaryMissing,
     EtcdServer,
@@ -58,6 +59,14 @@ async def test_servers_end_with_their_context(tmp_path: Path) -> None:
         host, port = address.split(":")
         with pytest.raises(OSError, match=r"refused|Connect call failed"):
             await asyncio.open_connection(host, int(port))
+
+
+async def test_a_server_that_does_not_stop_in_time_is_killed(
+    own_etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_STOP_SECONDS", 0.0)
+    await own_etcd.stop()
+    assert not own_etcd.running
 
 
 async def test_a_taken_port_is_reported(own_nats: NatsServer, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -158,9 +158,10 @@ class ServerProcess(ABC):
         self._signal(how)
         self._signal(signal.SIGCONT)
         try:
-            async with asyncio.timeout(_STOP_SECONDS):
-                while self.running:  # noqa: ASYNC110 - the child belongs to no event loop
-                    await asyncio.sleep(_POLL_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    while self.running:  # noqa: ASYNC110 - the child belongs to no event loop
+                        await asyncio.sleep(_POLL_SECONDS)
         finally:
             self._signal(signal.SIGKILL)
             self._process.wait()
