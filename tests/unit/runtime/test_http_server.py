@@ -169,7 +169,7 @@ async def test_a_new_connection_takes_the_place_of_the_oldest_without_a_request(
 
 
 async def test_a_new_connection_is_refused_while_all_others_have_requests() -> None:
-    async with serving(2) as served:
+    async with serving(2, header_seconds=60) as served:
         readers = [(await served.connect(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"))[0] for _ in range(2)]
         for _ in readers:
             await served.began.acquire()
@@ -268,7 +268,7 @@ async def test_the_rest_of_a_refused_body_is_dropped_at_a_limited_rate(monkeypat
         feed(handler, data)
 
     monkeypatch.setattr(JsonRequestHandler, "data_received", record)
-    async with serving() as served:
+    async with serving(header_seconds=60) as served:
         head = b"POST /quick HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
         first, _ = await served.connect(head % (1 << 30) + bytes(1 << 10))
         assert b"405" in await first.readline()
