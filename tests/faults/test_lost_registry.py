@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import cast
 
 import pytest
@@ -49,20 +49,27 @@ async def start(processes: Processes) -> None:
 
 
 async def keys_of(etcd: str, prefix: str) -> set[bytes]:
+    """Returns the keys that are to last: not the lock of a snapshot that is being taken."""
     async with connect(etcd) as client:
-        return {pair.key for pair in await client.get_prefix(prefix.encode())}
+        keys = {pair.key for pair in await client.get_prefix(prefix.encode())}
+    return {key for key in keys if not key.endswith(b"/snapshot-lock")}
 
 
 async def until_back(etcd: str, prefix: str, keys: set[bytes]) -> None:
     """Returns when all keys are in etcd. An etcd that does not answer yet, as just after a freeze, is asked again."""
 
-    async def back() -> bool:
-        try:
-            return keys <= await keys_of(etcd, prefix)
-        except AWAY:
-            return False
+    missing = keys
 
-    await until(back)
+    async def back() -> bool:
+        nonlocal missing
+        with suppress(*AWAY):
+            missing = keys - await keys_of(etcd, prefix)
+        return not missing
+
+    try:
+        await until(back)
+    except TimeoutError:
+        raise AssertionError(f"not back in etcd: {missing}") from None
 
 
 async def more_requests(outcomes: Outcomes, count: int = 100 if FULL else 30) -> None:
