@@ -13,6 +13,7 @@ pub struct Model {
     pub crowd: f64,
     pub shortage_ms: f64,
     pub room: f64,
+    pub max_recomputations: f64,
     pub output_tokens: f64,
     pub fit_tokens: i64,
 }
@@ -124,13 +125,19 @@ impl Model {
             work: price * own,
             output: self.output_tokens * (latency - calibration) * quadratic(self.decode, share),
             shortage: self.shortage_ms * lacking.max(0.0),
-            eviction: added as f64 * (calibration * token_ms) * candidate.reuse_chance,
+            eviction: added as f64 * (calibration * token_ms) * self.recomputations(candidate.reuse_chance),
             copies: (scarcity - 1.0) * blocks.copied * request.block_size as f64 * (calibration * token_ms),
             own,
             relative,
             new_tokens,
             fit: head == 0 && new_tokens >= self.fit_tokens,
         }
+    }
+
+    /// Number of computations that follow the eviction of a block, given the chance that one is used again.
+    fn recomputations(&self, chance: f64) -> f64 {
+        let chance = chance.min(self.max_recomputations / (1.0 + self.max_recomputations));
+        chance / (1.0 - chance)
     }
 
     /// Time in ms of the steps for prompt tokens, each with `decode` ms of decoding.

@@ -28,7 +28,7 @@ fn column<T: Element>(py: Python<'_>, column: &Bound<'_, PyAny>, count: usize) -
 impl ForecastModel {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "parameters by name")]
-    #[pyo3(signature = (*, prefill, decode, default_budget, base, crowd, shortage_ms, room, output_tokens, fit_tokens))]
+    #[pyo3(signature = (*, prefill, decode, default_budget, base, crowd, shortage_ms, room, max_recomputations, output_tokens, fit_tokens))]
     fn new(
         prefill: [f64; 3],
         decode: [f64; 3],
@@ -37,6 +37,7 @@ impl ForecastModel {
         crowd: f64,
         shortage_ms: f64,
         room: f64,
+        max_recomputations: f64,
         output_tokens: f64,
         fit_tokens: i64,
     ) -> PyResult<Self> {
@@ -45,7 +46,18 @@ impl ForecastModel {
                 "expected a budget of 1 token or more, received {default_budget}"
             )));
         }
-        Ok(Self(Model { prefill, decode, default_budget, base, crowd, shortage_ms, room, output_tokens, fit_tokens }))
+        Ok(Self(Model {
+            prefill,
+            decode,
+            default_budget,
+            base,
+            crowd,
+            shortage_ms,
+            room,
+            max_recomputations,
+            output_tokens,
+            fit_tokens,
+        }))
     }
 
     fn terms<'py>(

@@ -57,6 +57,7 @@ class ForecastModel:
         crowd: float,
         shortage_ms: float,
         room: float,
+        max_recomputations: float,
         output_tokens: float,
         fit_tokens: int,
     ) -> None: ...

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.forecast.policy import OUTPUT_TOKENS, PREFILL_N1_MS, decode_ms, prefill_ms
+from kvrouter.scheduler.policies.forecast.policy import (
+    MAX_RECOMPUTATIONS,
+    OUTPUT_TOKENS,
+    PREFILL_N1_MS,
+    decode_ms,
+    prefill_ms,
+)
 from kvrouter.scheduler.policies.interface import Choice, Wait
 
 from ..context_maker import context
@@ -189,10 +195,10 @@ def test_sticky(changes: dict[str, Any], index: int) -> None:
     assert decide("sticky", **changes).index == index
 
 
-def test_the_price_of_an_eviction_is_the_time_to_compute_the_blocks_again_by_their_chance() -> None:
+def test_the_price_of_an_eviction_counts_the_computations_that_follow_it() -> None:
     choice = decide("forecast", reuse_chance=[0.25, 1.0], overlap_blocks=[40, 100], latency_calibration=2.0)
     assert list(choice.explanation.terms["eviction_ms"]) == pytest.approx(
-        [60 * 16 * 2 * PREFILL_N1_MS * 0.25, 16 * 2 * PREFILL_N1_MS]
+        [60 * 16 * 2 * PREFILL_N1_MS / 3, 16 * 2 * PREFILL_N1_MS * MAX_RECOMPUTATIONS]
     )
 
 
@@ -222,6 +228,6 @@ def test_a_popular_prefix_spreads_and_that_of_one_conversation_stays() -> None:
 def test_reuse_is_left_for_a_cache_of_less_use() -> None:
     common = {"overlap_blocks": [50, 0]}
     assert decide("forecast", **common).index == 0
-    assert decide("forecast", **common, reuse_chance=[0.9, 0.0]).index == 0, "half of the prompt is worth more"
+    assert decide("forecast", **common, reuse_chance=[0.4, 0.0]).index == 0, "half of the prompt is worth more"
     nearly_none = {"overlap_blocks": [10, 0]}
-    assert decide("forecast", **nearly_none, reuse_chance=[0.9, 0.0]).index == 1
+    assert decide("forecast", **nearly_none, reuse_chance=[0.4, 0.0]).index == 1

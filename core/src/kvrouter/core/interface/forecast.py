@@ -9,8 +9,8 @@ class ForecastModel(Protocol):
     """The cost terms of routing mode ``forecast``, whose policy has the formula and passes the parameters.
 
     Constructor, by name: ``prefill`` and ``decode``, three coefficients each, the highest power first;
-    ``default_budget``, ``base``, ``crowd``, ``shortage_ms``, ``room``, ``output_tokens``, ``fit_tokens``. Only the
-    native core has it: without that the policy computes the terms itself.
+    ``default_budget``, ``base``, ``crowd``, ``shortage_ms``, ``room``, ``max_recomputations``, ``output_tokens``,
+    ``fit_tokens``. Only the native core has it: without that the policy computes the terms itself.
     """
 
     def terms(

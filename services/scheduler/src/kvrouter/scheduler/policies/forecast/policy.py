@@ -9,7 +9,7 @@
     work(w)   = (b + CROWD * n(w)) * own(w)     price of that time                                [ms]
     output(w) = OUTPUT_TOKENS * c * (r^(1 - z) - 1) * decode(u)  decoding beyond the component's time [ms]
     shortage(w) = SHORTAGE_MS * max(0, u'(w) - ROOM)  price of lacking KV cache                   [ms]
-    eviction(w) = blocks(new(w)) * block size * c * PREFILL_N1_MS * chance(w)                     [ms]
+    eviction(w) = blocks(new(w)) * block size * c * PREFILL_N1_MS * recomputations(w)             [ms]
     copies(w) = (1 - z) * sum of (k - 1) / k over blocks lacking here * block size * c * PREFILL_N1_MS [ms]
 
     rest      = time left for the prompt being computed; without one, half a decode step          [ms]
@@ -20,6 +20,7 @@
     n         = requests in flight                                                                [requests]
     c         = latency calibration: measured time over forecast time, of the component           [1]
     r         = relative latency: measured time of the rank over the component's                  [1]
+    recomputations = min(chance / (1 - chance), MAX_RECOMPUTATIONS), of evicted blocks            [1]
     chance    = mean chance over the rank's KV cache that a block is used again, 0 for an unused one [1]
     k         = candidates that hold the block; 0 counts as 1                                     [1]
     z         = (mean over all ranks of u)^4: 0 while there is KV cache for all, 1 without any left [1]
@@ -28,6 +29,7 @@
 All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
 same step, CROWD of the requests decoding there, b of requests to come, ``output`` of this request's output,
 ``shortage`` of requests stopped for lack of KV blocks, ``eviction`` of requests that will compute evicted blocks again.
+A block that is computed again evicts another one: p + p^2 + ... = p / (1 - p) computations follow an eviction.
 ``copies`` is the time for popular blocks that this rank will probably compute later in any case. A block on k ranks was
 computed k times, and k - 1 times although another rank held it, so the chance of a further copy is (k - 1) / k. The
 term shrinks to 0 as KV cache runs out, since a copy takes blocks that requests wait for.
@@ -97,6 +99,9 @@ SHORTAGE_MS = 5000.0
 ROOM = 0.95
 """Share of KV in use above which shortage counts: output needs blocks as well."""
 
+MAX_RECOMPUTATIONS = 4.0
+"""Maximum number of computations that follow one eviction. Results are the same from 2 to 50."""
+
 OUTPUT_TOKENS = 7.0
 """Price of decoding on a slow rank: the time by which this many tokens come later than at the component's speed."""
 
@@ -113,6 +118,7 @@ NATIVE: ForecastModel | None = FORECAST_MODEL and FORECAST_MODEL(
     crowd=CROWD,
     shortage_ms=SHORTAGE_MS,
     room=ROOM,
+    max_recomputations=MAX_RECOMPUTATIONS,
     output_tokens=OUTPUT_TOKENS,
     fit_tokens=FIT_TOKENS,
 )
@@ -259,7 +265,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
         work=(BASE * scarcity + CROWD * context.active_requests) * own,
         output=OUTPUT_TOKENS * (latency - latency_calibration) * decoding,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
-        eviction=added * (latency_calibration * PREFILL_N1_MS) * context.reuse_chance,
+        eviction=added * (latency_calibration * PREFILL_N1_MS) * recomputations(context.reuse_chance),
         copies=(scarcity - 1.0) * copied_blocks(held) * size * (latency_calibration * PREFILL_N1_MS),
         own=own,
         relative=relative,
@@ -289,6 +295,13 @@ def weigh_natively(context: SchedulingContext) -> Amounts:
         ),
     )
     return np.ndarray((len(Weighed._fields), len(context.ranks)), np.float64, rows)
+
+
+def recomputations(chance: Amounts) -> Amounts:
+    """Returns how many computations follow the eviction of a block, given the chance that one is used again."""
+    limit = MAX_RECOMPUTATIONS / (1.0 + MAX_RECOMPUTATIONS)
+    chance = np.minimum(chance, limit)
+    return chance / (1.0 - chance)
 
 
 def copied_blocks(held: Column) -> Amounts:
