@@ -25,8 +25,8 @@ from .test_costs import (
     REFUSED_BYTES,
     STALL_UNITS,
     Process,
+    costs_of,
     filled,
-    post,
     pytestmark,
     routing_to,
     until_served,
@@ -155,10 +155,8 @@ async def check(frontend: Process, path: str) -> None:
         body = body.replace(b'"prompt"', b'"%b"' % field)
         # What earlier bodies left in caches, which are bounded, is not this body's.
         frontend.at_rest = 0
-        await frontend.rest()
-        status, said = await post(frontend.http, body, path)
+        status, said, memory, stall = await costs_of(frontend, body, path)
         assert status in (200, 400, 413), (shape, said)
-        memory, stall = await frontend.costs(len(body))
         most = CHAT_BYTES if shape in small or status == 200 else REFUSED_BYTES
         assert memory <= most, (shape, status)
         assert stall <= STALL_UNITS, (shape, status)
