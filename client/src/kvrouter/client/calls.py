@@ -41,7 +41,6 @@ class Calls(Protocol):
         Raises:
             KvRouterError: the call failed.
         """
-        ...
 
     def stream(self, method: str, request: Message, seconds: float | None) -> AsyncGenerator[Any, None]:
         """Yields the responses of a call, which ends when the generator is closed.
@@ -49,7 +48,6 @@ class Calls(Protocol):
         Raises:
             KvRouterError: the call failed.
         """
-        ...
 
 
 class RemoteCalls:

@@ -22,7 +22,6 @@ class PagedRequest(Protocol):
 
     def HasField(self, field_name: str, /) -> bool:  # noqa: N802 - of protobuf
         """Returns whether an optional field is set."""
-        ...
 
 
 class PagedResponse(Protocol):
@@ -75,11 +74,9 @@ class ComponentsPage(PagedResponse, Protocol):
     @property
     def components(self) -> Any:
         """Components, each with those of its ranks that are on the page."""
-        ...
 
     def MergeFrom(self, other: Any) -> None:  # noqa: N802 - of protobuf
         """Adds another page."""
-        ...
 
 
 async def whole(call: Callable[[_Request], Awaitable[_Overview]], request: _Request) -> _Overview:

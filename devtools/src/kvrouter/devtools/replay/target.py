@@ -15,8 +15,6 @@ class Target(Protocol[Prepared]):
 
     def prepare(self, request: TraceRequest) -> Prepared:
         """Returns what ``send`` sends for a request. Called before the request is due, since expansion takes time."""
-        ...
 
     async def send(self, prepared: Prepared, record: RequestRecord) -> None:
         """Sends a request and fills its record until the response ends. A failure is recorded, not raised."""
-        ...

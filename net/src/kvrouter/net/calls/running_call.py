@@ -17,15 +17,12 @@ class ResponseReceiver(Protocol):
 
     def on_response(self, encoded: bytes) -> None:
         """Receives a response."""
-        ...
 
     def on_end(self) -> None:
         """Receives the end of the call."""
-        ...
 
     def on_error(self, error: KvRouterError) -> None:
         """Receives the failure of the call."""
-        ...
 
 
 class Timer(Protocol):
@@ -33,7 +30,6 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Stops the timer."""
-        ...
 
 
 class CallStream(Protocol):
@@ -41,7 +37,6 @@ class CallStream(Protocol):
 
     def cancel(self, call: RunningCall) -> None:
         """Ends a call."""
-        ...
 
 
 Lane = OrderedDict["RunningCall", None]

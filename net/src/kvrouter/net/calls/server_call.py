@@ -33,15 +33,12 @@ class ResponseStream(Protocol):
 
     def queue(self, call: ServerCall, kind: int, response: bytes | CallFailure) -> None:
         """Queues a response of a call."""
-        ...
 
     def end_unread(self, call: ServerCall) -> None:
         """Ends a call of which too much is unread."""
-        ...
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Calls the callback once the stream has ended."""
-        ...
 
 
 class ServerCall:
@@ -151,7 +148,6 @@ class Peer(Protocol):
         Raises:
             KvRouterError: it may call none of them, or its credential is no longer valid.
         """
-        ...
 
     def check(self, method: str) -> None:
         """Admits a peer to a method.
@@ -159,7 +155,6 @@ class Peer(Protocol):
         Raises:
             KvRouterError: it may not call it.
         """
-        ...
 
 
 class PeerCheck(Protocol):
@@ -167,4 +162,3 @@ class PeerCheck(Protocol):
 
     def peer(self, context: Context) -> Peer:
         """Returns the peer of a call."""
-        ...

@@ -13,12 +13,10 @@ class Message(Protocol):
     @property
     def subject(self) -> str:
         """Subject on which it was published."""
-        ...
 
     @property
     def data(self) -> bytes:
         """Its content."""
-        ...
 
 
 Receiver = Callable[[Message], Awaitable[None]]
@@ -29,7 +27,6 @@ class Subscribed(Protocol):
 
     async def unsubscribe(self) -> None:
         """Ends it."""
-        ...
 
 
 class LiveMessages(Protocol):
@@ -38,7 +35,6 @@ class LiveMessages(Protocol):
     @property
     def is_closed(self) -> bool:
         """Whether it is closed for good."""
-        ...
 
     async def subscribe(
         self, subject: str, *, cb: Receiver, pending_msgs_limit: int = ..., pending_bytes_limit: int = ...
@@ -51,7 +47,6 @@ class LiveMessages(Protocol):
             pending_msgs_limit: Most messages that wait for ``cb``.
             pending_bytes_limit: Most bytes that wait for ``cb``.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

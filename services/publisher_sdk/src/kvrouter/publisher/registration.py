@@ -200,12 +200,10 @@ class Keys(Protocol):
     @property
     def registered(self) -> bool:
         """Whether others see the keys, as far as is known."""
-        ...
 
     @property
     def registrations(self) -> int:
         """How often all keys were written anew."""
-        ...
 
     async def wait_registered(self) -> None:
         """Waits until others see the keys."""
@@ -220,18 +218,15 @@ class System(Protocol):
         Raises:
             DescriptorMismatch: the worker does not fit its component.
         """
-        ...
 
     def offer(self, config: WorkerConfig, states: Mapping[int, Recovered]) -> None:
         """Hands resumed states, by rank, to readers of the worker's events that know nothing of it."""
 
     def keys(self, config: WorkerConfig, incarnation: int) -> Keys:
         """Returns the worker's registrations, still without any."""
-        ...
 
     def link(self, config: WorkerConfig) -> Link:
         """Returns the worker's way to the readers of its events and of its load."""
-        ...
 
 
 class EtcdAndNats:

@@ -44,7 +44,6 @@ class Connection(Protocol):
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Calls the callback once the connection has ended."""
-        ...
 
 
 class Indexer(Protocol):
@@ -54,39 +53,31 @@ class Indexer(Protocol):
         self, request: indexer.FindMatchesRequest, *, deadline: Deadline
     ) -> indexer.FindMatchesResponse:
         """Returns how many leading blocks of a request each rank has."""
-        ...
 
     def dump(self, request: indexer.DumpRequest, *, deadline: Deadline) -> Stream[indexer.DumpResponse]:
         """Yields the whole index of a component in chunks, rank by rank."""
-        ...
 
     async def get_stats(self, request: indexer.GetStatsRequest, *, deadline: Deadline) -> indexer.GetStatsResponse:
         """Returns statistics of the index, its consumer and its ranks."""
-        ...
 
     async def take_snapshot(
         self, request: indexer.TakeSnapshotRequest, *, deadline: Deadline
     ) -> indexer.TakeSnapshotResponse:
         """Takes a snapshot now."""
-        ...
 
     def verify(self, request: indexer.VerifyRequest, *, deadline: Deadline) -> Stream[indexer.VerifyResponse]:
         """Compares the index with the state of the workers."""
-        ...
 
     async def resync(self, request: indexer.ResyncRequest, *, deadline: Deadline) -> indexer.ResyncResponse:
         """Replaces the state of ranks by that of their workers."""
-        ...
 
     async def reset_states(
         self, request: indexer.ResetStatesRequest, *, deadline: Deadline
     ) -> indexer.ResetStatesResponse:
         """Drops the events stored for a component, and rebuilds its index from live workers."""
-        ...
 
     async def load(self, requests: AsyncIterator[indexer.LoadRequest], *, deadline: Deadline) -> indexer.LoadResponse:
         """Loads a dump into the index."""
-        ...
 
 
 class Scheduler(Protocol):
@@ -96,81 +87,67 @@ class Scheduler(Protocol):
         self, request: scheduler.SelectWorkerRequest, *, deadline: Deadline
     ) -> scheduler.SelectWorkerResponse:
         """Chooses a rank for a request, and books its load if the request names a booking."""
-        ...
 
     async def mark_prefill_complete(
         self, request: scheduler.MarkPrefillCompleteRequest, *, deadline: Deadline
     ) -> scheduler.MarkPrefillCompleteResponse:
         """Marks the prefill of a booking as complete."""
-        ...
 
     async def report_output(
         self, request: scheduler.ReportOutputRequest, *, deadline: Deadline
     ) -> scheduler.ReportOutputResponse:
         """Reports how many tokens a booking's request has generated."""
-        ...
 
     async def free(self, request: scheduler.FreeRequest, *, deadline: Deadline) -> scheduler.FreeResponse:
         """Frees bookings. An unknown booking is no error."""
-        ...
 
     def open_session(
         self, request: scheduler.OpenSessionRequest, *, deadline: Deadline
     ) -> Immediate[scheduler.OpenSessionResponse]:
         """Opens a session, which owns the bookings made in it until it ends and its grace period is over."""
-        ...
 
     def update_bookings(
         self, request: scheduler.UpdateBookingsRequest, *, deadline: Deadline
     ) -> Immediate[scheduler.UpdateBookingsResponse]:
         """Applies numbered updates of a session's bookings."""
-        ...
 
     def close_session(
         self, request: scheduler.CloseSessionRequest, *, deadline: Deadline
     ) -> Immediate[scheduler.CloseSessionResponse]:
         """Closes a session."""
-        ...
 
     async def get_potential_loads(
         self, request: scheduler.GetPotentialLoadsRequest, *, deadline: Deadline
     ) -> scheduler.GetPotentialLoadsResponse:
         """Returns the load each rank would have with a request."""
-        ...
 
     async def drain_worker(
         self, request: scheduler.DrainWorkerRequest, *, deadline: Deadline
     ) -> scheduler.DrainWorkerResponse:
         """Stops new requests to a worker."""
-        ...
 
     async def undrain_worker(
         self, request: scheduler.UndrainWorkerRequest, *, deadline: Deadline
     ) -> scheduler.UndrainWorkerResponse:
         """Ends the drain of a worker."""
-        ...
 
     async def set_busy_threshold(
         self, request: scheduler.SetBusyThresholdRequest, *, deadline: Deadline
     ) -> scheduler.SetBusyThresholdResponse:
         """Sets or reads the thresholds above which a rank is busy."""
-        ...
 
     async def list_busy_thresholds(
         self, request: scheduler.ListBusyThresholdsRequest, *, deadline: Deadline
     ) -> scheduler.ListBusyThresholdsResponse:
         """Lists the thresholds of all models."""
-        ...
 
     async def explain(self, request: scheduler.ExplainRequest, *, deadline: Deadline) -> scheduler.ExplainResponse:
         """Returns the terms of every candidate of a past decision."""
-        ...
 
     async def get_status(
         self, request: scheduler.GetStatusRequest, *, deadline: Deadline
     ) -> scheduler.GetStatusResponse:
         """Returns the Scheduler's view of its ranks, its bookings, and its latest decisions."""
-        ...
 
 
 class Frontend(Protocol):
@@ -180,61 +157,51 @@ class Frontend(Protocol):
         self, request: frontend.FrontendServiceGenerateRequest, *, deadline: Deadline
     ) -> Stream[frontend.FrontendServiceGenerateResponse]:
         """Routes a request, runs it, and yields its output."""
-        ...
 
     async def select_worker(
         self, request: frontend.FrontendServiceSelectWorkerRequest, *, deadline: Deadline
     ) -> frontend.FrontendServiceSelectWorkerResponse:
         """Returns the worker a request would go to. If it is booked, the caller must free it."""
-        ...
 
     async def get_potential_loads(
         self, request: frontend.FrontendServiceGetPotentialLoadsRequest, *, deadline: Deadline
     ) -> frontend.FrontendServiceGetPotentialLoadsResponse:
         """Returns the load each rank would have with a request."""
-        ...
 
     async def mark_prefill_complete(
         self, request: frontend.FrontendServiceMarkPrefillCompleteRequest, *, deadline: Deadline
     ) -> frontend.FrontendServiceMarkPrefillCompleteResponse:
         """Marks the prefill of a booking made by SelectWorker as complete."""
-        ...
 
     async def free(
         self, request: frontend.FrontendServiceFreeRequest, *, deadline: Deadline
     ) -> frontend.FrontendServiceFreeResponse:
         """Frees a booking made by SelectWorker."""
-        ...
 
     async def list_models(
         self, request: frontend.ListModelsRequest, *, deadline: Deadline
     ) -> frontend.ListModelsResponse:
         """Lists the served models."""
-        ...
 
     async def get_worker_health(
         self, request: frontend.GetWorkerHealthRequest, *, deadline: Deadline
     ) -> frontend.GetWorkerHealthResponse:
         """Returns each worker's health as this Frontend observes it."""
-        ...
 
     def keep_session(
         self, request: frontend.KeepSessionRequest, *, deadline: Deadline
     ) -> Stream[frontend.KeepSessionResponse]:
         """Keeps a client's session open until the call ends."""
-        ...
 
     async def find_matches(
         self, request: frontend.FrontendServiceFindMatchesRequest, *, deadline: Deadline
     ) -> frontend.FrontendServiceFindMatchesResponse:
         """Returns the overlap of each rank with a prompt, as an Indexer reports it."""
-        ...
 
     def dump(
         self, request: frontend.FrontendServiceDumpRequest, *, deadline: Deadline
     ) -> Stream[frontend.FrontendServiceDumpResponse]:
         """Yields an Indexer's whole index of a component in chunks, rank by rank."""
-        ...
 
 
 class Worker(Protocol):
@@ -244,31 +211,25 @@ class Worker(Protocol):
         self, request: worker.WorkerServiceGenerateRequest, *, deadline: Deadline
     ) -> Stream[worker.WorkerServiceGenerateResponse]:
         """Runs a request and yields its output. Cancelling the call aborts the request."""
-        ...
 
     async def abort(self, request: worker.AbortRequest, *, deadline: Deadline) -> worker.AbortResponse:
         """Aborts requests by id. Unknown ids are ignored."""
-        ...
 
     def get_rank_state(
         self, request: worker.GetRankStateRequest, *, deadline: Deadline
     ) -> Stream[worker.GetRankStateResponse]:
         """Yields the state of one rank in chunks, which together replace the rank's state in an index."""
-        ...
 
     def get_events(self, request: worker.GetEventsRequest, *, deadline: Deadline) -> Stream[worker.GetEventsResponse]:
         """Yields the events of one rank from a given id, as far as the worker still has them."""
-        ...
 
     async def get_load(self, request: worker.GetLoadRequest, *, deadline: Deadline) -> worker.GetLoadResponse:
         """Returns the load of every rank."""
-        ...
 
     def get_model_file(
         self, request: worker.GetModelFileRequest, *, deadline: Deadline
     ) -> Stream[worker.GetModelFileResponse]:
         """Yields the content of a file of the model in pieces."""
-        ...
 
 
 class Replica(Protocol):
@@ -276,8 +237,6 @@ class Replica(Protocol):
 
     def follow(self, request: sync.FollowRequest, *, deadline: Deadline) -> Stream[sync.FollowResponse]:
         """Yields the events of the Scheduler from now on."""
-        ...
 
     def get_bookings(self, request: sync.GetBookingsRequest, *, deadline: Deadline) -> Stream[sync.GetBookingsResponse]:
         """Yields the bookings of the Scheduler in one component."""
-        ...

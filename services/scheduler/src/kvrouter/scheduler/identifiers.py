@@ -55,7 +55,6 @@ class OfRank(Protocol):
     @property
     def rank(self) -> common_pb2.Rank:
         """Returns the rank."""
-        ...
 
 
 def rank_message(rank: Rank) -> common_pb2.Rank:

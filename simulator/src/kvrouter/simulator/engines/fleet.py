@@ -76,7 +76,6 @@ class Fleet(Protocol):
     @property
     def now(self) -> float:
         """Virtual time, seconds."""
-        ...
 
     def submit(self, engine: int, number: int, prompt: bytes, max_tokens: int, *, received: bool = False) -> None:
         """Submits a request to an engine now.
@@ -88,31 +87,24 @@ class Fleet(Protocol):
             max_tokens: Output tokens.
             received: Whether the blocks of the prompt have arrived from a prefill worker.
         """
-        ...
 
     def restart(self, engine: int) -> None:
         """Restarts an engine: its cache and its requests are lost."""
-        ...
 
     def advance(self, until: float) -> list[Notice]:
         """Advances to ``until``, or to the first moment before it at which a request gets its first token or ends."""
-        ...
 
     def take_events(self) -> list[tuple[float, int, RawEvent]]:
         """Returns the cache events (time, engine, event) since the last call; empty if they are not recorded."""
-        ...
 
     def load(self, engine: int) -> EngineLoad:
         """Returns the load of an engine, as if the current step were done."""
-        ...
 
     def sorted_gaps(self) -> array[float]:
         """Returns the seconds between tokens over all requests, sorted, as packed 32-bit floats."""
-        ...
 
     def totals(self) -> Totals:
         """Returns the totals of the run so far."""
-        ...
 
 
 class ReferenceFleet:

@@ -36,7 +36,6 @@ class OutputReader(Protocol):
         Raises:
             RequestRefused: it reports an error, or is malformed.
         """
-        ...
 
     def end(self) -> Iterator[GenerateOutput]:
         """Yields what was kept for the last output, once the answer has ended.
@@ -44,7 +43,6 @@ class OutputReader(Protocol):
         Raises:
             RequestRefused: the answer ended before the generation did.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,6 @@ class EngineApi(Protocol):
         Raises:
             EngineAway: the engine does not answer, or is not ready yet.
         """
-        ...
 
     async def state(self) -> EngineState:
         """Returns the engine's state.
@@ -89,7 +86,6 @@ class EngineApi(Protocol):
             EngineAway: the engine does not answer.
             UnexpectedAnswer: it answered with something else.
         """
-        ...
 
     async def loads(self, engine: EngineDescription) -> tuple[dict[int, LoadReport], int]:
         """Returns the load of each rank that the engine reports, and how many values were unusable.
@@ -98,7 +94,6 @@ class EngineApi(Protocol):
             EngineAway: the engine does not answer.
             UnexpectedAnswer: it answered with something else.
         """
-        ...
 
     def read_pushed_load(self, payload: bytes, engine: EngineDescription) -> tuple[int, LoadReport]:
         """Returns rank and load of a message that the engine published on its sockets for load.
@@ -106,7 +101,6 @@ class EngineApi(Protocol):
         Raises:
             MalformedMessage: it is none, or of an engine that publishes no load.
         """
-        ...
 
     def call(self, request: WorkerServiceGenerateRequest, engine: EngineDescription) -> EngineCall:
         """Returns a request as the engine takes it.
@@ -114,7 +108,6 @@ class EngineApi(Protocol):
         Raises:
             RequestRefused: the engine cannot serve it.
         """
-        ...
 
     async def abort(self, engine_id: str) -> None:
         """Aborts a request at the engine.
@@ -123,4 +116,3 @@ class EngineApi(Protocol):
             EngineAway: the engine does not answer.
             UnexpectedAnswer: it refuses.
         """
-        ...

@@ -24,11 +24,9 @@ class ChoiceSink(Protocol):
 
     def routed(self, index: int, routing: RoutingInfo) -> None:
         """Receives where a sequence runs."""
-        ...
 
     def add(self, index: int, piece: Piece) -> None:
         """Receives a piece of a sequence."""
-        ...
 
 
 class Collected:

@@ -34,11 +34,9 @@ class OutputReceiver(Protocol):
 
     def routed(self, routing: RoutingInfo) -> None:
         """Receives where the request runs, at the start of each attempt."""
-        ...
 
     def output(self, output: Output) -> None:
         """Receives a piece of the output."""
-        ...
 
 
 _BROKEN_OFF = (FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR)

@@ -52,23 +52,18 @@ class SchedulerSource(Protocol):
 
         A Scheduler in ``avoid`` is picked only if there is no other. ``shard`` 0 is the whole component.
         """
-        ...
 
     def everyone(self) -> list[Scheduler]:
         """Returns every Scheduler that may be picked."""
-        ...
 
     def count(self) -> int:
         """Returns how many Schedulers may be picked."""
-        ...
 
     def is_live(self, scheduler_id: str) -> bool:
         """Returns whether the Scheduler may be picked."""
-        ...
 
     async def changed(self) -> None:
         """Returns when ``pick`` may return another Scheduler."""
-        ...
 
 
 class LocalScheduler:

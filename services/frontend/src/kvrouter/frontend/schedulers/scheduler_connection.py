@@ -29,7 +29,6 @@ class SchedulerConnection(Protocol):
     @property
     def scheduler(self) -> Scheduler:
         """The object, or a stub of it."""
-        ...
 
     async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         """Opens a session.
@@ -37,19 +36,15 @@ class SchedulerConnection(Protocol):
         Raises:
             KvRouterError: it was not opened.
         """
-        ...
 
     def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
         """Sends updates and does not wait. ``answer`` is called once, possibly before this returns."""
-        ...
 
     def close_session(self, request: pb.CloseSessionRequest) -> None:
         """Closes a session and does not wait. If the call is lost, the session ends with its connection."""
-        ...
 
     async def lost(self) -> None:
         """Returns when the connection has ended or takes no new calls, and at once if it is not open."""
-        ...
 
 
 class _SchedulerObject(Scheduler, Protocol):

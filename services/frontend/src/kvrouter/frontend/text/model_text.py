@@ -213,7 +213,6 @@ class PromptSource(Protocol):
         Raises:
             BadRequest, PromptTooLong.
         """
-        ...
 
     def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
         """Returns the same if that takes a fraction of a millisecond; otherwise None. Runs on the event loop.

@@ -44,7 +44,6 @@ class RunningCall(Protocol):
 
     def cancel(self) -> object:
         """Cancels the call; its receiver gets nothing more. Has no effect on a call that has ended."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -125,23 +125,18 @@ class Workers(Protocol):
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker can compute the prompt of a request started here."""
-        ...
 
     def start(self, dispatch: Dispatch) -> WorkerAttempt:
         """Starts a request at a worker. The caller waits for ``ended``, or cancels the attempt."""
-        ...
 
     async def answers(self, endpoint: str) -> bool:
         """Returns whether a worker is registered and answers a probe soon."""
-        ...
 
     async def is_reachable(self, endpoint: str) -> bool:
         """Returns False if a worker refuses connections now. There may be a connection already."""
-        ...
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
         """Aborts a request a worker may still run. Returns whether the worker could be reached soon."""
-        ...
 
 
 class WorkerClient:

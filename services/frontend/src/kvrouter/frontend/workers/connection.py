@@ -55,15 +55,12 @@ class ResponseReceiver(Protocol):
 
     def on_response(self, encoded: bytes) -> None:
         """Receives an encoded response."""
-        ...
 
     def on_end(self) -> None:
         """Receives the end of a call that succeeded."""
-        ...
 
     def on_error(self, error: Exception) -> None:
         """Receives the error of a call that failed: KvRouterError, unless this process is at fault."""
-        ...
 
 
 class _Stub(Protocol):

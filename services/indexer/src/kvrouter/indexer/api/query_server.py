@@ -47,7 +47,6 @@ class HttpGuard(Guard, Protocol):
 
     def recognizes(self, head: bytes) -> bool:
         """Returns whether the beginning of a request shows a valid credential."""
-        ...
 
 
 @dataclass(eq=False)

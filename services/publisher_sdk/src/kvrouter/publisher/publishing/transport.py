@@ -52,12 +52,10 @@ class Link(Protocol):
     @property
     def connected(self) -> bool:
         """Whether it is open, as far as is known."""
-        ...
 
     @property
     def room(self) -> int:
         """How many bytes of events fit into one message."""
-        ...
 
     async def publish(self, subject: str, payload: bytes) -> None:
         """Passes a message to whoever listens.
@@ -68,7 +66,6 @@ class Link(Protocol):
 
     def transport(self, kind: TransportKind, component: ComponentName) -> Transport:
         """Returns what sends the events of a component's worker: a registration names the kind."""
-        ...
 
 
 class NatsLink(NatsObserver):

@@ -27,7 +27,6 @@ class Guard(Protocol):
         Raises:
             KvRouterError: the call is refused.
         """
-        ...
 
     def admit(self, method: str, metadata: Metadata, size: int) -> AbstractContextManager[None]:
         """Authenticates at once, and returns a context in which the request is parsed and the call runs.
@@ -40,7 +39,6 @@ class Guard(Protocol):
         Raises:
             KvRouterError: the call is refused. The context may raise it too when it begins.
         """
-        ...
 
 
 class GuardedPeers:

@@ -37,15 +37,12 @@ class Span(Protocol):
     @property
     def recording(self) -> bool:
         """Whether attributes are recorded. Check it before computing expensive ones."""
-        ...
 
     def set(self, attributes: Mapping[str, Attribute]) -> None:
         """Sets attributes."""
-        ...
 
     def add_event(self, name: str, unix_ns: int) -> None:
         """Adds an event at a time."""
-        ...
 
     def fail(self, code: str, message: str) -> None:
         """Marks the work of the span as failed.
@@ -54,7 +51,6 @@ class Span(Protocol):
             code: Name of the gRPC code, or type of the error.
             message: The error, without prompt text or tokens.
         """
-        ...
 
 
 class Recorder(Protocol):
@@ -63,11 +59,9 @@ class Recorder(Protocol):
     @property
     def tracer(self) -> Tracer:
         """The tracer of OpenTelemetry, for libraries that record spans of their own."""
-        ...
 
     def span(self, name: str, kind: Kind, traceparent: str) -> AbstractContextManager[Span]:
         """Returns a span under the given trace context; one that starts a trace if that is empty."""
-        ...
 
 
 class _Off:

@@ -30,7 +30,6 @@ class Components(Protocol):
     @property
     def components(self) -> Mapping[ComponentName, ComponentView]:
         """The components by name; a new mapping with new views after each change."""
-        ...
 
 
 class Pool:

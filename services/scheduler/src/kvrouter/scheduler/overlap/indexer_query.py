@@ -94,7 +94,6 @@ class OverlapIndex(Protocol):
         Raises:
             KvRouterError: the query failed, or the deadline has passed.
         """
-        ...
 
 
 IndexerSource = Callable[[ComponentName], OverlapIndex | None]

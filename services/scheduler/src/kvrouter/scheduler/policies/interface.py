@@ -173,7 +173,6 @@ class Policy(Protocol):
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses a candidate. ``rng`` is the only source of randomness."""
-        ...
 
 
 def rank_label(rank: Rank) -> str:

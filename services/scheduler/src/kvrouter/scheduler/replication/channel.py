@@ -41,11 +41,9 @@ class Transport(Protocol):
     @property
     def is_connected(self) -> bool:
         """Whether events can be sent."""
-        ...
 
     def receiving(self, channel: SyncChannel) -> AbstractAsyncContextManager[None]:
         """Passes received events to the channel, and answers requests for its state, while the context lasts."""
-        ...
 
     async def send(self, event: ReplicaSyncEvent) -> None:
         """Sends an event to the other Schedulers.
@@ -53,11 +51,9 @@ class Transport(Protocol):
         Raises:
             NotSent: it was not sent.
         """
-        ...
 
     def state_of(self, scheduler_id: str) -> AsyncGenerator[SyncStateResponse]:
         """Yields the state of another Scheduler as it arrives. Raises an exception if it does not come."""
-        ...
 
 
 class Network(Protocol):
@@ -68,15 +64,12 @@ class Network(Protocol):
 
     def transport(self, component: ComponentName) -> Transport:
         """Returns what carries the messages of a component."""
-        ...
 
     def live(self) -> Collection[str]:
         """Returns the ids of the Schedulers that are not gone."""
-        ...
 
     def expected(self) -> Collection[str] | None:
         """Returns the ids of the Schedulers whose state is needed at the start; None if they are not known yet."""
-        ...
 
 
 @dataclass(eq=False)
