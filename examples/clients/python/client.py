@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import ErrorInfo as StandardErrorInfo
-from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.error_details_pb2 import ErrorInfo as StandardErrorInfo, RetryInfo
 from grpc_status import rpc_status
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverrides, RoutingRequest, TokenIds
 from kvrouter.v1.errors_pb2 import ErrorInfo

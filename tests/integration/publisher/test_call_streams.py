@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
-from kvrouter.net.calls import CallStreamClient, NotSent, OutcomeUnknown, RunningCall
+from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE, CallStreamClient, NotSent, OutcomeUnknown, RunningCall
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.serving.engine import Engine, StepEngine
 from kvrouter.publisher.serving.outputs import RequestOutput

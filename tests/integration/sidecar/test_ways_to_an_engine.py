@@ -15,8 +15,7 @@ from ...byte_tokenizer import write_byte_tokenizer
 from ..frontend.access.keys import Keys
 from ..frontend.gateway import MODEL, running_system
 from .rig import Beside, EngineServer, sglang, until, vllm, write_engine_keys
-from .system import BLOCK
-from .system import running_system as running_processes
+from .system import BLOCK, running_system as running_processes
 
 KEY = "engine-secret"
 TOKENS = 600

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, GetWorkerHealthResponse, WorkerHealth
 from kvrouter.v1.pages import MAX_PAGE, all_pages, page_of

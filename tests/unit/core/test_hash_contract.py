@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import multimodal_hash
 from kvrouter.core.interface import BookingRequest, Scope
 from kvrouter.core.reference.hashing import scope_seed

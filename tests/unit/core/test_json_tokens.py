@@ -7,8 +7,7 @@ import struct
 from types import ModuleType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import NotATokenId
 
 from .conftest import implementation

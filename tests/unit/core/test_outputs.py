@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import IMPLEMENTATIONS, read_tokens
 from kvrouter.core.reference.outputs import read_tokens as reference
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateResponse

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.engines.media import ImageHeader, Medium, VllmImageId, read_image_header, read_medium
 
 RECORDED = json.loads((Path(__file__).parent / "image_ids.json").read_text())

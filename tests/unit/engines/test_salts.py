@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.engines.fields import engine_salt, split_salt
 from kvrouter.v1.common_pb2 import BlockScope
 

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from kvrouter.net.auth import ServiceToken
-from kvrouter.net.auth import service_token as module
+from kvrouter.net.auth import ServiceToken, service_token as module
 from kvrouter.net.auth.service_token import digest_line
 from kvrouter.net.secret_files import UnreadableSecret
 

@@ -14,8 +14,7 @@ import pytest
 from aiohttp import web
 from kvrouter.devtools.system.certificates import DevelopmentAuthority
 from kvrouter.net.tls import Tls, TlsOptions
-from kvrouter.runtime import http_connections as http_strangers
-from kvrouter.runtime import http_server
+from kvrouter.runtime import http_connections as http_strangers, http_server
 from kvrouter.runtime.http_connections import JsonRequestHandler
 from kvrouter.runtime.http_server import HttpLimits, note_admitted, serving_http, share_of_descriptors
 from prometheus_client import CollectorRegistry

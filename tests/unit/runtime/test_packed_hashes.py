@@ -6,8 +6,7 @@ import struct
 
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.runtime.requests import (
     add_sequence_hashes,
     pack_local_hashes,

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.mocker.engine import implementation as engine_choice
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.scheduler.policies.catalogue import POLICIES

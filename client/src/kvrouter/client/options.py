@@ -10,8 +10,7 @@ from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverri
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.packed_pb2 import PackedTokenIds
-from kvrouter.v1.worker_pb2 import SamplingOptions as SamplingMessage
-from kvrouter.v1.worker_pb2 import StopConditions as StopMessage
+from kvrouter.v1.worker_pb2 import SamplingOptions as SamplingMessage, StopConditions as StopMessage
 
 M = TypeVar("M", bound=Message)
 Prompt: TypeAlias = Sequence[int] | bytes | memoryview

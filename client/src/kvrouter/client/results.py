@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
-from kvrouter.v1.common_pb2 import PotentialLoad as LoadMessage
-from kvrouter.v1.common_pb2 import RankState
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, RoutingInfo, Selection
-from kvrouter.v1.frontend_pb2 import Model as ModelMessage
+from kvrouter.v1.common_pb2 import PotentialLoad as LoadMessage, RankState
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse, Model as ModelMessage, RoutingInfo, Selection
 from kvrouter.v1.worker_pb2 import FinishReason as FinishMessage
 
 

@@ -12,8 +12,7 @@ from kvrouter.frontend.proxy.prompt_comparison import PROBES
 from kvrouter.frontend.web.problems import problems
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.overview.ranks import HitWindow, rank_notes
-from kvrouter.runtime.overview.system import FrontendView, SchedulerView
-from kvrouter.runtime.overview.system import System as SystemState
+from kvrouter.runtime.overview.system import FrontendView, SchedulerView, System as SystemState
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, GetWorkerHealthResponse, WorkerHealth
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse, RankStatus
 

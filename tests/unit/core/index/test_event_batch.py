@@ -6,8 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.core import reference
 from kvrouter.core.interface import RefusedBatch
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.core import reference
 
 from ..batches import RANK, batch, digest_of, dumped, entries, matches, packed, places, removed, stored

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvrouter.core import reference
 

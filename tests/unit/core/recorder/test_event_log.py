@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core.interface import EventsGone
 from kvrouter.core.reference.event_log import EventLog
 from kvrouter.core.reference.rank_state import NumberedEvent

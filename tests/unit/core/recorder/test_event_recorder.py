@@ -6,10 +6,8 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kvrouter.core import EventRecorder as Chosen
-from kvrouter.core import reference
+from hypothesis import given, settings, strategies as st
+from kvrouter.core import EventRecorder as Chosen, reference
 from kvrouter.core.interface import EventRecorder, EventsGone, InvalidEvent, Scope, UnknownParent
 from kvrouter.core.reference.rank_state import MAX_EVENT_BLOCKS
 from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, RankState, Tier

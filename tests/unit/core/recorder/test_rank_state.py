@@ -7,14 +7,12 @@ from collections import Counter
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.core import PrefixIndex, sequence_hashes
 from kvrouter.core.interface import InvalidEvent, UnknownParent
 from kvrouter.core.reference.rank_state import MAX_EVENT_BLOCKS, NumberedEvent, RankState
 from kvrouter.core.reference.state_chunks import block_records
-from kvrouter.v1.common_pb2 import CopyCounting, Tier
-from kvrouter.v1.common_pb2 import RankState as Dump
+from kvrouter.v1.common_pb2 import CopyCounting, RankState as Dump, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 from xxhash import xxh3_64_intdigest
 

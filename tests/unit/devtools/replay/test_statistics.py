@@ -5,8 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.devtools.replay.open_loop import ReplayResult
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.records import RequestRecord

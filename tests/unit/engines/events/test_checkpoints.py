@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.core import local_hashes
 from kvrouter.engines.events.translation import EventTranslator, TranslationOptions
 from kvrouter.v1.common_pb2 import Tier

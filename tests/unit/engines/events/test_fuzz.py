@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.engines.events.tensorrt_llm import TensorRtLlmEvents
 from kvrouter.engines.events.vllm_sglang_events import MAX_EVENTS, UndecodableBatch, decode_batch
 from kvrouter.engines.events.zmq_frames import (

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import Scope, multimodal_hash
 from kvrouter.engines.events.tensorrt_llm import TensorRtLlmEvents
 from kvrouter.v1.common_pb2 import Tier

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import Scope, multimodal_hash
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.engines.relay.sequence import CHECK_BITS, SequenceTracker, Verdict, check_of, from_position, position_of
 
 

@@ -7,18 +7,15 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.engines.servers.api import OutputReader
 from kvrouter.engines.servers.description import Discovered, EngineDescription, Overrides, describe
 from kvrouter.engines.servers.failures import EngineFailed, refusal_of_status
 from kvrouter.engines.servers.http import EventStream
 from kvrouter.engines.servers.sglang.api import Loads, read_loads, read_metrics
-from kvrouter.engines.servers.sglang.requests import GenerateReader
-from kvrouter.engines.servers.sglang.requests import call as sglang_call
+from kvrouter.engines.servers.sglang.requests import GenerateReader, call as sglang_call
 from kvrouter.engines.servers.vllm.api import read_loads as read_vllm_loads
-from kvrouter.engines.servers.vllm.requests import CompletionReader
-from kvrouter.engines.servers.vllm.requests import call as vllm_call
+from kvrouter.engines.servers.vllm.requests import CompletionReader, call as vllm_call
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.v1.common_pb2 import BlockScope, LowerTiers, Stage
 from kvrouter.v1.worker_pb2 import (

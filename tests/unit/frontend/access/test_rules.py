@@ -8,8 +8,7 @@ from kvrouter.frontend.access.caller import Caller, Role
 from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
 from kvrouter.frontend.access.rules import FieldRules, check_generation, check_routing, own_booking, visible
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, LocalHashes, RoutingRequest
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest as Generate
-from kvrouter.v1.frontend_pb2 import Model
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest as Generate, Model
 from kvrouter.v1.worker_pb2 import SamplingOptions
 
 FIELDS, SALTS = FieldRules(), CacheSalts(b"k" * 32)

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.v1.errors import BadRequest
 

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.core import IMPLEMENTATION, Scope, local_hashes, multimodal_hash
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.responses_request import ResponsesRequest

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.frontend.proxy.engine_response import TransferFilter
 from kvrouter.v1.errors import DependencyAway
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.edge.messages_request import MessagesRequest

@@ -12,8 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.frontend.edge.event_stream import StepWriter
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.responses_request import ResponsesRequest

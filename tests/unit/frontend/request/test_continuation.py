@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.frontend.packed_prompt import hash_prompt
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, is_inexact, migration_blocker, remaining
 from kvrouter.frontend.request.progress import KeptOutput

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.frontend.edge.model_name import NamedModel, renamed
 from kvrouter.frontend.request.current_choice import ModelChoice
 from kvrouter.frontend.request.model_rules import Canary, ModelFileError, ModelRule, ordered, read_model_rules

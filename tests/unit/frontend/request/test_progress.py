@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.frontend.metrics import MetricsByModel
 from kvrouter.frontend.request.progress import Progress
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking

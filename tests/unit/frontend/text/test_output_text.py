@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from array import array
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.frontend.text.model_text import ModelText
 
 TEXTS = st.lists(

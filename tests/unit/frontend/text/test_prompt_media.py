@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import Scope, local_hashes, multimodal_hash
 from kvrouter.frontend.text import prompt_media
 from kvrouter.frontend.text.client_work import completed

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.frontend.text.output_text import StopStrings
 
 LETTERS = st.text(alphabet="ab<", max_size=5)

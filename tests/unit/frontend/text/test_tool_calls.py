@@ -5,8 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.frontend.text.call_reader import tool_format
 from kvrouter.frontend.text.tool_calls import ToolCallPiece, ToolUse
 

@@ -7,10 +7,8 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from kvrouter.frontend.text import tokenizer as tokenizer_module
-from kvrouter.frontend.text import uncut_text
+from hypothesis import example, given, settings, strategies as st
+from kvrouter.frontend.text import tokenizer as tokenizer_module, uncut_text
 from kvrouter.frontend.text.client_work import Slices, completed
 from kvrouter.frontend.text.tokenizer import ModelTokenizer
 from kvrouter.v1.errors import BadRequest, PromptTooLong

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.frontend.workers.observed_worker import BackOff, CircuitBreaker
 
 BACK_OFF = BackOff(failures=3, first_seconds=1.0, max_seconds=8.0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from kvrouter.frontend.workers.stall_detection import MonitoredRequest, StallDetector
 
 MIN_SECONDS = 5.0

@@ -7,8 +7,7 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import Scope, local_hashes
 from kvrouter.indexer.api.overlap_queries import OverlapQuery
 from kvrouter.v1.errors import BadRequest, KvRouterError, PromptTooLong, Unimplemented

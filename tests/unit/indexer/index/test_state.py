@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.core import IMPLEMENTATION, EventBatch, PrefixIndex, sequence_hashes
 from kvrouter.indexer.index.incarnations import NewIncarnation
 from kvrouter.indexer.index.messages import StreamMessage

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import EventBatch
 from kvrouter.indexer.index.messages import Refusal, rank_of_subject, validate
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch

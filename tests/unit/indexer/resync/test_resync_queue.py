@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.indexer.index.rank_reset import PERSISTENT_DRIFT
 from kvrouter.indexer.resync.resync_queue import ResyncQueue
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.mocker.engine.types import UNSCOPED, PromptTooLong, Scope, pack_tokens
 
 from .engine_harness import Drive, check_blocks, counted, engine, resident_copies

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.mocker.engine.config import EngineConfig, TierConfig
 from kvrouter.mocker.engine.reference import Engine
 from kvrouter.mocker.engine.time_model import TimeModel

@@ -7,8 +7,7 @@ from contextlib import suppress
 
 import grpc
 import pytest
-from kvrouter.net.calls import CallLimits, CallStreamServer, Context
-from kvrouter.net.calls import server_connection as connections
+from kvrouter.net.calls import CallLimits, CallStreamServer, Context, server_connection as connections
 from kvrouter.net.calls.limits import CallStreamCounts
 from kvrouter.net.calls.server_call import Method
 from kvrouter.net.calls.server_stream import ServerStream

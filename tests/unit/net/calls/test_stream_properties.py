@@ -10,8 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import grpc
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 from kvrouter.net.calls.errors import CallTimedOut, NotSent, OutcomeUnknown
 from kvrouter.net.calls.limits import CallLimits

@@ -8,8 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.net.http2.frames import (
     ACK,
     END_HEADERS,

@@ -15,8 +15,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority
 from kvrouter.net.secret_files import UnreadableSecret
-from kvrouter.net.tls import InvalidCertificate, InvalidTls, Tls, TlsOptions, add_port, open_channel
-from kvrouter.net.tls import certificates as module
+from kvrouter.net.tls import (
+    InvalidCertificate,
+    InvalidTls,
+    Tls,
+    TlsOptions,
+    add_port,
+    certificates as module,
+    open_channel,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,12 @@ from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.serving.requests import GenerateCall, RunningRequests
 from kvrouter.v1.errors import KvRouterError, TooMuchUnread
 from kvrouter.v1.events_pb2 import LoadReport
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateRequest
-from kvrouter.v1.worker_pb2 import WorkerServiceGenerateResponse as Response
+from kvrouter.v1.worker_pb2 import (
+    FinishReason,
+    GenerateOutput,
+    WorkerServiceGenerateRequest,
+    WorkerServiceGenerateResponse as Response,
+)
 
 LENGTH, ABORT, ERROR = (
     FinishReason.FINISH_REASON_LENGTH,

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import EventRecorder, PrefixIndex, Scope, local_hashes
 from kvrouter.publisher.errors import UnknownParent
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher

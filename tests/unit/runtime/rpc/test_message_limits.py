@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.v1.common_pb2 import LocalHashes, MultimodalHash, RankState, RoutingConstraints, RoutingRequest, TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceSelectWorkerRequest
 from kvrouter.v1.indexer_pb2 import FindMatchesRequest, LoadRequest

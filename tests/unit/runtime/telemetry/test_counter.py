@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.runtime.telemetry.counter import LoopCounter
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 

@@ -6,8 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.policies.cache_aware import KvPolicy
 from kvrouter.scheduler.policies.catalogue import POLICIES

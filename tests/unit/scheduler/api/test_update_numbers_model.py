@@ -10,8 +10,7 @@ import itertools
 import os
 from typing import Any, TypeVar, cast
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.frontend.schedulers import booking_updates
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, LiveBooking
 from kvrouter.scheduler.identifiers import Key, key_of

@@ -6,8 +6,7 @@ import math
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.core import Rank
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.latency import HALF_LIFE_S, WIDEST, WINDOW, LatencyCalibration, RelativeLatency

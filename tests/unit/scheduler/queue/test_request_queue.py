@@ -6,8 +6,7 @@ import itertools
 import math
 from typing import NamedTuple
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.scheduler.load.booked_load import PrefillQueues
 from kvrouter.scheduler.load.latency import LatencyCalibration
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait

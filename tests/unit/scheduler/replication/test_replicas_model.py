@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation

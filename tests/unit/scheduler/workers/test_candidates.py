@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, overridden

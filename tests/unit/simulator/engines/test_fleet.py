@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import Phase, example, find, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, example, find, given, settings, strategies as st
 from kvrouter.mocker.engine.config import EngineConfig, TierConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.mocker.engine.time_model import TimeModel

@@ -10,8 +10,7 @@ from kvrouter.core.interface import MAX_BATCH_BYTES, BatchHead, BlockNote, Recor
 from kvrouter.core.reference.block_table import BASE_SCOPE
 from kvrouter.core.reference.event_log import EventLog
 from kvrouter.core.reference.rank_state import NumberedEvent, RankState
-from kvrouter.v1.common_pb2 import Rank, Tier
-from kvrouter.v1.common_pb2 import RankState as RankStateMessage
+from kvrouter.v1.common_pb2 import Rank, RankState as RankStateMessage, Tier
 from kvrouter.v1.events_pb2 import KvEvent, KvEventBatch
 
 

@@ -15,8 +15,7 @@ from kvrouter.core.interface import ApplySummary, IndexStats, Rank, RankInfo, Re
 from kvrouter.core.reference import rank_dump
 from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_rules import LAST_EVENT_ID, MAX_DEPTH, fault, tier_of
-from kvrouter.core.reference.hashing import local_hashes as hash_tokens
-from kvrouter.core.reference.hashing import sequence_hashes, unpack
+from kvrouter.core.reference.hashing import local_hashes as hash_tokens, sequence_hashes, unpack
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.rank_blocks import PLACES, RankBlocks
 from kvrouter.v1.common_pb2 import CopyCounting, Tier

@@ -9,8 +9,7 @@ from google.protobuf.message import DecodeError
 from kvrouter.core.interface import InvalidDump, Rank
 from kvrouter.core.reference.hashing import chain
 from kvrouter.core.reference.rank_blocks import NO_COPIES, TIERS, Block, RankBlocks, digest_of
-from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, RankState, Tier, TierCopies
-from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, Rank as RankMessage, RankState, Tier, TierCopies
 
 
 @dataclass(frozen=True, slots=True)

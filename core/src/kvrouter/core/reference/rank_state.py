@@ -11,8 +11,7 @@ from kvrouter.core.reference.block_table import BASE_SCOPE, Block, BlockTable, p
 from kvrouter.core.reference.hashing import chain, unpack
 from kvrouter.core.reference.rank_blocks import TIERS
 from kvrouter.core.reference.state_chunks import dump_chunks, state_chunks
-from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, Rank, Tier
-from kvrouter.v1.common_pb2 import RankState as RankStateMessage
+from kvrouter.v1.common_pb2 import BlockRecord, CopyCounting, Cursor, Rank, RankState as RankStateMessage, Tier
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from kvrouter.v1.worker_pb2 import GetRankStateResponse
 

@@ -15,8 +15,7 @@ from kvrouter.devtools.conformance.worker_under_test import WorkerUnderTest
 from kvrouter.net.nats.client import TolerantClient
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from nats.aio.msg import Msg
-from nats.errors import Error as NatsError
-from nats.errors import NoServersError
+from nats.errors import Error as NatsError, NoServersError
 
 _REPORTS = 2
 

@@ -16,8 +16,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import DecodeError
 from kvrouter.net.budgets import TokenBucket
-from kvrouter.net.calls import SERVICE as CALL_STREAMS
-from kvrouter.net.calls import Context, PeerCheck
+from kvrouter.net.calls import SERVICE as CALL_STREAMS, Context, PeerCheck
 from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
 from kvrouter.v1.error_encoding import set_error

@@ -11,8 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from kvrouter.net import trace_context
-from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE
-from kvrouter.net.calls import CallStreamCounts, CallStreamServer, Context, PeerCheck
+from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE, CallStreamCounts, CallStreamServer, Context, PeerCheck
 from kvrouter.net.http2.options import MAX_CALLS, SERVER_OPTIONS
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.tls import Tls, add_port

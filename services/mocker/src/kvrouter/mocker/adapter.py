@@ -19,11 +19,11 @@ from kvrouter.mocker.engine.types import (
     PromptTooLong,
     QueueFull,
     Removed,
+    RequestRefused as EngineRefused,
     Scope,
     Stored,
     pack_tokens,
 )
-from kvrouter.mocker.engine.types import RequestRefused as EngineRefused
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.mocker.tiers import TIERS
@@ -33,8 +33,7 @@ from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.v1.common_pb2 import LowerTiers, Stage
 from kvrouter.v1.errors_pb2 import ErrorReason
 from kvrouter.v1.events_pb2 import LoadReport
-from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason
-from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import FinishReason as WireFinishReason, GenerateOutput, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="mocker")
 

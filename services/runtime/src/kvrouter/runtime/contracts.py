@@ -16,11 +16,13 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1 import frontend_pb2 as frontend
-from kvrouter.v1 import indexer_pb2 as indexer
-from kvrouter.v1 import scheduler_pb2 as scheduler
-from kvrouter.v1 import sync_pb2 as sync
-from kvrouter.v1 import worker_pb2 as worker
+from kvrouter.v1 import (
+    frontend_pb2 as frontend,
+    indexer_pb2 as indexer,
+    scheduler_pb2 as scheduler,
+    sync_pb2 as sync,
+    worker_pb2 as worker,
+)
 
 SERVICES: Mapping[str, ServiceDescriptor] = MappingProxyType(
     {

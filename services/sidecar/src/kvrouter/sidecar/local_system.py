@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from kvrouter.net.local import LocalKeys, LocalMessages, LocalState, LocalSystem
 from kvrouter.publisher.config import WorkerConfig
-from kvrouter.publisher.publishing.transport import Link
-from kvrouter.publisher.publishing.transport import Transport as Sender
+from kvrouter.publisher.publishing.transport import Link, Transport as Sender
 from kvrouter.publisher.registration import Keys, check_descriptor
 from kvrouter.publisher.snapshots.rank_file import Recovered
 from kvrouter.v1.common_pb2 import Transport

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import TimeoutError as Expired
-from multiprocessing import get_context
+from multiprocessing import TimeoutError as Expired, get_context
 from multiprocessing.pool import Pool
 from types import TracebackType
 from typing import NamedTuple, Self

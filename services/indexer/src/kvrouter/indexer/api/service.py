@@ -21,8 +21,7 @@ from kvrouter.net.varint import encode_varint
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.requests import component_name, content_in_blocks, pack_local_hashes
 from kvrouter.v1 import indexer_pb2 as pb
-from kvrouter.v1.common_pb2 import BlockScope, Component, RankState
-from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.common_pb2 import BlockScope, Component, Rank as RankMessage, RankState
 from kvrouter.v1.errors import (
     BadRequest,
     BlockSizeMismatch,

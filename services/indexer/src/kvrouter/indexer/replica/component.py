@@ -29,8 +29,7 @@ from kvrouter.net.decoding import Quarantine
 from kvrouter.net.local import LocalStates
 from kvrouter.net.local.messages import LiveMessages
 from kvrouter.net.tls import Tls
-from kvrouter.v1.common_pb2 import Component, Cursor, Transport
-from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.common_pb2 import Component, Cursor, Rank as RankMessage, Transport
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats, VerifyResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerRegistration

@@ -14,8 +14,7 @@ from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import worker_pb2
-from kvrouter.v1.common_pb2 import Cursor, RankState, Tier
-from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.common_pb2 import Cursor, Rank as RankMessage, RankState, Tier
 from kvrouter.v1.errors import OutOfRange
 from kvrouter.v1.indexer_pb2 import VerifyResponse
 from kvrouter.v1.worker_pb2 import GetEventsRequest, GetRankStateRequest, GetRankStateResponse

@@ -22,16 +22,14 @@ from typing import TypeAlias
 import structlog
 from kvrouter.core import InvalidDump
 from kvrouter.indexer.index.state import IndexState, StaleDump
-from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY
-from kvrouter.indexer.ingest.jetstream import created_unix_ns
+from kvrouter.indexer.ingest.jetstream import AWAY as NATS_AWAY, created_unix_ns
 from kvrouter.indexer.ingest.read_position import Position, StreamIdentity, StreamView
 from kvrouter.indexer.snapshots.format import Snapshot
 from kvrouter.indexer.snapshots.lock import AcquiredLock, LockLost, acquired, live_replicas, read_pointer
 from kvrouter.indexer.snapshots.rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshots.store import SnapshotFiles, SnapshotStore, stream_message
 from kvrouter.net.decoding import Quarantine
-from kvrouter.net.etcd import AWAY as ETCD_AWAY
-from kvrouter.net.etcd import EtcdAccess, connect
+from kvrouter.net.etcd import AWAY as ETCD_AWAY, EtcdAccess, connect
 from kvrouter.net.snapshot_format import InvalidSnapshot
 from kvrouter.runtime.deadline import Backoff
 from kvrouter.runtime.process.lifecycle import StartRefused

@@ -30,8 +30,7 @@ from kvrouter.indexer.ingest.read_position import Position, StreamIdentity
 from kvrouter.indexer.snapshots.format import Snapshot, decode
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
-from kvrouter.v1.snapshot_pb2 import SnapshotHeader, SnapshotRef
-from kvrouter.v1.snapshot_pb2 import StreamIdentity as StreamMessage
+from kvrouter.v1.snapshot_pb2 import SnapshotHeader, SnapshotRef, StreamIdentity as StreamMessage
 
 _TRANSFER_SECONDS = 60.0
 _PIECE_SECONDS = 10.0

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from kvrouter.v1.common_pb2 import Component
-from kvrouter.v1.common_pb2 import Rank as RankMessage
+from kvrouter.v1.common_pb2 import Component, Rank as RankMessage
 from kvrouter.v1.frontend_pb2 import GetWorkerHealthResponse, WorkerHealth, WorkerHealthState
 from kvrouter.v1.indexer_pb2 import GetStatsResponse, RankStats
 from kvrouter.v1.names import ComponentName

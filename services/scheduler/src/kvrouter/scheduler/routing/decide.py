@@ -24,8 +24,7 @@ from kvrouter.scheduler.workers.candidates import Candidate
 from kvrouter.v1.common_pb2 import PrefillDecision, Stage
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import CandidateTerms
-from kvrouter.v1.scheduler_pb2 import Decision as DecisionMessage
+from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision as DecisionMessage
 
 # Read once: looking up an enum value by name takes a microsecond.
 _PREFILL = Stage.STAGE_PREFILL
