@@ -45,18 +45,20 @@ class ServerCall:
     """A call a handler answers."""
 
     __slots__ = (
-        "_ended",
-        "_stream",
+        "ended",
         "number",
         "on_cancelled",
+        "stream",
         "time_left",
         "trace_context",
         "unread_bytes",
     )
 
     def __init__(self, stream: ResponseStream, number: int, time_left: float | None, trace_context: str) -> None:
-        self._stream = stream
-        self._ended = False
+        self.stream = stream
+        """The stream of the call; the same object for all calls of one connection."""
+        self.ended = False
+        """Whether the call has ended. Further responses are dropped."""
         self.number = number
         self.time_left = time_left
         """Time left when the call arrived, seconds; None for no limit."""
@@ -71,42 +73,32 @@ class ServerCall:
     @property
     def client(self) -> str:
         """Name the client gave in its hello."""
-        return self._stream.client_name
-
-    @property
-    def stream(self) -> ResponseStream:
-        """The stream of the call; the same object for all calls of one connection."""
-        return self._stream
-
-    @property
-    def ended(self) -> bool:
-        """Whether the call has ended. Further responses are dropped."""
-        return self._ended
+        return self.stream.client_name
 
     def respond(self, encoded: bytes) -> None:
         """Queues a response. If too much is unread, the call ends instead."""
-        if not self._ended:
-            if self.unread_bytes >= self._stream.unread_call_bytes:
-                self._stream.end_unread(self)
+        if not self.ended:
+            if self.unread_bytes >= self.stream.unread_call_bytes:
+                self.stream.end_unread(self)
                 return
-            self._stream.queue(self, MORE, encoded)
+            self.stream.queue(self, MORE, encoded)
 
     def end(self, encoded: bytes | None = None) -> None:
         """Ends the call, with a last response if there is one."""
-        if not self._ended:
-            self._ended = True
-            self._stream.queue(self, ENDED if encoded is None else LAST, encoded or b"")
+        if not self.ended:
+            self.ended = True
+            self.stream.queue(self, ENDED if encoded is None else LAST, encoded or b"")
 
     def fail(self, error: KvRouterError) -> None:
         """Ends the call with an error."""
-        if not self._ended:
-            self._ended = True
-            self._stream.queue(self, FAILED, failure_of(error))
+        if not self.ended:
+            self.ended = True
+            self.stream.queue(self, FAILED, failure_of(error))
 
     def abandon(self) -> None:
         """Ends the call without an answer and calls ``on_cancelled``."""
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self.cancelled()
 
     def cancelled(self) -> None:

@@ -68,7 +68,8 @@ class LeasedKeys:
         self._desired: dict[str, bytes] = {}
         self._deleted: set[str] = set()
         self._owned: set[str] = set()
-        self._lease: int | None = None
+        self.lease_id: int | None = None
+        """Id of the current lease; None if there is none."""
         # An earlier lease that seemed lost may exist until its TTL expires; keys under it are still this process's.
         self._leases: deque[int] = deque(maxlen=64)
         self._expires = 0.0
@@ -96,11 +97,6 @@ class LeasedKeys:
         """Makes ``run`` revoke the lease, which deletes the keys, and return."""
         self._stopping = True
         self._changed.set()
-
-    @property
-    def lease_id(self) -> int | None:
-        """Id of the current lease; None if there is none."""
-        return self._lease
 
     @property
     def registered(self) -> bool:
@@ -158,31 +154,31 @@ class LeasedKeys:
 
     async def _renew(self, client: aetcd.Client) -> None:
         asked = time.monotonic()
-        if self._lease is not None:
-            reply = await client.refresh_lease(self._lease)
+        if self.lease_id is not None:
+            reply = await client.refresh_lease(self.lease_id)
             if reply is not None and reply.TTL > 0:
                 self._expires = asked + float(reply.TTL)
                 return
-            log.warning("etcd.lease_expired", lease=self._lease)
-            self._lease = None
+            log.warning("etcd.lease_expired", lease=self.lease_id)
+            self.lease_id = None
             self._registered.clear()
         lease = await client.lease(self._ttl)
-        self._lease = int(lease.id)
-        self._leases.append(self._lease)
+        self.lease_id = int(lease.id)
+        self._leases.append(self.lease_id)
         self._expires = asked + float(lease.ttl)
         self._announce = True
 
     async def _write(self, client: aetcd.Client) -> None:
         self._changed.clear()
         desired = dict(self._desired)
-        lease = self._lease
+        lease = self.lease_id
         for key in sorted(self._deleted):
             await self._delete_own(client, key)
         for key, value in desired.items():
             # Writing many keys may take longer than the lease lasts.
             if time.monotonic() > self._expires - self._ttl * 2 / 3:
                 await self._renew(client)
-            if self._lease != lease:
+            if self.lease_id != lease:
                 self._changed.set()
                 return
             await self._put_own(client, key, value)
@@ -191,7 +187,7 @@ class LeasedKeys:
         self._registered.set()
         if self._announce:
             self.registrations += 1
-            log.info("registration.written", keys=sorted(desired), lease=self._lease)
+            log.info("registration.written", keys=sorted(desired), lease=self.lease_id)
             if self._on_registered is not None:
                 await self._on_registered()
             self._announce = False
@@ -210,7 +206,7 @@ class LeasedKeys:
         name = key.encode()
         for _ in range(16):
             found = await client.get(name)
-            if found is not None and found.lease == self._lease and found.value == value:
+            if found is not None and found.lease == self.lease_id and found.value == value:
                 self._owned.add(key)
                 return
             # A key without a lease was written by hand: no process maintains it, so it may be replaced.
@@ -225,7 +221,7 @@ class LeasedKeys:
             revision = 0 if found is None else found.mod_revision
             written, _responses = await client.transaction(
                 compare=[client.transactions.mod(name) == revision],
-                success=[client.transactions.put(name, value, lease=self._lease)],
+                success=[client.transactions.put(name, value, lease=self.lease_id)],
                 failure=[],
             )
             if written:
@@ -254,7 +250,7 @@ class LeasedKeys:
         self._owned.discard(key)
 
     async def _revoke(self) -> None:
-        lease, self._lease = self._lease, None
+        lease, self.lease_id = self.lease_id, None
         if lease is not None:
             async with asyncio.timeout(CALL_SECONDS), connect(self._access) as client:
                 await client.revoke_lease(lease)

@@ -109,18 +109,14 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
     """
 
     def __init__(self) -> None:
-        self._serving: dict[str, bool] = {}
-        self._changed = asyncio.Event()
-
-    @property
-    def serving(self) -> Mapping[str, bool]:
+        self.serving: dict[str, bool] = {}
         """Whether each service works."""
-        return self._serving
+        self._changed = asyncio.Event()
 
     def set(self, service: str, serving: bool) -> None:
         """Sets whether a service works."""
-        if self._serving.get(service) != serving:
-            self._serving[service] = serving
+        if self.serving.get(service) != serving:
+            self.serving[service] = serving
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
@@ -130,7 +126,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
 
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse | None:  # noqa: N802 - gRPC's name
         """Implements grpc.health.v1.Health."""
-        serving = self._serving.get(request.service)
+        serving = self.serving.get(request.service)
         if serving is None:
             context.set_code(grpc.StatusCode.NOT_FOUND)
             return None
@@ -141,7 +137,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
         service = request.service[:_MAX_NAME]
         last: HealthCheckResponse.ServingStatus.ValueType | None = None
         while True:
-            changed, serving = self._changed, self._serving.get(service)
+            changed, serving = self._changed, self.serving.get(service)
             status = HealthCheckResponse.SERVICE_UNKNOWN if serving is None else _SERVING if serving else _NOT_SERVING
             if status != last:
                 last = status

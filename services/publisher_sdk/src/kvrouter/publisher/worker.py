@@ -119,7 +119,7 @@ class Worker:
             )
             for rank in sorted(config.ranks)
         }
-        self._server = WorkerServer(
+        self.server = WorkerServer(
             engine,
             self._ranks,
             lambda: load_response(config, self.load_reports()),
@@ -129,6 +129,7 @@ class Worker:
             structured_output=config.structured_output,
             spans=_spans(config),
         )
+        """The gRPC server, with its counts: refused callers, and the use of its bounds."""
         self._link = system.link(config)
         self._keys = system.keys(config, incarnation)
         self._registered_unix_ns = time.time_ns()
@@ -159,7 +160,7 @@ class Worker:
         Callable from any thread; never blocks. The outputs of a step for one gateway travel in one message. Outputs of
         ended requests are dropped. The iterable is read later, so it must not be changed.
         """
-        self._server.emit(outputs)
+        self.server.emit(outputs)
 
     async def registered(self) -> None:
         """Waits until the registration is in etcd."""
@@ -183,11 +184,6 @@ class Worker:
         """Waits until all recorded events are sent."""
         for rank in self._ranks.values():
             await rank.flush()
-
-    @property
-    def server(self) -> WorkerServer:
-        """The gRPC server, with its counts: refused callers, and the use of its bounds."""
-        return self._server
 
     def load_reports(self) -> list[LoadReport]:
         """Returns every rank's load from the engine, with rank, incarnation and time."""
@@ -213,13 +209,13 @@ class Worker:
             registered=self._keys.registered,
             registrations=self._keys.registrations,
             nats_connected=self._link.connected,
-            requests=self._server.requests,
+            requests=self.server.requests,
             load_reports_sent=self._load_reports_sent,
             draining=self._draining,
         )
 
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
-        port = await self._server.start(self.config.bind)
+        port = await self.server.start(self.config.bind)
         self.endpoint = self.config.endpoint(port)
         loop = asyncio.get_running_loop()
 
@@ -257,11 +253,11 @@ class Worker:
         try:
             self._draining = True
             self._register()
-            await self._server.refuse_requests()
+            await self.server.refuse_requests()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DEREGISTER_SECONDS):
                     await self._keys.wait_registered()
-            await self._server.stop(self.config.drain_seconds)
+            await self.server.stop(self.config.drain_seconds)
             if self._leasing is not None:
                 self._keys.stop()
                 await asyncio.wait({self._leasing}, timeout=_DEREGISTER_SECONDS)

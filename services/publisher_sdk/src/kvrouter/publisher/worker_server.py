@@ -12,10 +12,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from kvrouter.net import trace_context
 from kvrouter.net.auth import CallerCheck, ServiceToken
-from kvrouter.net.calls import CallStreamServer, ServerCall
+from kvrouter.net.calls import ServerCall
 from kvrouter.net.logs import get_logger
 from kvrouter.net.model_files import PIECE_BYTES, InvalidModelFiles, describe_files, model_directory, read_model_files
-from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.server import BindFailed, GrpcServer, received_trace_context
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.config import WorkerConfig
@@ -110,17 +109,11 @@ class WorkerServer:
         self.callers = CallerCheck(self.tls, self.token)
         """Decides which processes may call the worker."""
         self._server = GrpcServer(self.callers if self.callers.applies else None, tls=self.tls)
-        self._draining_streams: asyncio.Task[None] | None = None
-
-    @property
-    def gate(self) -> CallGate:
+        self.gate = self._server.gate
         """Admits the calls."""
-        return self._server.gate
-
-    @property
-    def call_streams(self) -> CallStreamServer:
+        self.call_streams = self._server.call_streams
         """The call streams."""
-        return self._server.call_streams
+        self._draining_streams: asyncio.Task[None] | None = None
 
     @property
     def requests(self) -> int:
@@ -187,9 +180,8 @@ class WorkerServer:
         with trace_context.entered(trace_context.checked(call.trace_context)):
             self._start(data, call)
 
-    async def _abort_on_stream(self, data: bytes, _call: ServerCall) -> bytes:
-        request = _parse(pb.AbortRequest, data)
-        return pb.AbortResponse(aborted=await self._requests.abort(list(request.request_ids))).SerializeToString()
+    async def _abort_on_stream(self, data: bytes, call: ServerCall) -> bytes:
+        return (await self._abort(data, call)).SerializeToString()
 
     def _start(self, data: bytes, call: OutputCall) -> None:
         request = _parse(pb.WorkerServiceGenerateRequest, data)
@@ -223,7 +215,7 @@ class WorkerServer:
         with traced.starting():
             self._requests.start(request, traced)
 
-    async def _abort(self, data: bytes, _context: _Context) -> pb.AbortResponse:
+    async def _abort(self, data: bytes, _: _Context | ServerCall) -> pb.AbortResponse:
         request = _parse(pb.AbortRequest, data)
         return pb.AbortResponse(aborted=await self._requests.abort(list(request.request_ids)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -63,24 +63,20 @@ class FollowedEngines:
         self._unheard = 0
         """Sources that have not named their engines yet."""
         self._relayed: dict[int, RelayedRanks] = {}
-        self._supervisors: list[EngineSupervisor] = []
-        SidecarMetrics(registry, self._supervisors)
-        RelayMetrics(registry, self._relayed)
-
-    @property
-    def supervisors(self) -> Sequence[EngineSupervisor]:
+        self.supervisors: list[EngineSupervisor] = []
         """What follows each engine."""
-        return self._supervisors
+        SidecarMetrics(registry, self.supervisors)
+        RelayMetrics(registry, self._relayed)
 
     @property
     def are_settled(self) -> bool:
         """Whether each engine has become a worker and published what it has cached, or could not become one yet."""
-        return not self._unheard and all(each.is_settled for each in self._supervisors)
+        return not self._unheard and all(each.is_settled for each in self.supervisors)
 
     @property
     def worker_keys(self) -> set[str]:
         """Keys of the workers' registrations."""
-        return {each.worker_key for each in self._supervisors} - {""}
+        return {each.worker_key for each in self.supervisors} - {""}
 
     def add(self, engine: FoundEngine) -> bool:
         """Follows an engine from now on. Returns False if it is followed already."""
@@ -100,7 +96,7 @@ class FollowedEngines:
         """
         if self._wanted.pop(url, None) is None:
             return False
-        for supervisor in self._supervisors:
+        for supervisor in self.supervisors:
             if supervisor.options.name == url:
                 supervisor.stop()
         return True
@@ -154,7 +150,7 @@ class FollowedEngines:
             self.remove(engine.url)
         if engine.url in self._wanted:
             self._wanted[engine.url] = engine
-            for supervisor in self._supervisors:
+            for supervisor in self.supervisors:
                 if supervisor.options.name == engine.url:
                     supervisor.set_wanted(engine.is_ready)
         elif engine.is_ready:
@@ -172,7 +168,7 @@ class FollowedEngines:
         supervisor = EngineSupervisor(options, http, partial(self._on_ready, url), self._system)
         supervisor.set_wanted(engine.is_ready)
         self._relayed[options.worker_id] = supervisor.relayed
-        self._supervisors.append(supervisor)
+        self.supervisors.append(supervisor)
         log.info("engine.added", url=options.url, worker_id=options.worker_id)
         return supervisor
 
@@ -184,7 +180,7 @@ class FollowedEngines:
                 following = self._tasks.create_task(supervisor.run(), name=f"supervisor of {url}")
                 await asyncio.wait({following})
                 options = supervisor.options
-                self._supervisors.remove(supervisor)
+                self.supervisors.remove(supervisor)
                 del self._relayed[options.worker_id]
                 log.info("engine.removed", url=options.url, worker_id=options.worker_id)
                 if url not in self._wanted:

@@ -111,12 +111,8 @@ class RecordingFile:
         self._path = path
         self.max_bytes = max_bytes
         self._ids: BlockIds | None = None
-        self._size = 0
-
-    @property
-    def size(self) -> int:
+        self.size = 0
         """Size of the file when it was last written, bytes."""
-        return self._size
 
     @property
     def known_blocks(self) -> int:
@@ -132,15 +128,15 @@ class RecordingFile:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            return Written(0, self._size, failure=str(error))
+            return Written(0, self.size, failure=str(error))
 
     def _append(self, descriptor: int, outlines: Sequence[Outline]) -> Written:
         if self._ids is None:
             _cut_torn_line(descriptor)
         size = os.fstat(descriptor).st_size
-        if self._ids is None or size < self._size:
+        if self._ids is None or size < self.size:
             self._ids = BlockIds(first=size)
-        self._size = size
+        self.size = size
         lines = list(self._fitting(outlines, self._ids))
         try:
             _write_all(descriptor, b"".join(lines))
@@ -149,11 +145,11 @@ class RecordingFile:
             with suppress(OSError):  # if this fails, the next batch removes the torn line
                 os.ftruncate(descriptor, size)
             raise
-        self._size += sum(map(len, lines))
-        return Written(len(lines), self._size, full=len(lines) < len(outlines))
+        self.size += sum(map(len, lines))
+        return Written(len(lines), self.size, full=len(lines) < len(outlines))
 
     def _fitting(self, outlines: Sequence[Outline], ids: BlockIds) -> Iterator[bytes]:
-        left = self.max_bytes - self._size
+        left = self.max_bytes - self.size
         for outline in outlines:
             # A line has at least 2 bytes per block, so no ids are assigned to a request that cannot fit.
             if left <= 2 * outline.blocks:

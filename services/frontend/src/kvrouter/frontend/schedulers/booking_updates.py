@@ -112,7 +112,8 @@ class BookingUpdates:
     def __init__(self, session_id: str, client_name: str) -> None:
         self._session_id = session_id
         self._client_name = client_name
-        self._opening_number = 0
+        self.opening_number = 0
+        """Number of the last opening."""
         self._live: dict[Key, LiveBooking] = {}
         self._selecting: dict[Key, BookingKey] = {}
         self._first = 1
@@ -150,14 +151,9 @@ class BookingUpdates:
         """Whether too many updates wait for their acknowledgement. The next opening drops those it replaces."""
         return self.waiting > MAX_UPDATES
 
-    @property
-    def opening_number(self) -> int:
-        """Number of the last opening."""
-        return self._opening_number
-
     def opening(self) -> pb.OpenSessionRequest:
         """Returns the call that opens the session again. Earlier calls will not be answered any more."""
-        self._opening_number += 1
+        self.opening_number += 1
         self._asserting.clear()
         self._refused.clear()
         self._send_again()
@@ -171,7 +167,7 @@ class BookingUpdates:
         return pb.OpenSessionRequest(
             session_id=self._session_id,
             client_name=self._client_name,
-            opening_number=self._opening_number,
+            opening_number=self.opening_number,
             live=pb.LiveBookings(bookings=keys),
             first_update=self._first,
         )
@@ -186,11 +182,11 @@ class BookingUpdates:
 
     def closing(self) -> pb.CloseSessionRequest:
         """Returns the call that closes the last opening."""
-        return pb.CloseSessionRequest(session_id=self._session_id, opening_number=self._opening_number)
+        return pb.CloseSessionRequest(session_id=self._session_id, opening_number=self.opening_number)
 
     def heartbeat(self) -> pb.UpdateBookingsRequest:
         """Returns a call without updates."""
-        return pb.UpdateBookingsRequest(session_id=self._session_id, opening_number=self._opening_number)
+        return pb.UpdateBookingsRequest(session_id=self._session_id, opening_number=self.opening_number)
 
     def assert_refused(self) -> int:
         """Adds re-asserts of the bookings the Scheduler refused before. Returns how many."""

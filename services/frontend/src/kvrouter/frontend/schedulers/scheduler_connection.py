@@ -63,12 +63,8 @@ class LocalConnection:
     """Calls a Scheduler in this process."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = cast(_SchedulerObject, scheduler)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Returns the object."""
-        return self._scheduler
+        self.scheduler = cast(_SchedulerObject, scheduler)
+        """The object."""
 
     async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         """Opens a session.
@@ -76,12 +72,12 @@ class LocalConnection:
         Raises:
             KvRouterError: it was not opened.
         """
-        return self._scheduler.open_session(request, deadline=Deadline.never())
+        return self.scheduler.open_session(request, deadline=Deadline.never())
 
     def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
         """Applies updates, and passes the response on."""
         try:
-            response = self._scheduler.update_bookings(request, deadline=Deadline.never())
+            response = self.scheduler.update_bookings(request, deadline=Deadline.never())
         except KvRouterError as error:
             answer(error)
         else:
@@ -89,7 +85,7 @@ class LocalConnection:
 
     def close_session(self, request: pb.CloseSessionRequest) -> None:
         """Closes a session."""
-        self._scheduler.close_session(request, deadline=Deadline.never())
+        self.scheduler.close_session(request, deadline=Deadline.never())
 
     async def lost(self) -> None:
         """Never returns."""
@@ -112,13 +108,9 @@ class StreamConnection:
         self._client = call_stream_client(
             endpoint, client_name=client_name, counts=counts, ends_when_silent=False, tls=tls, role="scheduler"
         )
-        self._scheduler = cast(Scheduler, remote_on_call_stream(_DESCRIPTOR, self._client))
+        self.scheduler = cast(Scheduler, remote_on_call_stream(_DESCRIPTOR, self._client))
+        """A stub."""
         self.run = self._client.run
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Returns a stub."""
-        return self._scheduler
 
     async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         """Opens a session.
@@ -126,7 +118,7 @@ class StreamConnection:
         Raises:
             KvRouterError: it was not opened.
         """
-        opening = self._scheduler.open_session(request, deadline=Deadline.never())
+        opening = self.scheduler.open_session(request, deadline=Deadline.never())
         return opening if isinstance(opening, pb.OpenSessionResponse) else await opening
 
     def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:

@@ -64,14 +64,10 @@ class PieceCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self.size = 0
+        """Memory of all entries, bytes."""
         self._tokens: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def size(self) -> int:
-        """Memory of all entries, bytes."""
-        return self._bytes
 
     def get(self, piece: str) -> bytes | None:
         """Returns the tokens of a piece as a packed buffer; None if they are not known."""
@@ -87,9 +83,9 @@ class PieceCache:
             if piece in self._tokens:
                 return
             self._tokens[piece] = tokens
-            self._bytes += _size(piece, tokens)
-            while self._bytes > self._max_bytes:
-                self._bytes -= _size(*self._tokens.popitem(last=False))
+            self.size += _size(piece, tokens)
+            while self.size > self._max_bytes:
+                self.size -= _size(*self._tokens.popitem(last=False))
 
 
 def _size(piece: str, tokens: bytes) -> int:

@@ -48,17 +48,13 @@ class BatchSender:
         counts = self.recorder.counts()
         self._taken_id = self._sent_id = counts.next_event_id - counts.unsent_events
         self._waits_since: float | None = None
-        self._waits_for = ""
+        self.waiting_reason = ""
+        """Error of its last attempt; empty if none waits."""
 
     @property
     def waiting_seconds(self) -> float:
         """Time for which the current batch could not be sent, seconds; 0 if none waits."""
         return time.monotonic() - self._waits_since if self._waits_since is not None else 0.0
-
-    @property
-    def waiting_reason(self) -> str:
-        """Error of its last attempt; empty if none waits."""
-        return self._waits_for
 
     def wake(self) -> None:
         """Announces new events. The caller owns the lock."""
@@ -146,7 +142,7 @@ class BatchSender:
 
     def _note_retry(self, state: RetryCallState) -> None:
         self.retries += 1
-        self._waits_for = str(state.outcome.exception()) if state.outcome is not None else ""
+        self.waiting_reason = str(state.outcome.exception()) if state.outcome is not None else ""
         if self._waits_since is None:
             self._waits_since = time.monotonic()
         # The first attempts may fail while the connection is being made, which is not worth a warning.
@@ -154,7 +150,7 @@ class BatchSender:
             log.warning(
                 "publish.delayed",
                 rank=self.dp_rank,
-                error=self._waits_for,
+                error=self.waiting_reason,
                 unsent_events=self.recorder.counts().unsent_events,
                 consequence="events are buffered, and Indexers read the rank over gRPC",
             )
@@ -163,5 +159,5 @@ class BatchSender:
         if self._waits_since is None:
             return
         seconds = time.monotonic() - self._waits_since
-        self._waits_since, self._waits_for = None, ""
+        self._waits_since, self.waiting_reason = None, ""
         log.info("publish.recovered", rank=self.dp_rank, seconds=round(seconds, 1))

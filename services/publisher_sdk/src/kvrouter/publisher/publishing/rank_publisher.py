@@ -64,7 +64,8 @@ class RankPublisher:
         self._recorder = recovered.recorder if recovered else EventRecorder(head, buffer_events, buffer_bytes)
         self._counts = self._recorder.counts()
         self._check = CopyCountingCheck(dp_rank, copy_counting, total_blocks)
-        self._partial = self._announced_partial = recovered is not None and recovered.partial
+        self.is_partial = self._announced_partial = recovered is not None and recovered.partial
+        """Whether blocks may be missing, because events of the engine were lost."""
         self._losses = self._restarts = 0
         self._grouped = False
         self._sender = BatchSender(subject=subject, dp_rank=dp_rank, recorder=self._recorder, lock=self._lock)
@@ -175,11 +176,6 @@ class RankPublisher:
         with self._lock:
             return self._recorder.chunk(engine_hash_of(engine_hash), blocks)
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether blocks may be missing, because events of the engine were lost."""
-        return self._partial
-
     def removed(self, engine_hashes: Sequence[EngineHash], *, tier: Tier = Tier.TIER_DEVICE) -> None:
         """Reports blocks gone from a tier: one copy of each with counted copies, otherwise the whole block.
 
@@ -203,7 +199,7 @@ class RankPublisher:
             InvalidEvent: the tier is unknown.
         """
         with self._lock:
-            self._clear(tier, partial=self._partial and tier != Tier.TIER_UNSPECIFIED)
+            self._clear(tier, partial=self.is_partial and tier != Tier.TIER_UNSPECIFIED)
 
     def events_lost(self, *, removals: bool = True) -> None:
         """Reports a loss of the engine's events.
@@ -212,12 +208,12 @@ class RankPublisher:
         is partial: blocks below lost ones are unknown. ``cleared`` and ``restarted`` make it complete again.
         """
         with self._lock:
-            is_news = removals or not self._partial
+            is_news = removals or not self.is_partial
             self._losses += is_news
             if removals:
                 self._clear(Tier.TIER_UNSPECIFIED, partial=True)
             elif is_news:
-                self._partial = True
+                self.is_partial = True
                 self._record(self._recorder.counts)
         if is_news:
             log.warning("publish.engine_events_lost", rank=self.dp_rank, dropped=removals)
@@ -275,7 +271,7 @@ class RankPublisher:
     def _clear(self, tier: Tier, *, partial: bool) -> None:
         def clear() -> RecorderCounts:
             counts = self._recorder.cleared(tier)
-            self._partial = partial
+            self.is_partial = partial
             return counts
 
         self._record(clear)
@@ -294,7 +290,7 @@ class RankPublisher:
     def _group(self, position: int) -> Iterator[None]:
         """Groups the reports in the body; undoes them if it raises. The caller owns the lock."""
         before = self._counts
-        partial, losses, restarts = self._partial, self._losses, self._restarts
+        partial, losses, restarts = self.is_partial, self._losses, self._restarts
         self._grouped = True
         self._recorder.begin()
         try:
@@ -302,7 +298,7 @@ class RankPublisher:
         except BaseException:
             self._recorder.roll_back()
             self._counts = before
-            self._partial, self._losses, self._restarts = partial, losses, restarts
+            self.is_partial, self._losses, self._restarts = partial, losses, restarts
             raise
         finally:
             self._grouped = False
@@ -312,12 +308,12 @@ class RankPublisher:
 
     def _note(self, position: int) -> None:
         if self._keeper is not None:
-            self._keeper.note(position, partial=self._partial)
+            self._keeper.note(position, partial=self.is_partial)
 
     def _announce(self, before: RecorderCounts) -> None:
         """Tells others of changes since ``before``."""
-        if self._partial != self._announced_partial:
-            self._announced_partial = self._partial
+        if self.is_partial != self._announced_partial:
+            self._announced_partial = self.is_partial
             if self.on_partial is not None:
                 self.on_partial()
         if self._counts.next_event_id != before.next_event_id:
@@ -369,7 +365,7 @@ class RankPublisher:
                 next_event_id=counts.next_event_id,
                 digest=counts.digest,
                 blocks=counts.blocks,
-                partial=self._partial,
+                partial=self.is_partial,
                 events_lost=self._losses,
                 restarts=self._restarts,
                 unknown_removals=counts.unknown_removals,

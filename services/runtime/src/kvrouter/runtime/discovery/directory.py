@@ -79,7 +79,8 @@ class Directory:
         self.components: Mapping[ComponentName, ComponentView] = {}
         """Components with a descriptor. A new mapping with new views after each change."""
         self._services: dict[str, dict[str, ServiceRegistration]] = {}
-        self._ignored: dict[str, str] = {}
+        self.ignored: dict[str, str] = {}
+        """Registrations left out, by key, with the reason."""
         self._synced = asyncio.Event()
         self._next_change = asyncio.Event()
         self._rebuilding: asyncio.TimerHandle | None = None
@@ -94,7 +95,7 @@ class Directory:
             "Descriptors in etcd that are not followed, because live workers disagree with them.",
             registry=registry,
         )
-        conflicts.set_function(lambda: len(self._conflicts(self._ignored)))
+        conflicts.set_function(lambda: len(self._conflicts(self.ignored)))
         workers = Gauge("kvrouter_directory_workers", "Live workers.", registry=registry)
         workers.set_function(lambda: sum(len(view.workers) for view in self.components.values()))
         retained = Gauge(
@@ -113,11 +114,6 @@ class Directory:
     def services(self, kind: str) -> Mapping[str, ServiceRegistration]:
         """Returns the live services of a kind (indexer, scheduler, frontend) by instance id."""
         return self._services.get(kind, {})
-
-    @property
-    def ignored(self) -> Mapping[str, str]:
-        """Registrations left out, by key, with the reason."""
-        return self._ignored
 
     def _conflicts(self, ignored: Mapping[str, str]) -> set[str]:
         keys = {name.descriptor_key for name in self.components}
@@ -233,7 +229,7 @@ class Directory:
         self.components, ignored = build_views(self._entries, self._namespace, self.components)
         self._services = build_services(self._entries, self._namespace)
         ignored |= {key: reason for key, reason in self._undecodable.items() if key not in self._entries}
-        for key in ignored.keys() - self._ignored.keys():
+        for key in ignored.keys() - self.ignored.keys():
             self._ignored_total.inc()
             if key in self._undecodable:
                 continue
@@ -241,7 +237,7 @@ class Directory:
                 log.error("descriptor.conflict", key=key, reason=ignored[key], advice=_CONFLICT_ADVICE)
             else:
                 log.warning("registration.ignored", key=key, reason=ignored[key])
-        self._ignored = ignored
+        self.ignored = ignored
         self._synced.set()
         change, self._next_change = self._next_change, asyncio.Event()
         change.set()

@@ -23,9 +23,8 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from kvrouter.net import trace_context
 from kvrouter.net.auth import CallerCheck
-from kvrouter.net.calls import CallStreamCounts, CallStreamServer, ServerCall
+from kvrouter.net.calls import CallStreamCounts, ServerCall
 from kvrouter.net.http2.options import MAX_CALLS
-from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.server import GrpcServer, received_trace_context
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
@@ -75,6 +74,10 @@ class RpcServer:
         self._server = GrpcServer(
             self._peers, tls=tls, max_calls=max_calls, call_stream_counts=call_stream_counts, reuse_port=reuse_port
         )
+        self.gate = self._server.gate
+        """Admits the calls."""
+        self.call_streams = self._server.call_streams
+        """The call streams."""
         self._encrypted = tls is not None
         self.health = HealthBoard(self._server.health)
         """Readiness of the services; each starts as not ready."""
@@ -92,16 +95,6 @@ class RpcServer:
     def calls(self) -> int:
         """Number of running calls, without health and reflection."""
         return self._calls + self.call_streams.running
-
-    @property
-    def gate(self) -> CallGate:
-        """Admits the calls."""
-        return self._server.gate
-
-    @property
-    def call_streams(self) -> CallStreamServer:
-        """The call streams."""
-        return self._server.call_streams
 
     def endpoint(self, advertise: str = "") -> str:
         """Returns the address under which others reach the server, host:port, once started.

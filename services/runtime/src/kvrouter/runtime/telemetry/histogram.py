@@ -65,11 +65,12 @@ class LoopHistogram(Collector):
         self._documentation = documentation
         self._labels = labels
         lowers = (0.0, *buckets)
-        self._bounds = tuple(
+        self.bounds = tuple(
             float(upper - (upper - lower) * further / parts)
             for lower, upper in zip(lowers, buckets, strict=False)
             for further in reversed(range(parts))
         )
+        """Upper bounds of the parts of all buckets; the last bucket has none."""
         self._parts = parts
         self._series: dict[tuple[str, ...], Observations] = {}
         registry.register(self)
@@ -78,17 +79,12 @@ class LoopHistogram(Collector):
         """Returns the observations with these values of the labels, to be kept by the caller."""
         series = self._series.get(values)
         if series is None:
-            series = self._series[values] = Observations(self._bounds)
+            series = self._series[values] = Observations(self.bounds)
         return series
-
-    @property
-    def bounds(self) -> Sequence[float]:
-        """Upper bounds of the parts of all buckets; the last bucket has none."""
-        return self._bounds
 
     def counts(self) -> tuple[int, ...]:
         """Returns the observations by part of a bucket, of all series together; the last bucket has no upper bound."""
-        counts = [0] * (len(self._bounds) + 1)
+        counts = [0] * (len(self.bounds) + 1)
         for series in self._series.values():
             counts = [total + count for total, count in zip(counts, series.counts, strict=True)]
         return tuple(counts)
@@ -101,12 +97,12 @@ class LoopHistogram(Collector):
         """Yields the histogram."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         last = slice(self._parts - 1, None, self._parts)
-        bounds = [*map(floatToGoString, self._bounds[last]), "+Inf"]
+        bounds = [*map(floatToGoString, self.bounds[last]), "+Inf"]
         for values, series in list(self._series.items()):
             totals = list(accumulate(series.counts))
             family.add_metric(values, list(zip(bounds, [*totals[:-1][last], totals[-1]], strict=True)), series.sum)
             labels = dict(zip(self._labels, values, strict=True))
-            if self._bounds[0] < 0:  # Then the family leaves out the count, too.
+            if self.bounds[0] < 0:  # Then the family leaves out the count, too.
                 family.add_sample(f"{self._name}_count", labels, totals[-1])
             family.add_sample(f"{self._name}_created", labels, series.created)
         yield family

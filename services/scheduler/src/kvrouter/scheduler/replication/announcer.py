@@ -49,7 +49,8 @@ class AnnouncedBookings:
     def __init__(self) -> None:
         self._bookings: dict[Key, _AnnouncedBooking] = {}
         self._of_sessions: dict[str, set[Key]] = {}
-        self._digest = 0
+        self.digest = 0
+        """Their digest."""
 
     def __len__(self) -> int:
         """Returns the number of bookings."""
@@ -62,11 +63,6 @@ class AnnouncedBookings:
     def __iter__(self) -> Iterator[Key]:
         """Iterates over the keys as they are at this moment."""
         return iter(list(self._bookings))
-
-    @property
-    def digest(self) -> int:
-        """Their digest."""
-        return self._digest
 
     def put(self, key: Key, session_id: str) -> None:
         """Adds a booking of a session, or of a lease if ``session_id`` is empty. A known booking moves to it."""
@@ -114,7 +110,7 @@ class AnnouncedBookings:
     def _count(self, key: Key, sign: int, *, prefilled: bool) -> None:
         request_id, attempt, stage = key
         encoded = request_id.encode() + _AFTER_ID.pack(attempt, stage, prefilled)
-        self._digest = (self._digest + sign * xxhash.xxh3_64_intdigest(encoded, seed=_SEED)) & _MASK
+        self.digest = (self.digest + sign * xxhash.xxh3_64_intdigest(encoded, seed=_SEED)) & _MASK
 
 
 MAX_ANNOUNCED_BYTES = 768 << 10
