@@ -11,7 +11,6 @@ from kvrouter.runtime.rpc import open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import ServiceRegistration
 
 _DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 
@@ -34,10 +33,10 @@ class IndexerClient:
         """
         if self._own is not None:
             return self._own
-        for _, registration in sorted(self._directory.services("indexer").items()):
-            if registration.ready and _covers(registration, component):
-                return await self._stub(registration.endpoint)
-        raise DependencyAway(f"no Indexer of {component} is registered and ready")
+        endpoints = self._directory.ready_indexers(component)
+        if not endpoints:
+            raise DependencyAway(f"no Indexer of {component} is registered and ready")
+        return await self._stub(endpoints[0])
 
     async def close(self) -> None:
         """Closes the channels."""
@@ -50,9 +49,3 @@ class IndexerClient:
             stub = self._stubs[endpoint] = cast(Indexer, remote(_DESCRIPTOR, channel))
             await self._channels.enter_async_context(channel)
         return stub
-
-
-def _covers(registration: ServiceRegistration, component: ComponentName) -> bool:
-    return not registration.components or any(
-        (each.namespace, each.name) == (component.namespace, component.name) for each in registration.components
-    )

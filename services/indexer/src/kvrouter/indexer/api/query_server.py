@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -73,8 +74,8 @@ class QueryServer:
         application = web.Application(client_max_size=most, middlewares=[_errors_as_json, self._authenticate])
         application.add_routes(
             [
-                web.post("/query", self._query),
-                web.post("/query_by_hash", self._query_by_hash),
+                web.post("/query", partial(self._query, by_hash=False)),
+                web.post("/query_by_hash", partial(self._query, by_hash=True)),
                 web.get("/workers", self._workers),
                 web.get("/health", self._health),
             ]
@@ -98,13 +99,7 @@ class QueryServer:
             note_admitted(request)
         return await handler(request)
 
-    async def _query(self, request: web.Request) -> web.Response:
-        return await self._answered(request, by_hash=False)
-
-    async def _query_by_hash(self, request: web.Request) -> web.Response:
-        return await self._answered(request, by_hash=True)
-
-    async def _answered(self, request: web.Request, *, by_hash: bool) -> web.Response:
+    async def _query(self, request: web.Request, *, by_hash: bool) -> web.Response:
         try:
             async with asyncio.timeout(_QUERY_SECONDS), self._turns:
                 self.running += 1

@@ -119,6 +119,15 @@ class Directory:
         keys = {name.descriptor_key for name in self.components}
         return keys & ignored.keys() - self._undecodable.keys()
 
+    def ready_indexers(self, component: ComponentName) -> list[str]:
+        """Returns the addresses of the ready Indexers of a component, in order of their ids."""
+        name = (component.namespace, component.name)
+        return [
+            each.endpoint
+            for _, each in sorted(self.services("indexer").items())
+            if each.ready and (not each.components or any((one.namespace, one.name) == name for one in each.components))
+        ]
+
     @property
     def is_synced(self) -> bool:
         """Whether the registrations have been read once."""

@@ -19,7 +19,6 @@ from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.errors import DependencyAway, KvRouterError
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.packed_pb2 import PackedFindMatchesRequest, PackedLocalHashes
-from kvrouter.v1.registry_pb2 import ServiceRegistration
 
 _DESCRIPTOR = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 
@@ -50,11 +49,7 @@ class RemoteIndexers:
 
     def __call__(self, component: ComponentName) -> OverlapIndex | None:
         """Returns the ready Indexers of a component as one; None if there are none."""
-        endpoints = [
-            registration.endpoint
-            for _, registration in sorted(self.directory.services("indexer").items())
-            if registration.ready and _covers(registration, component)
-        ]
+        endpoints = self.directory.ready_indexers(component)
         return _Failover(self, endpoints) if endpoints else None
 
     def stub(self, endpoint: str) -> Any:
@@ -143,9 +138,3 @@ class _Failover:
 @lru_cache(maxsize=64)
 def _component(name: ComponentName) -> Component:
     return component_message(name)
-
-
-def _covers(registration: ServiceRegistration, component: ComponentName) -> bool:
-    return not registration.components or any(
-        (each.namespace, each.name) == (component.namespace, component.name) for each in registration.components
-    )
