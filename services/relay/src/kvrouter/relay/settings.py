@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvrouter.engines.events.vllm_sglang_events import Dialect
-from kvrouter.runtime.config.fields import RoleOption, TransportOption, check_socket_endpoint
+from kvrouter.runtime.config.fields import LoraIds, RoleOption, TransportOption, check_socket_endpoint, unless_empty
 from kvrouter.runtime.config.settings import Name, ServiceSettings
-from pydantic import Field, field_validator
+from pydantic import Field
+
+_Endpoint = Annotated[str, unless_empty(check_socket_endpoint)]
 
 
 class RelaySettings(ServiceSettings):
     """Options of ``kvrouter relay``; each is a flag, an environment variable and a key of the file."""
 
-    kv_events: str = Field()
+    kv_events: _Endpoint
     """Endpoint of rank 0's PUB socket, tcp://host:port or ipc://path. Each further rank has the next port. With * as
     the host the relay listens, for engines that connect."""
-    kv_replay: str = ""
+    kv_replay: _Endpoint = ""
     """Endpoint of rank 0's replay socket, tcp://host:port; empty if the engine has none."""
     kv_topic: str = ""
     """Topic of the events; others are ignored. Empty for any topic."""
@@ -43,7 +45,7 @@ class RelaySettings(ServiceSettings):
     """Whether requests make the engine report their hits too (kv_cache_report_mode: full)."""
     offloaded_blocks: int = Field(default=1, ge=1, le=1 << 20)
     """Blocks in a chunk that the engine offloads and reports by its last hash alone."""
-    lora_ids: dict[str, str] = Field(default_factory=dict)
+    lora_ids: LoraIds = Field(default_factory=dict)
     """Names of LoRA adapters by number, for engines that report numbers only."""
     max_model_len: int = Field(default=0, ge=0, lt=1 << 32)
     """Most prompt and output tokens together; 0 for no limit."""
@@ -63,16 +65,3 @@ class RelaySettings(ServiceSettings):
     """Messages that wait in each subscription; further ones are replayed."""
     engine_grace_seconds: float = Field(default=5.0, ge=0)
     """Time without a connection to the engine before routers avoid it, in seconds."""
-
-    @field_validator("kv_events", "kv_replay")
-    @classmethod
-    def _is_endpoint(cls, text: str) -> str:
-        return check_socket_endpoint(text) if text else text
-
-    @field_validator("lora_ids")
-    @classmethod
-    def _are_numbers(cls, names: dict[str, str]) -> dict[str, str]:
-        for number in names:
-            if not number.isdecimal():
-                raise ValueError(f"expected number=name, received {number!r} as the number")
-        return names

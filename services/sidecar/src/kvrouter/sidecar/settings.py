@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvrouter.engines.servers.description import NO_EVENTS
 from kvrouter.engines.servers.detection import EngineKindOption
-from kvrouter.runtime.config.fields import Address, EngineKeysFile, RoleOption, TransportOption, check_socket_endpoint
+from kvrouter.runtime.config.fields import (
+    Address,
+    EngineKeysFile,
+    LoraIds,
+    RoleOption,
+    TransportOption,
+    check_socket_endpoint,
+    unless_empty,
+)
 from kvrouter.runtime.config.settings import Name, ServiceSettings
 from kvrouter.sidecar.engines_file import checked_engine, checked_url, read_engines, split_component
 from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName, read_pool_name, read_selection
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 
-def check_event_sockets(endpoints: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the endpoints of engines' sockets; none stands for an engine without events.
-
-    Raises:
-        ValueError: one is malformed.
-    """
+def _checked_sockets(endpoints: tuple[str, ...]) -> tuple[str, ...]:
+    """NO_EVENTS stands for an engine without events."""
     return tuple(each if each == NO_EVENTS else check_socket_endpoint(each) for each in endpoints)
+
+
+_EventSockets = Annotated[tuple[str, ...], AfterValidator(_checked_sockets)]
+_Urls = Annotated[tuple[str, ...], AfterValidator(lambda urls: tuple(map(checked_url, urls)))]
 
 
 class EngineSettings(ServiceSettings):
@@ -30,10 +38,10 @@ class EngineSettings(ServiceSettings):
     """Options with one value for each engine, in the order of the engines."""
 
     engine: tuple[str, ...]
-    engine_pods: str = ""
+    engine_pods: Annotated[str, unless_empty(read_selection)] = ""
     """Kubernetes pods with engines, which come and go with them: [NAMESPACE:]LABELS[:PORT]. LABELS is a label
     selector, PORT that of the HTTP API (8000). Without NAMESPACE, it is that of the process."""
-    inference_pool: str = ""
+    inference_pool: Annotated[str, unless_empty(read_pool_name)] = ""
     """InferencePool whose pods have the engines, [NAMESPACE/]NAME; instead of --engine-pods."""
     engine_kind: EngineKindOption = "auto"
     """Which engine it is; auto asks it."""
@@ -69,7 +77,7 @@ class EngineSettings(ServiceSettings):
     """Whether requests make the engine report their hits too (kv_cache_report_mode: full)."""
     offloaded_blocks: int = Field(default=1, ge=1, le=1 << 20)
     """Blocks in a chunk that the engine offloads and reports by its last hash alone."""
-    lora_ids: dict[str, str] = Field(default_factory=dict)
+    lora_ids: LoraIds = Field(default_factory=dict)
     """Names of LoRA adapters by number, for engines that report numbers only."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels for routing constraints."""
@@ -89,33 +97,6 @@ class EngineSettings(ServiceSettings):
     worker id too. None keeps nothing."""
     state_seconds: float = Field(default=10.0, gt=0, le=86_400)
     """Least interval of the snapshots, in seconds. A killed process needs the engines' messages since the last one."""
-
-    @field_validator("engine", "engine_advertise", check_fields=False)
-    @classmethod
-    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(checked_url, urls))
-
-    @field_validator("engine_pods")
-    @classmethod
-    def _selects_pods(cls, text: str) -> str:
-        if text:
-            read_selection(text)
-        return text
-
-    @field_validator("inference_pool")
-    @classmethod
-    def _names_a_pool(cls, text: str) -> str:
-        if text:
-            read_pool_name(text)
-        return text
-
-    @field_validator("lora_ids")
-    @classmethod
-    def _are_numbers(cls, names: dict[str, str]) -> dict[str, str]:
-        for number in names:
-            if not number.isdecimal():
-                raise ValueError(f"expected number=name, received {number!r} as the number")
-        return names
 
     @model_validator(mode="after")
     def _has_one_value_for_each_engine(self) -> EngineSettings:
@@ -143,14 +124,14 @@ class SidecarSettings(EngineSettings):
 
     per_engine = ("kv_events", "kv_replay", "engine_advertise", "bootstrap_endpoint")
 
-    engine: tuple[str, ...] = ()
+    engine: _Urls = ()
     """URL of the engine's HTTP API, http://host:port. May be repeated for several engines."""
-    kv_events: tuple[str, ...] = ()
+    kv_events: _EventSockets = ()
     """Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if it publishes no
     events. By default the engine is asked."""
-    kv_replay: tuple[str, ...] = ()
+    kv_replay: _EventSockets = ()
     """Endpoint of rank 0's replay socket for each engine; only with --kv-events."""
-    engine_advertise: tuple[str, ...] = ()
+    engine_advertise: _Urls = ()
     """URL at which others reach each engine; none for that of --engine, with the host of --advertise if it is a
     loopback address."""
     worker_id: int | None = Field(default=None, ge=0, lt=1 << 63)
@@ -158,8 +139,6 @@ class SidecarSettings(EngineSettings):
     random."""
     transport: TransportOption = "default"
     """Transport of the events; default is the component's."""
-
-    _are_endpoints = field_validator("kv_events", "kv_replay")(check_event_sockets)
 
     @model_validator(mode="after")
     def _is_complete(self) -> SidecarSettings:
@@ -182,7 +161,7 @@ class LocalEnginesSettings(EngineSettings):
     section = "engines"
     per_engine = ("engine_events", "engine_replay", "engine_role", "bootstrap_endpoint")
 
-    engine: tuple[str, ...] = ()
+    engine: Annotated[tuple[str, ...], AfterValidator(lambda engines: tuple(map(checked_engine, engines)))] = ()
     """URL of an engine, http://host:port: the process serves it without etcd and NATS. May be repeated. Engines of
     another model or role join a component of their own, which COMPONENT=URL names."""
     engines_file: Path | None = None
@@ -190,20 +169,13 @@ class LocalEnginesSettings(EngineSettings):
     peer: tuple[Address, ...] = Field(default=(), max_length=64)
     """gRPC address, host:port, of another such process before the same engines, with which this one shares its
     bookings. May be repeated; this process's own address is left out."""
-    engine_events: tuple[str, ...] = ()
+    engine_events: _EventSockets = ()
     """Endpoint of rank 0's PUB socket for each engine, tcp://host:port or ipc://path, or none if its events are not
     to be used. By default the engine is asked."""
-    engine_replay: tuple[str, ...] = ()
+    engine_replay: _EventSockets = ()
     """Endpoint of rank 0's replay socket for each engine; only with --engine-events."""
     engine_role: tuple[RoleOption, ...] = ()
     """Role of each engine, if roles differ and the engines do not report them; instead of --role."""
-
-    _are_endpoints = field_validator("engine_events", "engine_replay")(check_event_sockets)
-
-    @field_validator("engine")
-    @classmethod
-    def _are_urls(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(checked_engine, engines))
 
     @model_validator(mode="after")
     def _is_usable(self) -> LocalEnginesSettings:

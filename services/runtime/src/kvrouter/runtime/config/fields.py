@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
@@ -34,8 +34,15 @@ def _checked_address(text: str) -> str:
     return text
 
 
-def _checked_optional_address(text: str) -> str:
-    return _checked_address(text) if text else text
+def unless_empty(check: Callable[[str], object]) -> AfterValidator:
+    """Returns the validator of an option that may be empty; ``check`` raises ValueError for any other text."""
+
+    def checked(text: str) -> str:
+        if text:
+            check(text)
+        return text
+
+    return AfterValidator(checked)
 
 
 def is_url(text: str) -> bool:
@@ -74,8 +81,19 @@ Address = Annotated[str, AfterValidator(_checked_address)]
 """host:port, with an IPv6 host in brackets."""
 AddressOrUrl = Annotated[str, AfterValidator(_checked_address_or_url)]
 """host:port of a gRPC service, or URL of an OpenAI API without its /v1."""
-OptionalAddress = Annotated[str, AfterValidator(_checked_optional_address)]
+OptionalAddress = Annotated[str, unless_empty(_checked_address)]
 """host:port, with an IPv6 host in brackets, or empty."""
+
+
+def _with_numbers(names: dict[str, str]) -> dict[str, str]:
+    for number in names:
+        if not number.isdecimal():
+            raise ValueError(f"expected number=name, received {number!r} as the number")
+    return names
+
+
+LoraIds = Annotated[dict[str, str], AfterValidator(_with_numbers)]
+"""Names of LoRA adapters by number."""
 
 
 def _checked(path: str) -> str:

@@ -12,16 +12,16 @@ import socket
 import uuid
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from kvrouter.net.etcd import EtcdAccess
 from kvrouter.net.nats.access import NatsAccess
 from kvrouter.net.tls import Tls, TlsOptions
-from kvrouter.runtime.config.fields import Address, Name, OptionalAddress
+from kvrouter.runtime.config.fields import Address, Name, OptionalAddress, unless_empty
 from kvrouter.runtime.config.sources import Options, SettingsError, load, load_all
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints, read_static_file, static_component
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 __all__ = [
     "Address",
@@ -38,6 +38,12 @@ __all__ = [
 def _made_up_id() -> str:
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:40] or "host"
     return f"{host}-{uuid.uuid4().hex[:8]}"
+
+
+def _check_url(text: str) -> None:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError("expected an http or https URL, such as http://127.0.0.1:4318")
 
 
 class ServiceSettings(Options):
@@ -103,18 +109,10 @@ class ServiceSettings(Options):
     log_format: Literal["json", "console"] | None = None
     """Format of log lines; by default console at a terminal, else json."""
 
-    otlp_endpoint: str = ""
+    otlp_endpoint: Annotated[str, unless_empty(_check_url)] = ""
     """URL of the OpenTelemetry collector that receives traces over OTLP/HTTP; empty traces nothing."""
     trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of the traces to record, where the client did not decide it."""
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _is_url(cls, endpoint: str) -> str:
-        parts = urlsplit(endpoint)
-        if endpoint and (parts.scheme not in {"http", "https"} or not parts.hostname):
-            raise ValueError("expected an http or https URL, such as http://127.0.0.1:4318")
-        return endpoint
 
     def tls_options(self) -> TlsOptions:
         """Returns the options of transport security.
