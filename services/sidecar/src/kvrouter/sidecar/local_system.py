@@ -61,7 +61,7 @@ class LocalWorkers:
 
 
 class _LocalLink:
-    """Implements Link."""
+    """Implements Link, and the Sender of all workers: a batch is accepted once the Indexer has queued it."""
 
     connected = True
     room = _MAX_BATCH_BYTES
@@ -79,14 +79,7 @@ class _LocalLink:
 
     def transport(self, kind: Transport, component: ComponentName) -> Sender:  # noqa: ARG002 - there is one only
         """Implements Link."""
-        return _LocalSender(self._messages)
-
-
-class _LocalSender:
-    """Implements Sender. A batch is accepted once the Indexer has queued it."""
-
-    def __init__(self, messages: LocalMessages) -> None:
-        self._messages = messages
+        return self
 
     async def send(self, subject: str, payload: bytes, message_id: str | None) -> None:  # noqa: ARG002
         """Implements Sender."""

@@ -137,7 +137,7 @@ class ModelChoices:
         return await self._attempt(choices[-1], attempt, is_last=True)
 
     async def _attempt(self, choice: ModelChoice, attempt: Callable[[str], Awaitable[_T]], *, is_last: bool) -> _T:
-        self._count(choice)
+        self._chosen.labels(*choice).inc()
         with running_at(choice, is_last=is_last):
             return await attempt(choice.model)
 
@@ -146,11 +146,8 @@ class ModelChoices:
         choices = self.of(name, session, headers)
         if not choices:
             return None
-        self._count(choices[0])
+        self._chosen.labels(*choices[0]).inc()
         return choices[0]
-
-    def _count(self, choice: ModelChoice) -> None:
-        self._chosen.labels(*choice).inc()
 
     def _is_ready(self, choice: ModelChoice) -> bool:
         try:

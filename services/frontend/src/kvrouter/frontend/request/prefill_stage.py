@@ -152,7 +152,7 @@ class PrefillStage:
                     break
                 except (PrefillFailed, KvRouterError) as error:
                     outcome, why = "failed", error.message if isinstance(error, KvRouterError) else str(error)
-                    self._fail(why)
+                    self.failed(why)
                     self._deaths.check()
                     continue
                 self.reason, self.spent_ns = reason, time.perf_counter_ns() - began
@@ -179,7 +179,7 @@ class PrefillStage:
 
     def _lose(self, lost: PrefillLost, fail: Callable[[PrefillLost], bool]) -> None:
         if fail(lost):
-            self._fail(str(lost))
+            self.failed(str(lost))
 
     def end(self, *, fetched: bool) -> None:
         """Ends the prefill of an attempt; ``fetched``: the decode worker has received the blocks."""
@@ -195,10 +195,7 @@ class PrefillStage:
         return self._running is not None and not await self._workers.answers(self._running.endpoint)
 
     def failed(self, message: str) -> None:
-        """Notes that the decode worker did not get the blocks. The prefill worker is not used again for the request."""
-        self._fail(message)
-
-    def _fail(self, message: str) -> None:
+        """Notes a failed prefill, or one whose blocks the decode worker did not get. Its worker is not used again."""
         self._failures += 1
         self._last_failure = message
         if self._booking is not None:

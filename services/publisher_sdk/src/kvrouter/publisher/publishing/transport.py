@@ -18,6 +18,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 _ACK_SECONDS = 2.0
 _HEADERS_BYTES = 1024
+_DEFAULT_PAYLOAD = 1 << 20
+"""Bytes of a message that a server accepts unless it is configured otherwise."""
 _REFUSED_API = 'permissions violation for publish to "$js.api.stream.'
 _NATS_ERRORS = (nats.errors.Error, TimeoutError, OSError)
 """TimeoutError is asyncio's, too; APIError and the like are nats.errors.Error."""
@@ -99,11 +101,6 @@ class NatsLink(NatsObserver):
         return self._client is not None and self._client.is_connected
 
     @property
-    def max_payload(self) -> int:
-        """Maximum size of a message that the server accepts, bytes."""
-        return self._client.max_payload if self._client is not None else 1 << 20
-
-    @property
     def client(self) -> Client:
         """The connection.
 
@@ -134,7 +131,8 @@ class NatsLink(NatsObserver):
     @property
     def room(self) -> int:
         """Implements Link."""
-        return max(self.max_payload - _HEADERS_BYTES, 1)
+        max_payload = _DEFAULT_PAYLOAD if self._client is None else self._client.max_payload
+        return max(max_payload - _HEADERS_BYTES, 1)
 
     def on_connected(self) -> None:
         """Implements NatsObserver."""
