@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Protocol
 
-from kvrouter.v1.common_pb2 import LowerTiers
+from kvrouter.v1.common_pb2 import LowerTiers, Rank
 
 LOWER_TIER_NAMES = tuple(LowerTiers.DESCRIPTOR.fields_by_name)
 """Names of the tiers below device memory, from the fastest."""
@@ -25,6 +25,11 @@ def text_of(enum: Enum, value: int) -> str:
     """Returns the name of an enum's value without that of the enum: ``host`` for TIER_HOST."""
     prefix = enum.Name(0).removesuffix("UNSPECIFIED")
     return enum.Name(value).removeprefix(prefix).lower()
+
+
+def rank_text(rank: Rank) -> str:
+    """Returns a rank as ``worker:rank``."""
+    return f"{rank.worker_id}:{rank.dp_rank}"
 
 
 def by_tier(lower: LowerTiers) -> dict[str, int]:

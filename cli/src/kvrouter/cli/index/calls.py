@@ -35,7 +35,7 @@ from kvrouter.v1.indexer_pb2 import (
     VerifyResponse,
 )
 from kvrouter.v1.pages import whole
-from kvrouter.v1.texts import text_of
+from kvrouter.v1.texts import rank_text, text_of
 from rich.table import Table
 
 _SHOWN_DIFFERENCES = 32  # of each rank
@@ -99,7 +99,7 @@ class IndexerCalls:
             async for answer in answers:
                 verdict, good = _verdict(answer)
                 same = same and good
-                who = f"{answer.rank.worker_id}:{answer.rank.dp_rank}"
+                who = rank_text(answer.rank)
                 table.add_row(
                     who,
                     verdict,
@@ -255,7 +255,7 @@ def show_component(console: PlainConsole, stats: ComponentStats) -> None:
     table = Table(*_RANK_COLUMNS)
     for rank in stats.ranks:
         table.add_row(
-            f"{rank.rank.worker_id}:{rank.rank.dp_rank}",
+            rank_text(rank.rank),
             str(rank.cursor.incarnation),
             str(rank.cursor.next_event_id),
             str(rank.blocks),

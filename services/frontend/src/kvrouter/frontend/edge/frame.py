@@ -14,9 +14,9 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
-from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
+from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Tier
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
-from kvrouter.v1.texts import LOWER_TIER_NAMES, by_tier, text_of
+from kvrouter.v1.texts import LOWER_TIER_NAMES, by_tier, rank_text, text_of
 from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
 
 KV_SOURCE_HEADER = "x-kvrouter-kv-source"
@@ -46,13 +46,13 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
             "blocks": source.blocks,
         }
     if routing.earlier_ranks:
-        routed["earlier_ranks"] = [_rank_name(rank) for rank in routing.earlier_ranks]
+        routed["earlier_ranks"] = [rank_text(rank) for rank in routing.earlier_ranks]
         routed["migrations"] = routing.migrations
         routed["inexact_continuation"] = routing.inexact_continuation
     if routing.prefill_reason:
         routed["prefill_reason"] = routing.prefill_reason
     if routing.HasField("prefill_rank"):
-        routed["prefill_rank"] = _rank_name(routing.prefill_rank)
+        routed["prefill_rank"] = rank_text(routing.prefill_rank)
         routed["prefill_us"] = routing.prefill_us
     if routing.model_choice:
         routed["model_choice"] = routing.model_choice
@@ -63,7 +63,7 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
 
 def kv_source_text(source: KvSource) -> str:
     """Returns another rank that holds more of a prompt, as clients and engines get it in a header."""
-    return f"{_rank_name(source.rank)}; tier={text_of(Tier, source.tier)}; blocks={source.blocks}"
+    return f"{rank_text(source.rank)}; tier={text_of(Tier, source.tier)}; blocks={source.blocks}"
 
 
 def migration_notice(routing: RoutingInfo) -> bytes:
@@ -75,7 +75,7 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
     """Returns the headers saying where a request ran."""
     headers = {
         "x-request-id": routing.request_id,
-        "x-kvrouter-worker": _rank_name(routing.rank),
+        "x-kvrouter-worker": rank_text(routing.rank),
         "x-kvrouter-overlap-blocks": str(routing.predicted_overlap_blocks),
         "x-kvrouter-routed-on": text_of(RoutedOn, routing.routed_on),
     }
@@ -84,12 +84,8 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
     if routing.model_choice:
         headers["x-kvrouter-model-choice"] = routing.model_choice
     if routing.HasField("prefill_rank"):
-        headers["x-kvrouter-prefill-worker"] = _rank_name(routing.prefill_rank)
+        headers["x-kvrouter-prefill-worker"] = rank_text(routing.prefill_rank)
     return headers
-
-
-def _rank_name(rank: Rank) -> str:
-    return f"{rank.worker_id}:{rank.dp_rank}"
 
 
 FINISH_REASONS: dict[int, str | None] = {

@@ -33,6 +33,7 @@ from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, RoutingRequest, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
+from kvrouter.v1.texts import rank_text
 from kvrouter.v1.worker_pb2 import StopConditions, TransferParams, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
@@ -242,7 +243,7 @@ class PrefillStage:
                     prefill_span.set(
                         {
                             "server.address": selection.endpoint,
-                            "kvrouter.rank": f"{worker_id}:{selection.rank.dp_rank}",
+                            "kvrouter.rank": rank_text(selection.rank),
                             "kvrouter.stage": "prefill",
                         }
                     )

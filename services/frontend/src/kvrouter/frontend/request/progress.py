@@ -16,6 +16,7 @@ from kvrouter.frontend.workers.output import Output
 from kvrouter.runtime.tracing import Span
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.texts import rank_text
 from kvrouter.v1.worker_pb2 import FinishReason
 
 
@@ -205,11 +206,10 @@ GENERATE = "kvrouter.v1.WorkerService/Generate"
 def describe_attempt(span: Span, booking: LiveBooking, endpoint: str) -> None:
     """Sets where an attempt runs, if the span is recorded."""
     if span.recording:
-        rank = booking.rank
         span.set(
             {
                 "server.address": endpoint,
-                "kvrouter.rank": f"{rank.worker_id}:{rank.dp_rank}",
+                "kvrouter.rank": rank_text(booking.rank),
                 "kvrouter.attempt": booking.key.attempt,
                 "kvrouter.predicted_cached_tokens": booking.predicted_cached_tokens,
             }

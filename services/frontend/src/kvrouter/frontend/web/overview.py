@@ -12,11 +12,10 @@ from kvrouter.frontend.web.problems import Problem
 from kvrouter.frontend.web.traffic import Point, TrafficRates
 from kvrouter.runtime.overview.ranks import HitRate, HitWindow, Note, rank_notes, reuse_note
 from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System, rank_of
-from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, ComponentStatus, Decision, RankStatus
-from kvrouter.v1.texts import by_tier
+from kvrouter.v1.texts import by_tier, rank_text
 
 Json = dict[str, Any]
 
@@ -83,7 +82,7 @@ def decision(message: Decision, scheduler: str) -> Json:
         "request": message.request_id.rpartition("~")[0] or message.request_id,
         "component": message.component.name,
         "mode": message.mode,
-        "rank": _name(message.chosen) if message.HasField("chosen") else None,
+        "rank": rank_text(message.chosen) if message.HasField("chosen") else None,
         "reason": message.reason,
         "attempt": message.attempt,
         "prompt_blocks": message.prompt_blocks,
@@ -104,7 +103,7 @@ def _prefill(message: Decision) -> str:
 
 def _candidate(message: CandidateTerms) -> Json:
     return {
-        "rank": _name(message.rank),
+        "rank": rank_text(message.rank),
         "cost": message.cost if math.isfinite(message.cost) else None,
         "overlap_blocks": message.overlap_blocks,
         "lower_blocks": sum(by_tier(message.lower_blocks).values()),
@@ -193,7 +192,7 @@ def _rank(rank: RankStatus, stats: RankStats | None, notes: Sequence[Note], rate
     if cached is None and rank.HasField("reported") and not is_indexed:
         cached = rank.reported.cached_blocks
     return {
-        "rank": _name(rank.rank),
+        "rank": rank_text(rank.rank),
         "endpoint": rank.endpoint,
         "active_blocks": rank.active_blocks,
         "total_blocks": rank.total_blocks if rank.HasField("total_blocks") else None,
@@ -206,7 +205,3 @@ def _rank(rank: RankStatus, stats: RankStats | None, notes: Sequence[Note], rate
         "lag_seconds": None if stats is None or stats.silent else stats.lag_us / 1e6,
         "notes": [{"severity": each.severity, "what": each.what} for each in notes],
     }
-
-
-def _name(rank: Rank) -> str:
-    return f"{rank.worker_id}:{rank.dp_rank}"

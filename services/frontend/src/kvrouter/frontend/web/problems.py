@@ -9,8 +9,9 @@ from typing import Literal
 from kvrouter.runtime.overview.ranks import HitWindow
 from kvrouter.runtime.overview.system import System
 from kvrouter.v1.frontend_pb2 import WorkerHealthState
-from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats
+from kvrouter.v1.indexer_pb2 import ComponentStats
 from kvrouter.v1.scheduler_pb2 import ComponentStatus
+from kvrouter.v1.texts import rank_text
 
 _ETCD_SILENT_SECONDS = 15.0
 """Age of the last contact with etcd from which it counts as away; normally there is one every 5 s."""
@@ -118,7 +119,7 @@ def _components(system: System, hit_rates: HitWindow) -> Iterator[Problem]:
     for component, (_, status) in system.components().items():
         if not status.ranks:
             yield Problem("warning", f"{component} has no workers", "Start workers, or forget the component.")
-        busy = [f"{each.rank.worker_id}:{each.rank.dp_rank}" for each in status.ranks if each.busy]
+        busy = [rank_text(each.rank) for each in status.ranks if each.busy]
         if busy and len(busy) == len(status.ranks):
             yield Problem(
                 "error",
@@ -129,7 +130,7 @@ def _components(system: System, hit_rates: HitWindow) -> Iterator[Problem]:
             yield Problem(
                 "warning", f"{_named(busy)} of {component}: above a busy threshold", "Add workers if it lasts."
             )
-        gone = [f"{each.rank.worker_id}:{each.rank.dp_rank}" for each in status.ranks if not each.registered]
+        gone = [rank_text(each.rank) for each in status.ranks if not each.registered]
         if gone:
             what = f"{_named(gone)} of {component}: gone, with bookings"
             yield Problem("warning", what, "Their requests end or time out; the bookings go with them.")
@@ -203,11 +204,7 @@ def _index(where: str, stats: ComponentStats, *, names_silent: bool) -> Iterator
         ),
     ):
         if chosen:
-            yield Problem("warning", f"{where}: {_named([_rank(each) for each in chosen])}: {words}", remedy)
-
-
-def _rank(stats: RankStats) -> str:
-    return f"{stats.rank.worker_id}:{stats.rank.dp_rank}"
+            yield Problem("warning", f"{where}: {_named([rank_text(each.rank) for each in chosen])}: {words}", remedy)
 
 
 def _named(names: list[str], kind: str = "rank") -> str:

@@ -25,7 +25,7 @@ from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.net.budgets import loop_budget
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
 from kvrouter.v1.frontend_pb2 import RoutedOn
-from kvrouter.v1.texts import text_of
+from kvrouter.v1.texts import rank_text, text_of
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
@@ -253,8 +253,7 @@ class Exchange:
                 self._metrics.fallbacks.inc()
                 pick = await self._request.follow(pick, served)
             await pick.engine.answered(status, code_details(message))
-            rank = pick.booking.rank
-            added = {"x-kvrouter-worker": f"{rank.worker_id}:{rank.dp_rank}", "x-request-id": self._request.id}
+            added = {"x-kvrouter-worker": rank_text(pick.booking.rank), "x-request-id": self._request.id}
             added["x-kvrouter-overlap-blocks"] = str(pick.overlap_blocks)
             added["x-kvrouter-routed-on"] = text_of(RoutedOn, pick.routed_on)
             if source := pick.headers.get(KV_SOURCE_HEADER):
