@@ -1,7 +1,4 @@
-"""Metrics of the Scheduler.
-
-Metrics of replica sync.
-"""
+"""Metrics of the Scheduler, and of its replica sync."""
 
 from __future__ import annotations
 

@@ -86,7 +86,6 @@ class FollowedKeys:
 
 async def changes(path: Path, version: object) -> AsyncIterator[None]:
     """Yields after each change of a file since a version."""
-    """Yields after each change of a file since a version of it."""
     while True:
         await asyncio.sleep(_INTERVAL_SECONDS)
         # In a thread, because the file may be on a network.

@@ -100,9 +100,6 @@ def _with_fields(body: bytes, fields: bytes) -> bytes:
     return b"%b%b,%b" % (body[:start], fields, body[start:])
 
 
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
 async def permitted(
     access: Access | None, routed: RoutedBody, body: bytes | bytearray, path: str, work: ClientWork
 ) -> tuple[RoutedBody, bytes]:
@@ -146,7 +143,7 @@ def serves_itself(access: Access | None, path: str, views: Iterable[ComponentVie
 
 
 def _permitted(access: Access, routed: RoutedBody, body: bytes | bytearray, path: str) -> tuple[RoutedBody, bytes]:
-    fields = _OBJECT.decode(body)
+    fields = _FIELDS.decode(body)
     caller = access.enforce(
         lambda each: check_engine_request(each, routed.model, routed.priority, access.fields, path, fields),
         "engine request",

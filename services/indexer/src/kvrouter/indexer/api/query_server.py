@@ -86,14 +86,14 @@ class QueryServer:
         """Returns whether the beginning of a request shows the service token."""
         fields = (line.partition(b":") for line in head.split(b"\r\n")[1:])
         headers = {name.decode("latin-1").lower(): value.decode("latin-1").strip() for name, _, value in fields}
-        return self.callers.peer_of((), _shown(headers), "").may_call(_METHOD)
+        return self.callers.peer_of((), _shown_token(headers), "").may_call(_METHOD)
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in _OPEN_PATHS:
             certificate = request.get_extra_info("peercert") or {}
             names = tuple(value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS")
-            self.callers.peer_of(names, _shown(request.headers), request.remote or "").check(_METHOD)
+            self.callers.peer_of(names, _shown_token(request.headers), request.remote or "").check(_METHOD)
             if self.guard is not None:
                 self.guard.check(f"/{_METHOD}", [(name.lower(), value) for name, value in request.headers.items()])
             note_admitted(request)
@@ -187,7 +187,7 @@ def _listed(view: ComponentView) -> list[dict[str, Any]]:
     return listed
 
 
-def _shown(headers: Mapping[str, str]) -> str:
+def _shown_token(headers: Mapping[str, str]) -> str:
     """Returns the service token in the headers: in that of services, or as a bearer token, which other routers send."""
     authorization = headers.get("authorization", "")
     bearer = authorization[len(_BEARER) :].strip() if authorization.lower().startswith(_BEARER) else ""

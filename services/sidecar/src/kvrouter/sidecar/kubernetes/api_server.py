@@ -38,7 +38,7 @@ _GONE = 410
 _USUAL_FAILURES = 3
 """Failures in a row up to which a 410 is not logged, since a server may forget a version at any time."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_CUT = (aiohttp.ClientError, OSError, TimeoutError)
+_DISCONNECTED = (aiohttp.ClientError, OSError, TimeoutError)
 """Failures of a connection, after which a watch continues where it was. After others the objects are listed anew."""
 
 
@@ -74,7 +74,7 @@ class FollowedObjects(Generic[T]):
                 async with _connected() as (client, namespace), aclosing(self._follow(client, namespace)) as following:
                     async for objects in following:
                         yield objects
-            except _CUT as error:
+            except _DISCONNECTED as error:
                 self._failed(error)
             except Exception as error:  # kubernetes_asyncio raises bare ones for what it cannot read
                 self._version = ""
