@@ -102,6 +102,48 @@ async def test_an_engine_that_serves_messages_gets_them_unchanged(tokenizing: Sy
     await system.until_idle()
 
 
+async def test_an_engine_counts_where_the_router_has_no_tokenizer(
+    nats_url: str, etcd_endpoint: str, namespace: str, stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    async def count(request: web.Request, body: Any) -> web.StreamResponse:
+        assert request.path == "/v1/messages/count_tokens"
+        return web.json_response({"input_tokens": 77})
+
+    counted: Any = {"model": MODEL, "messages": message()["messages"]}
+    async with running_system(nats_url, etcd_endpoint, namespace) as system, client_of(system) as client:
+        engine = await start_engine(system, stack, 1, engine="vllm")
+        engine.respond = count
+        assert (await client.messages.count_tokens(**counted)).input_tokens == 77
+        assert [json.loads(body) for body in engine.bodies] == [counted]
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.count_tokens(**counted | {"model": "other"})
+        await system.until_idle()
+        # All engines must serve it.
+        await start_engine(system, stack, 2)
+        with pytest.raises(anthropic.BadRequestError, match="tokenizer"):
+            await client.messages.count_tokens(**counted)
+        assert len(engine.bodies) == 1
+    keys = Keys(tmp_path / "keys.json")
+    keys.add("client", models=[MODEL])
+    keys.write()
+    options: dict[str, Any] = keys.options()
+    async with running_system(nats_url, etcd_endpoint, f"{namespace}-keys", **options) as system:
+        engine = await start_engine(system, stack, 1, engine="vllm")
+        async with client_of(system, keys["client"]) as client:
+            with pytest.raises(anthropic.BadRequestError, match="tokenizer"):
+                await client.messages.count_tokens(**counted)
+        assert engine.bodies == []
+
+
+async def test_the_router_counts_with_a_tokenizer(tokenizing: System, stack: AsyncExitStack) -> None:
+    engine = await start_engine(tokenizing, stack, 1, engine="vllm")
+    await until(lambda: tokenizing.frontend.models.has_text(MODEL))
+    async with client_of(tokenizing) as client:
+        counted = await client.messages.count_tokens(model=MODEL, messages=message()["messages"])
+    assert counted.input_tokens > 0
+    assert engine.bodies == []
+
+
 @pytest.mark.parametrize("kind", ["vllm", ""])
 async def test_the_official_client_talks_to_an_engine(
     nats_url: str, etcd_endpoint: str, namespace: str, stack: AsyncExitStack, kind: str

@@ -24,6 +24,7 @@ COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
 RESPONSES: Final = "/v1/responses"
 MESSAGES: Final = "/v1/messages"
+COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 EMBEDDINGS: Final = "/v1/embeddings"
 
 

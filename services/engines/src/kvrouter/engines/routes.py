@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal, get_args
 
-from kvrouter.engines.fields import CHATS, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, EngineName
+from kvrouter.engines.fields import CHATS, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES, EngineName
 
 PassedRoute = Literal[
     "/v1/embeddings",
@@ -40,12 +40,15 @@ SERVED: Final[Mapping[EngineName, frozenset[str]]] = {
     "vllm": _ALWAYS
     | _POOLING
     | {
-        *(RESPONSES, MESSAGES, "/rerank", "/v2/rerank", "/score", "/classify", "/pooling"),
+        *(RESPONSES, MESSAGES, COUNT_TOKENS, "/rerank", "/v2/rerank", "/score", "/classify", "/pooling"),
         *("/v1/audio/transcriptions", "/v1/audio/translations"),
     },
     "sglang": _ALWAYS
     | _POOLING
-    | {RESPONSES, MESSAGES, "/v1/classify", "/v1/tokenize", "/v1/detokenize", "/v1/audio/transcriptions"},
+    | {
+        *(RESPONSES, MESSAGES, COUNT_TOKENS, "/v1/classify", "/v1/tokenize", "/v1/detokenize"),
+        "/v1/audio/transcriptions",
+    },
     "tensorrt-llm": _ALWAYS | {EMBEDDINGS},
 }
 """Inference routes by engine, as vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.3 have them, whatever the model can do."""

@@ -11,7 +11,7 @@ import aiohttp
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from kvrouter.engines.fields import CHATS, MESSAGES, RESPONSES
+from kvrouter.engines.fields import CHATS, COUNT_TOKENS, MESSAGES, RESPONSES
 from kvrouter.engines.routes import TAKE_TOKEN_IDS
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
@@ -63,7 +63,6 @@ _MAX_BODY_BYTES = 64 << 20
 _MAX_TOKEN_BYTES = 8
 """Maximum size of a text tokenized here, bytes for each token a prompt may have. Escaped Chinese has six
 to eight. Decoding a text holds the GIL, about 1 ms for each MiB."""
-_COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 _ROUTED = web.RequestKey("routed", RoutedBody)
 """What was read of a body when its model was chosen, until it is forwarded."""
 _FORM_TYPE = "multipart/form-data"
@@ -127,7 +126,7 @@ class HttpApi:
                 web.post(MESSAGES, self._of_model(self._translating(MessagesRequest), self._max_chat_bytes)),
                 web.post(RESPONSES, self._of_model(self._translating(ResponsesRequest), self._max_chat_bytes)),
                 *(web.post(path, self._of_model(self.passed_on)) for path in self._settings.engine_routes),
-                web.post(_COUNT_TOKENS, self._of_model(self.count_tokens, self._max_chat_bytes)),
+                web.post(COUNT_TOKENS, self._of_model(self.count_tokens, self._max_chat_bytes)),
                 web.get("/busy_threshold", self.list_busy_thresholds),
                 web.post("/busy_threshold", self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES)),
                 *self._page,
@@ -172,7 +171,7 @@ class HttpApi:
         """
         if not self._is_json(request):
             return NamedModel()
-        if not self._frontend.models.may_forward or request.path == _COUNT_TOKENS:
+        if not self._frontend.models.may_forward or request.path == COUNT_TOKENS:
             return await self._decoded(NamedModel.read, body)
         request[_ROUTED] = routed = await self._read_routed(request, body)
         return routed
@@ -279,11 +278,19 @@ class HttpApi:
 
         return handle
 
-    async def count_tokens(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
-        """Returns the number of tokens a message's prompt has."""
+    async def count_tokens(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+        """Returns the number of tokens a message's prompt has. Of a model without a tokenizer here an engine counts."""
+        models, limits = self._frontend.models, self._frontend.runner.limits
+        # The fields of clients with a key are checked for the routes that generate only.
+        if models.may_forward and self._frontend.access is None:
+            name = (await self._decoded(NamedModel.read, body)).model
+            pools = [] if models.has_text(chosen_model(name)) else models.forwards_to(chosen_model(name))
+            on_load = RoutedBody.on_load(name)  # Nothing of its prompt is computed.
+            is_passed = pools and serves_itself(None, COUNT_TOKENS, pools)
+            if is_passed and (forwarded := await self._forwarded(request, body, routed=on_load)):
+                return forwarded
         self._check_text(len(body))
         chat = (await self._decoded(MessagesRequest.counted, body)).chat
-        models, limits = self._frontend.models, self._frontend.runner.limits
         model = chosen_model(chat["model"])
         # Only engines with an OpenAI API take images.
         media = PromptMedia() if models.forwards_to(model) else None
@@ -345,15 +352,21 @@ class HttpApi:
             )
 
     async def _forwarded(
-        self, request: web.Request, body: bytearray, api: type[TranslatedRequest] | None = None
+        self,
+        request: web.Request,
+        body: bytearray,
+        api: type[TranslatedRequest] | None = None,
+        *,
+        routed: RoutedBody | None = None,
     ) -> web.StreamResponse | None:
         """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none.
 
         A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
+        ``routed`` is what decides where it goes, if the caller knows.
         """
         limit = self._frontend.runner.limits.max_prompt_tokens
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
-        routed = read or await self._read_routed(request, body)
+        routed = routed or read or await self._read_routed(request, body)
         name = routed.model
         pools = self._frontend.models.forwards_to(chosen_model(name))
         if not pools or self._session is None:

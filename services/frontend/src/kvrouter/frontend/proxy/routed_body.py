@@ -196,6 +196,11 @@ class RoutedBody(msgspec.Struct, frozen=True):
         return replace(self, token_ids=_stand_in(messages, max_prompt_tokens), source=source), translated, chat
 
     @classmethod
+    def on_load(cls, model: str) -> RoutedBody:
+        """Returns a body that is routed on load, as one token."""
+        return cls(model, token_ids=bytes(TOKEN_BYTES), is_tokenized=False, has_prompt=False)
+
+    @classmethod
     def unread(cls, body: bytes | bytearray) -> RoutedBody:
         """Returns a body other than JSON, which counts as much as an image."""
         form_model = _MODEL_PART.search(body)
