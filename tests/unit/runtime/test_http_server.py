@@ -19,7 +19,8 @@ from kvrouter.runtime.http_connections import JsonRequestHandler
 from kvrouter.runtime.http_server import HttpLimits, note_admitted, serving_http, share_of_descriptors
 from prometheus_client import CollectorRegistry
 
-SECONDS = 0.2
+SECONDS = 1.0
+"""Time for headers; those that are in time may be late by nearly that on a busy machine."""
 HALF = b"GET /quick HTTP/1.1\r\nHost: x\r\nX-Slow: "
 WHOLE = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -128,7 +129,7 @@ async def test_streams_uploads_and_idle_connections_may_take_longer() -> None:
         async def slowly() -> AsyncIterator[bytes]:
             for _ in range(5):
                 yield b"x" * 10
-                await asyncio.sleep(SECONDS / 2)
+                await asyncio.sleep(SECONDS / 4)
 
         async with session.get("/quick") as response:
             assert await response.text() == "quick"
@@ -145,7 +146,7 @@ async def test_the_next_headers_on_a_connection_must_come_in_time_too() -> None:
     async with serving() as served:
         reader, writer = await served.connect(WHOLE)
         await reader.readuntil(b"quick")
-        await asyncio.sleep(2 * SECONDS)
+        await asyncio.sleep(1.2 * SECONDS)
         writer.write(WHOLE)
         await reader.readuntil(b"quick")
         writer.write(HALF)
