@@ -30,7 +30,7 @@ def secure_nats(credentials: Credentials, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def secure_etcd(credentials: Credentials, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     folder = tmp_path_factory.mktemp("secure-etcd")
-    server = EtcdServer(folder, binary=newer_etcd.find(), credentials=credentials, token_seconds=1)
+    server = EtcdServer(folder, binary=newer_etcd.find(), credentials=credentials)
     asyncio.run(server.start())
     yield server
     asyncio.run(server.kill())

@@ -22,6 +22,8 @@ from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 
+from ...faults import newer_etcd
+
 POOL = ComponentName("secure", "pool")
 WORKER, OTHER = "worker-0000000000000001", "worker-0000000000000002"
 
@@ -188,25 +190,28 @@ async def is_expired(client: aetcd.Client) -> bool:
     return False
 
 
-async def test_a_registration_outlives_the_token_of_its_user(credentials: Credentials, secure_etcd: EtcdServer) -> None:
-    keys = LeasedKeys(credentials.etcd_access(OTHER, secure_etcd.endpoint), ttl_seconds=2)
+async def test_a_registration_outlives_the_token_of_its_user(credentials: Credentials, tmp_path: Path) -> None:
+    server = EtcdServer(tmp_path, binary=newer_etcd.find(), credentials=credentials, token_seconds=1)
+    access = credentials.etcd_access(OTHER, (await server.start()).endpoint)
+    keys = LeasedKeys(access, ttl_seconds=2)
     keys.put(POOL.worker_key(2), b"first")
     running = asyncio.create_task(keys.run())
     try:
         async with asyncio.timeout(60):
             await keys.wait_registered()
-            async with connect(credentials.etcd_access(OTHER, secure_etcd.endpoint)) as client:
+            async with connect(access) as client:
                 while not await is_expired(client):
                     await asyncio.sleep(3)  # A token of 1 s expires only while nobody uses it.
             keys.put(POOL.worker_key(2), b"second")
             await keys.wait_registered()
-            async with connect(credentials.etcd_access(OTHER, secure_etcd.endpoint)) as client:
+            async with connect(access) as client:
                 found = await client.get(POOL.worker_key(2).encode())
                 assert found is not None
                 assert found.value == b"second"
     finally:
         keys.stop()
         await running
+        await server.kill()
 
 
 def test_incomplete_or_contradicting_identities_are_refused(tmp_path: Path) -> None:

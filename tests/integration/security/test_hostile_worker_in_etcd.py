@@ -121,7 +121,6 @@ async def filled(credentials: Credentials, server: EtcdServer) -> AsyncIterator[
 
 async def stored(credentials: Credentials, server: EtcdServer) -> dict[bytes, bytes]:
     """What etcd has, but for the attacker's registration."""
-    # A connection of its own, since tokens of the server expire within a second.
     async with connect(credentials.etcd_access("admin", server.endpoint)) as admin:
         found = await admin.get_prefix(namespace_prefix("secure").encode())
     return {entry.key: entry.value for entry in found if entry.key != POOL.worker_key(1).encode()}
