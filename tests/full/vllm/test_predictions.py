@@ -73,6 +73,7 @@ async def test_eviction_and_reset(way: Way, where: Where, tmp_path: Path, small:
         assert not any((await routed.blocks()).values())
         first = await asked(routed, sent[0])
         assert (first.predicted, first.reported) == (0, 0)
+        await routed.until_applied(published)
         after = await _differences(routed, published, sent[:20])
     note(tmp_path, filled=filled, evicted=evicted, after_reset=after)
     assert evicted > REQUESTS
