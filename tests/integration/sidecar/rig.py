@@ -170,10 +170,8 @@ async def beside(namespace: str, etcd: str, nats: str, *urls: str, **options: An
         "etcd": etcd,
         "nats": nats,
         "engine": urls,
-        "lease_seconds": 2,
         "drain_seconds": 0.2,
         "load_seconds": 0.05,
-        "engine_grace_seconds": 1.0,
         "replay_seconds": 5.0,
     }
     registry, health = CollectorRegistry(), HealthBoard()

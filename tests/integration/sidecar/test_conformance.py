@@ -25,8 +25,7 @@ async def test_a_sidecar_passes_the_conformance_kit(
     nats_url: str,
 ) -> None:
     engine = make(num_blocks=8192, clock_factor=10, **options)
-    # The engine stays, so it may answer as late as that on a busy machine.
-    async with engine.started() as server, run(server.url, engine_grace_seconds=5.0) as sidecar:
+    async with engine.started() as server, run(server.url) as sidecar:
         await sidecar.ready()
         await sidecar.worker.registered()
         checked = CheckOptions(

@@ -107,23 +107,25 @@ async def test_an_abort_reaches_sglang_under_the_id_that_it_was_given(run: Besid
         await until(lambda: engine.aborted == [engine.bodies[0]["rid"]])
 
 
-async def test_requests_to_an_engine_that_hangs_fail_when_it_is_away(engine: FaultyEngine, sidecar: Sidecar) -> None:
-    engine.hangs(chunk(1))
-    request = asyncio.create_task(sidecar.generate([1, 2]))
-    await until(lambda: bool(engine.headers))  # the engine answers it, and later requests otherwise
-    engine.health = 503
-    engine.answers(status=500)
-    with pytest.raises(grpc.aio.AioRpcError):
-        await sidecar.generate([1, 2], request_id="other")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await request
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert not sidecar.worker.is_accepting
-    await until(lambda: sidecar.worker.load_reports() == [])
-    engine.health = 200
-    engine.answers(*OK)
-    await until(lambda: sidecar.worker.is_accepting)
-    assert tokens_of(await sidecar.generate([1, 2])) == [1, 2]
+async def test_requests_to_an_engine_that_hangs_fail_when_it_is_away(engine: FaultyEngine, run: Beside) -> None:
+    async with run(engine.url, kv_events=("none",), engine_grace_seconds=1) as sidecar:
+        await sidecar.ready()
+        engine.hangs(chunk(1))
+        request = asyncio.create_task(sidecar.generate([1, 2]))
+        await until(lambda: bool(engine.headers))  # the engine answers it, and later requests otherwise
+        engine.health = 503
+        engine.answers(status=500)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await sidecar.generate([1, 2], request_id="other")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await request
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert not sidecar.worker.is_accepting
+        await until(lambda: sidecar.worker.load_reports() == [])
+        engine.health = 200
+        engine.answers(*OK)
+        await until(lambda: sidecar.worker.is_accepting)
+        assert tokens_of(await sidecar.generate([1, 2])) == [1, 2]
 
 
 @pytest.mark.parametrize("metrics", ["", "\x00", METRICS.replace("} 1\n", "} NaN\n"), METRICS.replace("0.5", "-3")])

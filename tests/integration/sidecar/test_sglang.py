@@ -139,7 +139,7 @@ async def test_a_load_that_the_engine_publishes_is_not_asked_for(run: Beside) ->
 
 async def test_the_load_of_an_engine_that_went_away_is_unknown(run: Beside) -> None:
     engine = sglang(load_publish_endpoint=f"tcp://*:{free_port()}")
-    async with run(engine.url, load_seconds=3600) as sidecar:
+    async with run(engine.url, load_seconds=3600, engine_grace_seconds=1) as sidecar:
         async with engine.started():
             await sidecar.ready()
             await until(lambda: len(sidecar.worker.load_reports()) == 1)
@@ -189,7 +189,7 @@ async def test_parameters_of_another_engine_are_refused(sidecar: Sidecar) -> Non
 
 async def test_an_engine_that_restarts_is_served_again(run: Beside) -> None:
     engine = sglang()
-    async with run(engine.url) as sidecar:
+    async with run(engine.url, engine_grace_seconds=1) as sidecar:
         async with engine.started() as server:
             await sidecar.ready()
             await sidecar.generate(PROMPT)

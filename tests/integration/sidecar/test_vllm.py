@@ -182,7 +182,7 @@ async def test_an_engine_that_is_loading_is_waited_for(run: Beside) -> None:
 
 
 async def test_an_engine_that_restarts_is_served_again(run: Beside, engine: EngineServer) -> None:
-    async with run(engine.url) as sidecar:
+    async with run(engine.url, engine_grace_seconds=1) as sidecar:
         async with engine.started() as server:
             await sidecar.ready()
             await sidecar.generate(PROMPT)
