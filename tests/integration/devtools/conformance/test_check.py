@@ -24,6 +24,8 @@ from .faulty_worker import BLOCK, MAX_MODEL_LEN, Fault, FaultyEngine, serving
 
 WITHOUT_SERVERS = {"registration", "events over NATS", "loads over NATS", "restart"}
 """Checks that need etcd, NATS or a command."""
+WITH_WAITS = {"published blocks", "cache salt", "abort", "disconnect"}
+"""Checks that wait for an effect, which stays away."""
 
 
 async def checked(options: CheckOptions) -> dict[str, CheckResult]:
@@ -72,7 +74,7 @@ async def test_a_worker_alone_passes_what_can_be_checked_of_it() -> None:
     ],
 )
 async def test_a_defect_is_found_and_explained(fault: Fault, check: str, received: str, advice: str) -> None:
-    results = await of_worker(fault, seconds=1)
+    results = await of_worker(fault, seconds=2 if check in WITH_WAITS else 10)
     found = results[check]
     assert found.outcome == "failed"
     assert received in found.received
@@ -103,9 +105,7 @@ async def test_a_worker_that_publishes_only_is_not_sent_requests(
     settings = config(namespace, etcd_endpoint, nats_url)
     async with running(settings) as worker:
         await worker.registered()
-        results = await checked(
-            CheckOptions(worker.endpoint, component=settings.component, etcd=etcd_endpoint, seconds=1)
-        )
+        results = await checked(CheckOptions(worker.endpoint, component=settings.component, etcd=etcd_endpoint))
     assert results["registration"].outcome == "passed"
     assert not [result for result in results.values() if result.outcome == "failed"]
     assert "serves no requests" in results["completion"].received
@@ -116,10 +116,10 @@ async def test_a_registration_elsewhere_is_explained(namespace: str, etcd_endpoi
     async with running(settings, EchoEngine()) as worker:
         await worker.registered()
         elsewhere = CheckOptions(
-            worker.endpoint, component=ComponentName(namespace, "other"), etcd=etcd_endpoint, seconds=1
+            worker.endpoint, component=ComponentName(namespace, "other"), etcd=etcd_endpoint, seconds=2
         )
         assert "none" in (await checked(elsewhere))["registration"].received
-        other_rank = CheckOptions(worker.endpoint, 3, settings.component, etcd_endpoint, seconds=1)
+        other_rank = CheckOptions(worker.endpoint, 3, settings.component, etcd_endpoint, seconds=2)
         assert "[0]" in (await checked(other_rank))["registration"].received
 
 
@@ -201,7 +201,7 @@ async def test_the_mocker_passes_every_check(namespace: str, etcd_endpoint: str,
 async def test_a_failed_check_is_printed_and_fails_the_command() -> None:
     async with serving("no hits") as endpoint:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvrouter.devtools.conformance", "--worker", endpoint, "--seconds", "1"),
+            *(sys.executable, "-m", "kvrouter.devtools.conformance", "--worker", endpoint, "--seconds", "3"),
             *("--restart-command", "true"),
             stdout=asyncio.subprocess.PIPE,
         )

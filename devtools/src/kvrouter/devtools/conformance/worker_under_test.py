@@ -34,7 +34,7 @@ CLIENT_ERRORS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, gr
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.05
-_CALL_SECONDS = 10.0
+_CALL_SECONDS = 10.0  # at least, so that a short --seconds bounds waits for effects only
 
 
 @dataclass(slots=True)
@@ -74,6 +74,7 @@ class WorkerUnderTest:
         """Its registration; None if it is not looked up."""
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
+        self._call_seconds = max(options.seconds, _CALL_SECONDS)
 
     async def connect(self, endpoint: str) -> None:
         """Connects to an address, in place of the current one."""
@@ -129,11 +130,11 @@ class WorkerUnderTest:
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Aborts requests, and returns how many were running according to the worker."""
-        return int((await self._stub.Abort(AbortRequest(request_ids=request_ids), timeout=_CALL_SECONDS)).aborted)
+        return int((await self._stub.Abort(AbortRequest(request_ids=request_ids), timeout=self._call_seconds)).aborted)
 
     async def loads(self) -> GetLoadResponse:
         """Returns the load of every rank."""
-        response: GetLoadResponse = await self._stub.GetLoad(GetLoadRequest(), timeout=_CALL_SECONDS)
+        response: GetLoadResponse = await self._stub.GetLoad(GetLoadRequest(), timeout=self._call_seconds)
         return response
 
     async def load(self) -> LoadReport | None:
@@ -144,7 +145,7 @@ class WorkerUnderTest:
     async def snapshot(self) -> RankSnapshot:
         """Returns the rank's state."""
         request = GetRankStateRequest(dp_rank=self.options.dp_rank)
-        chunks = [chunk async for chunk in self._stub.GetRankState(request, timeout=self.options.seconds)]
+        chunks = [chunk async for chunk in self._stub.GetRankState(request, timeout=self._call_seconds)]
         blocks = [block for chunk in chunks for block in chunk.blocks]
         if not chunks:
             return RankSnapshot(Cursor(), blocks, 0, CopyCounting.COPY_COUNTING_UNSPECIFIED, is_complete=False)
@@ -154,7 +155,7 @@ class WorkerUnderTest:
     async def events(self, start: Cursor) -> list[KvEventBatch]:
         """Returns the rank's events from a cursor on."""
         request = GetEventsRequest(dp_rank=self.options.dp_rank, start=start)
-        return [each.batch async for each in self._stub.GetEvents(request, timeout=self.options.seconds)]
+        return [each.batch async for each in self._stub.GetEvents(request, timeout=self._call_seconds)]
 
     async def until(self, condition: Callable[[], Awaitable[_T | None]]) -> _T | None:
         """Returns the first result of ``condition`` other than None; None if it takes too long."""
