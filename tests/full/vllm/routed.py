@@ -16,10 +16,10 @@ from typing import Any, Literal, cast
 import aiohttp
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.processes import Command, ManagedProcess
-from kvrouter.runtime.contracts import Frontend, Indexer
+from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
-from kvrouter.v1 import frontend_pb2, indexer_pb2
+from kvrouter.v1 import frontend_pb2, indexer_pb2, scheduler_pb2
 from kvrouter.v1.common_pb2 import Component, RoutingRequest, TokenIds
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceFindMatchesRequest
@@ -89,6 +89,8 @@ class Routed:
         indexer = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
         self._frontend = cast(Frontend, remote(frontend, channel))
         self._indexer = cast(Indexer, remote(indexer, channel))
+        scheduler = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+        self._scheduler = cast(Scheduler, remote(scheduler, channel))
         self._component = component
 
     async def post(self, body: dict[str, Any]) -> Answer:
@@ -143,9 +145,9 @@ class Routed:
                 await asyncio.sleep(0.05)
 
     async def until_ready(self, workers: int) -> None:
-        """Returns when chats are routed on their tokens, and each worker is known."""
+        """Returns when chats are routed on their tokens, and each worker is known and takes requests."""
         chat = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     answer = await self.post(chat)
@@ -157,7 +159,11 @@ class Routed:
 
     async def _workers(self) -> int:
         stats = await self._indexer.get_stats(indexer_pb2.GetStatsRequest(), deadline=Deadline.after(10))
-        return sum(rank.registered and rank.verified for each in stats.components for rank in each.ranks)
+        verified = {rank.rank.worker_id for each in stats.components for rank in each.ranks if rank.verified}
+        # A sidecar lets a server that has come back take requests once it has described itself.
+        status = await self._scheduler.get_status(scheduler_pb2.GetStatusRequest(), deadline=Deadline.after(10))
+        ranks = [rank for each in status.components for rank in each.ranks if rank.registered and not rank.draining]
+        return sum(rank.rank.worker_id in verified for rank in ranks)
 
 
 @asynccontextmanager
