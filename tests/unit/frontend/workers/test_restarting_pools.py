@@ -30,7 +30,7 @@ def test_a_pool_restarts_for_a_while_after_it_lost_its_last_worker() -> None:
     assert not pools.is_restarting(POOL, 10), "it has been away for too long"
     pools.update(view(WorkerRegistration(worker_id=2)))
     assert pools.is_restarting(POOL, 10), "a Scheduler may not know the new worker yet"
-    now[0] = 13
+    now[0] = 16
     assert not pools.is_restarting(POOL, 10)
     pools.update({})
     assert not pools.is_restarting(POOL, 10)

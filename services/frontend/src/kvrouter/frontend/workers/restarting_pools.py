@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.names import ComponentName
 
-_SETTLING_SECONDS = 2.0
-"""Time after the first worker's return in which a Scheduler may not have discovered it, seconds."""
+_SETTLING_SECONDS = 5.0
+"""Time after the first worker's return in which a busy Scheduler may not have discovered it, seconds."""
 
 
 class RestartingPools:
