@@ -6,7 +6,7 @@ Runs what the results lack, one line of JSON for each run, and prints the tables
 which ``forecast`` loses: its median over the seeds is higher than another policy's, and their ranges do not overlap.
 A later call continues with the missing runs, so that it can be given minutes at a time. A run depends on its key and on
 the code: use --fresh after a change of the code. Runs proceed seed by seed, so that tables are complete early; further
-seeds turn values into medians with their range. The whole matrix takes about four hours of CPU.
+seeds turn values into medians with their range. The whole matrix takes about two hours of CPU.
 """
 
 from __future__ import annotations
