@@ -279,15 +279,15 @@ class HttpApi:
         return handle
 
     async def count_tokens(self, request: web.Request, body: bytearray) -> web.StreamResponse:
-        """Returns the number of tokens a message's prompt has. Of a model without a tokenizer here an engine counts."""
+        """Returns the number of tokens a message's prompt has. An engine counts them if there is no tokenizer here."""
         models, limits = self._frontend.models, self._frontend.runner.limits
-        # The fields of clients with a key are checked for the routes that generate only.
+        # With API keys only the fields of routes that generate are checked, so nothing else is forwarded.
         if models.may_forward and self._frontend.access is None:
             name = (await self._decoded(NamedModel.read, body)).model
-            pools = [] if models.has_text(chosen_model(name)) else models.forwards_to(chosen_model(name))
-            on_load = RoutedBody.on_load(name)  # Nothing of its prompt is computed.
-            is_passed = pools and serves_itself(None, COUNT_TOKENS, pools)
-            if is_passed and (forwarded := await self._forwarded(request, body, routed=on_load)):
+            model = chosen_model(name)
+            is_passed = not models.has_text(model) and serves_itself(None, COUNT_TOKENS, models.forwards_to(model))
+            # Counting takes no prefill, whatever the prompt.
+            if is_passed and (forwarded := await self._forwarded(request, body, routed=RoutedBody.on_load(name))):
                 return forwarded
         self._check_text(len(body))
         chat = (await self._decoded(MessagesRequest.counted, body)).chat
@@ -362,7 +362,7 @@ class HttpApi:
         """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none.
 
         A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
-        ``routed`` is what decides where it goes, if the caller knows.
+        ``routed`` are the fields that decide where it goes; None to read them from the body.
         """
         limit = self._frontend.runner.limits.max_prompt_tokens
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None

@@ -197,7 +197,7 @@ class RoutedBody(msgspec.Struct, frozen=True):
 
     @classmethod
     def on_load(cls, model: str) -> RoutedBody:
-        """Returns a body that is routed on load, as one token."""
+        """Returns a body that is routed on load only: it counts as a prompt of one token."""
         return cls(model, token_ids=bytes(TOKEN_BYTES), is_tokenized=False, has_prompt=False)
 
     @classmethod
