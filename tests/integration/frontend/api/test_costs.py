@@ -182,15 +182,16 @@ async def post(http: str, body: bytes, path: str = "/v1/completions") -> tuple[i
 
 
 async def costs_of(frontend: Process, body: bytes, path: str = "/v1/completions") -> tuple[int, str, float, float]:
-    """Returns status and text of the response, memory for each byte, and the longest stall, at best of three times.
+    """Returns status and text of the response, memory for each byte, and the longest stall.
 
-    A stall of the service comes back with the body. One of a busy machine, which slows down computation, does not.
+    A stall by a refused body, which leaves nothing in caches, is measured up to three times: one of the service comes
+    back, one of a busy machine does not.
     """
     await frontend.rest()
     status, said = await post(frontend.http, body, path)
     memory, stall = await frontend.costs(len(body))
     for _ in range(2):
-        if stall > STALL_UNITS:
+        if stall > STALL_UNITS and status != 200:
             await post(frontend.http, body, path)
             stall = min(stall, (await frontend.costs(len(body)))[1])
     return status, said, memory, stall
@@ -279,8 +280,10 @@ PROMPTS = {"of a large vocabulary": (0, 128_000), "of few tokens": (0, 10)}
 async def test_a_long_prompt_over_http_costs_little(fresh_frontend: Process, kind: str, stream: bool) -> None:
     fields = {"model": MODEL, "prompt": prompt(*PROMPTS[kind]), "max_tokens": 2, "stream": stream}
     body = json.dumps(fields, separators=(",", ":")).encode()
-    status, said, memory, stall = await costs_of(fresh_frontend, body)
+    await fresh_frontend.rest()
+    status, said = await post(fresh_frontend.http, body)
     assert status == 200, said
+    memory, stall = await fresh_frontend.costs(len(body))
     assert memory <= ACCEPTED_BYTES
     assert stall <= STALL_UNITS
 
