@@ -190,9 +190,18 @@ async def is_expired(client: aetcd.Client) -> bool:
     return False
 
 
-async def test_a_registration_outlives_the_token_of_its_user(credentials: Credentials, tmp_path: Path) -> None:
+@pytest.fixture
+async def etcd_with_short_tokens(credentials: Credentials, tmp_path: Path) -> AsyncIterator[EtcdServer]:
     server = EtcdServer(tmp_path, binary=newer_etcd.find(), credentials=credentials, token_seconds=1)
-    access = credentials.etcd_access(OTHER, (await server.start()).endpoint)
+    await server.start()
+    yield server
+    await server.kill()
+
+
+async def test_a_registration_outlives_the_token_of_its_user(
+    credentials: Credentials, etcd_with_short_tokens: EtcdServer
+) -> None:
+    access = credentials.etcd_access(OTHER, etcd_with_short_tokens.endpoint)
     keys = LeasedKeys(access, ttl_seconds=2)
     keys.put(POOL.worker_key(2), b"first")
     running = asyncio.create_task(keys.run())
@@ -211,7 +220,6 @@ async def test_a_registration_outlives_the_token_of_its_user(credentials: Creden
     finally:
         keys.stop()
         await running
-        await server.kill()
 
 
 def test_incomplete_or_contradicting_identities_are_refused(tmp_path: Path) -> None:
