@@ -229,5 +229,6 @@ def test_reuse_is_left_for_a_cache_of_less_use() -> None:
     common = {"overlap_blocks": [50, 0]}
     assert decide("forecast", **common).index == 0
     assert decide("forecast", **common, reuse_chance=[0.4, 0.0]).index == 0, "half of the prompt is worth more"
+    assert decide("forecast", **common, reuse_chance=[0.9, 0.0]).index == 1, "four recomputations cost more"
     nearly_none = {"overlap_blocks": [10, 0]}
     assert decide("forecast", **nearly_none, reuse_chance=[0.4, 0.0]).index == 1
