@@ -35,9 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves modules and tests out of garbage collections, as processes of services do: they stop every event loop.
+    """Leaves modules and tests out of garbage collections, as processes of services do.
 
-    On a busy machine they took up to three seconds, more than many a timeout.
+    A collection stops all event loops of the process: on a busy machine for up to 3 s, longer than many timeouts.
     """
     gc.collect()
     gc.freeze()

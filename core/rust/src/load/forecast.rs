@@ -134,7 +134,7 @@ impl Model {
         }
     }
 
-    /// Number of computations that follow the eviction of a block, given the chance that one is used again.
+    /// Number of recomputations that one eviction causes, given the chance that a block is used again.
     fn recomputations(&self, chance: f64) -> f64 {
         let chance = chance.min(self.max_recomputations / (1.0 + self.max_recomputations));
         chance / (1.0 - chance)

@@ -34,7 +34,8 @@ CLIENT_ERRORS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, gr
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.05
-_CALL_SECONDS = 10.0  # at least, so that a short --seconds bounds waits for effects only
+_CALL_SECONDS = 10.0
+"""Least timeout of a call: a short --seconds shortens only the waits for effects."""
 
 
 @dataclass(slots=True)

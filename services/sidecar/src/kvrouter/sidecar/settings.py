@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 
 def _checked_sockets(endpoints: tuple[str, ...]) -> tuple[str, ...]:
-    """NO_EVENTS stands for an engine without events."""
+    """Checks the endpoints of engines' sockets. NO_EVENTS stands for an engine without events."""
     return tuple(each if each == NO_EVENTS else check_socket_endpoint(each) for each in endpoints)
 
 

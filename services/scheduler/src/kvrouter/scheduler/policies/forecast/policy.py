@@ -20,7 +20,7 @@
     n         = requests in flight                                                                [requests]
     c         = latency calibration: measured time over forecast time, of the component           [1]
     r         = relative latency: measured time of the rank over the component's                  [1]
-    recomputations = min(chance / (1 - chance), MAX_RECOMPUTATIONS), of evicted blocks            [1]
+    recomputations = min(chance / (1 - chance), MAX_RECOMPUTATIONS)  recomputations by eviction   [1]
     chance    = mean chance over the rank's KV cache that a block is used again, 0 for an unused one [1]
     k         = candidates that hold the block; 0 counts as 1                                     [1]
     z         = (mean over all ranks of u)^4: 0 while there is KV cache for all, 1 without any left [1]
@@ -29,7 +29,7 @@
 All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
 same step, CROWD of the requests decoding there, b of requests to come, ``output`` of this request's output,
 ``shortage`` of requests stopped for lack of KV blocks, ``eviction`` of requests that will compute evicted blocks again.
-A block that is computed again evicts another one: p + p^2 + ... = p / (1 - p) computations follow an eviction.
+A block that is computed again evicts another block: one eviction causes p + p^2 + ... = p / (1 - p) recomputations.
 ``copies`` is the time for popular blocks that this rank will probably compute later in any case. A block on k ranks was
 computed k times, and k - 1 times although another rank held it, so the chance of a further copy is (k - 1) / k. The
 term shrinks to 0 as KV cache runs out, since a copy takes blocks that requests wait for.
@@ -100,7 +100,7 @@ ROOM = 0.95
 """Share of KV in use above which shortage counts: output needs blocks as well."""
 
 MAX_RECOMPUTATIONS = 4.0
-"""Maximum number of computations that follow one eviction. Results are the same from 2 to 50."""
+"""Maximum number of recomputations that one eviction causes. It keeps the price finite if every block is used again."""
 
 OUTPUT_TOKENS = 7.0
 """Price of decoding on a slow rank: the time by which this many tokens come later than at the component's speed."""
@@ -298,7 +298,7 @@ def weigh_natively(context: SchedulingContext) -> Amounts:
 
 
 def recomputations(chance: Amounts) -> Amounts:
-    """Returns how many computations follow the eviction of a block, given the chance that one is used again."""
+    """Returns how many recomputations one eviction causes, given the chance that a block is used again."""
     limit = MAX_RECOMPUTATIONS / (1.0 + MAX_RECOMPUTATIONS)
     chance = np.minimum(chance, limit)
     return chance / (1.0 - chance)
