@@ -36,7 +36,7 @@ async def test_the_index_follows_its_workers_while_the_disk_is_full(rig: Rig, na
     nats_server.fill()
     await rig.serve(30)
     await rig.agree(one)
-    assert all(node.worker.rank(0).stats().waiting_seconds for node in nodes)
+    await rig.until(lambda: all(node.worker.rank(0).stats().waiting_seconds for node in nodes))
     await rig.serve(10)
     await rig.agree(one)
 
