@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvrouter.net.budgets import PASS_US
+from kvrouter.net.budgets import PASS_US, loop_budget
 from kvrouter.net.nats.client import TolerantClient
 from nats.aio.msg import Msg
 
@@ -53,10 +53,14 @@ async def test_messages_that_were_read_together_are_handled_over_several_passes(
         for _ in range(2_000):
             await publisher.publish("flood", b"")
         in_a_pass = 0
-        while received < 2_000:
-            before = received
-            await asyncio.sleep(0)
-            in_a_pass = max(in_a_pass, received - before)
+        async with asyncio.timeout(60):
+            while received < 2_000:
+                before = received
+                await asyncio.sleep(0)
+                in_a_pass = max(in_a_pass, received - before)
+    except TimeoutError:
+        state = f"connected: {publisher.is_connected}, {client.is_connected}; {publisher.stats}, {client.stats}"
+        pytest.fail(f"{received} of 2,000 messages arrived; {state}; {vars(loop_budget())}")
     finally:
         await client.close()
         await publisher.close()
