@@ -217,6 +217,8 @@ class Model(msgspec.Struct):
     parent: str | None = None
     """Base model of a LoRA adapter."""
     max_model_len: int | None = None
+    owned_by: str | None = None
+    """Name of the engine."""
 
 
 class Models(msgspec.Struct):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal
 
 from kvrouter.engines.servers.api import EngineApi
+from kvrouter.engines.servers.description import Models
 from kvrouter.engines.servers.http import EngineHttp, UnexpectedAnswer
 from kvrouter.engines.servers.sglang.api import SglangApi
 from kvrouter.engines.servers.sglang.discovery import read_server_info
@@ -16,6 +18,8 @@ EngineKindOption = Literal["auto", "vllm", "sglang"]
 async def detect(http: EngineHttp, kind: EngineKindOption) -> EngineApi:
     """Returns the API of the engine, which must be ready: SGLang's if it describes itself as SGLang does.
 
+    vLLM names itself in its list of models. Its ``/server_info``, in developer mode, takes seconds or fails.
+
     Raises:
         EngineAway: the engine does not answer, or is not ready yet.
         UnexpectedAnswer: it refuses to say whether it is ready.
@@ -25,6 +29,10 @@ async def detect(http: EngineHttp, kind: EngineKindOption) -> EngineApi:
         return VllmApi(http)
     if kind == "sglang":
         return SglangApi(http)
+    with suppress(UnexpectedAnswer):
+        models = await http.get_as("/v1/models", Models)
+        if any(each.owned_by == "vllm" for each in models.data):
+            return VllmApi(http)
     try:
         await read_server_info(http)
     except UnexpectedAnswer:
