@@ -26,6 +26,7 @@ def context(count: int, **columns: Any) -> SchedulingContext:
         "new_prefill_tokens": zeros,
         "prefill_tokens": zeros,
         "active_blocks": zeros,
+        "queued_blocks": zeros,
         "leading_active_blocks": zeros,
         "active_requests": zeros,
         "free_slots": [math.inf] * count,

@@ -38,6 +38,7 @@ impl Request {
 pub struct Candidate {
     pub leading_active_blocks: i64,
     pub active_blocks: i64,
+    pub queued_blocks: i64,
     pub active_requests: i64,
     pub total_blocks: i64,
     pub max_batched_tokens: i64,
@@ -115,7 +116,7 @@ impl Model {
         } else {
             0.0
         };
-        let lacking = over(candidate.active_blocks, candidate.total_blocks) - self.room;
+        let lacking = over(candidate.active_blocks + candidate.queued_blocks, candidate.total_blocks) - self.room;
         let price = self.base * scarcity + self.crowd * candidate.active_requests as f64;
         let added = (request.blocks() - blocks.held) * request.block_size;
         let [_, token_ms, _] = self.prefill;

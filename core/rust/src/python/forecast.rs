@@ -14,7 +14,7 @@ pub struct ForecastModel(Model);
 /// Rows that `terms` returns.
 const ROWS: usize = 11;
 /// Columns of whole numbers that `terms` takes, in order.
-type Columns<'py> = [Bound<'py, PyAny>; 9];
+type Columns<'py> = [Bound<'py, PyAny>; 10];
 
 fn column<T: Element>(py: Python<'_>, column: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<T>> {
     let values = PyBuffer::get(column)?.to_vec(py)?;
@@ -79,8 +79,9 @@ impl ForecastModel {
         let latencies: Vec<f64> = column(py, relative_latency, count)?;
         let chances: Vec<f64> = column(py, reuse_chance, count)?;
         let columns: Vec<Vec<i64>> = columns.iter().map(|each| column(py, each, count)).collect::<PyResult<_>>()?;
-        let [overlap, leading, active, requests, total, budget, prefill, prefilling, head] = columns.as_slice() else {
-            return Err(PyValueError::new_err("expected nine columns of integers"));
+        let [overlap, leading, active, queued, requests, total, budget, prefill, prefilling, head] = columns.as_slice()
+        else {
+            return Err(PyValueError::new_err("expected ten columns of integers"));
         };
         fn at<T: Copy + Default>(column: &[T], place: usize) -> T {
             column.get(place).copied().unwrap_or_default()
@@ -89,6 +90,7 @@ impl ForecastModel {
         let candidate = |place: usize| Candidate {
             leading_active_blocks: at(leading, place),
             active_blocks: at(active, place),
+            queued_blocks: at(queued, place),
             active_requests: at(requests, place),
             total_blocks: at(total, place),
             max_batched_tokens: at(budget, place),

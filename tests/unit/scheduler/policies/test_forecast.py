@@ -100,6 +100,14 @@ def test_a_request_without_room_waits_for_its_cheapest_rank() -> None:
     assert queued.room_tokens == 1600
 
 
+def test_a_new_request_leaves_a_rank_that_queued_requests_wait_for() -> None:
+    held = {"active_blocks": [900, 900], "overlap_blocks": [80, 0]}
+    assert decide("forecast", **held).index == 0
+    behind = decide("forecast", **held, queued_blocks=[500, 0])
+    assert (type(behind), behind.index) == (Choice, 1)
+    assert isinstance(decide("forecast", **held, queued_blocks=[500, 500]), Choice), "the rank has room for this one"
+
+
 def test_blocks_of_requests_in_flight_need_no_further_room() -> None:
     queued = decide("forecast", active_blocks=[1001, 1300], leading_active_blocks=[60, 0], active_requests=[1, 1])
     assert isinstance(queued, Wait)

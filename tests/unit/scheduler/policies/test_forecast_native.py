@@ -35,6 +35,7 @@ def contexts(draw: st.DrawFn) -> SchedulingContext:
         overlap_blocks=column(st.integers(0, 7000)),
         leading_active_blocks=column(st.integers(0, 7000)),
         active_blocks=column(st.integers(0, 20_000)),
+        queued_blocks=column(st.just(0), st.integers(0, 20_000)),
         active_requests=column(st.integers(0, 300)),
         is_kept=column(st.just(False), st.booleans()),
         free_slots=column(st.just(math.inf), st.floats(-3, 3).map(round)),

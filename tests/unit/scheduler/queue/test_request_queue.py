@@ -56,6 +56,20 @@ def test_requests_that_fit_pass_those_that_do_not() -> None:
     assert len(queue) == 1
 
 
+def test_the_largest_request_queued_for_a_rank_is_known() -> None:
+    queue: RequestQueue[str] = RequestQueue()
+    rank, other = (1, 0), (2, 0)
+    queue.add("first", Wait(0, WHY, room_tokens=300, rank=rank), 0.0)
+    queue.add("second", Wait(0, WHY, room_tokens=500, rank=rank), 0.0)
+    queue.add("for a slot", Wait(0, WHY, room_tokens=700, rank=rank, for_slot=True), 0.0)
+    assert queue.queued_tokens() == {rank: 500}
+    moved = {"first": Choice(0, WHY), "second": Wait(0, WHY, room_tokens=400, rank=other)}
+    assert [name for name, _ in queue.release(0.1, lambda name: moved.get(name, hold(1)))] == ["first"]
+    assert queue.queued_tokens() == {other: 400}
+    queue.remove("second")
+    assert not queue.queued_tokens()
+
+
 def test_each_request_is_decided_after_the_previous_ones_left() -> None:
     queue: RequestQueue[str] = RequestQueue()
     queue.add("a", hold(1), 0.0)

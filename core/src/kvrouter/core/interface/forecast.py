@@ -28,9 +28,9 @@ class ForecastModel(Protocol):
             head_since: A buffer of float64, the seconds at which each candidate began to compute a prompt.
             relative_latency: A buffer of float64, the relative latency of each candidate.
             reuse_chance: A buffer of float64, the mean chance that a block in each candidate's KV cache is used again.
-            columns: Nine buffers of int64, columns of a scheduling context: overlap blocks, leading active blocks,
-                active blocks, active requests, total blocks, tokens per step, prefill tokens, prefill requests,
-                and tokens of the prompt being computed.
+            columns: Ten buffers of int64, columns of a scheduling context: overlap blocks, leading active blocks,
+                active blocks, queued blocks, active requests, total blocks, tokens per step, prefill tokens, prefill
+                requests, and tokens of the prompt being computed.
 
         Returns:
             Eleven rows: time to first token, batch, work, output, shortage, eviction, copies and own work, each in

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvrouter.core import Rank
@@ -133,7 +134,7 @@ class Router:
             may_prefill_locally=is_decode,
             prefill_pools=() if self._prefill is None else (self._prefill.pool,),
         )
-        decision = self._decide(request, now)
+        decision = self._decide(request, now, self._queued.queued_tokens())
         if self._queued.is_behind and self._options.queues and isinstance(decision.verdict, Choice):
             decision = decision.behind_the_queue()
         if isinstance(decision.verdict, Wait) and self._queued.add(number, decision.verdict, now):
@@ -175,9 +176,17 @@ class Router:
         """Returns when queued requests must be tried again if nothing happens, seconds."""
         return self._queued.next_due()
 
-    def _decide(self, request: RequestContext, now: float) -> Decision:
-        overlaps = self._overlaps(request.prompt)
-        decision = decide(request, overlaps, rng=self._rng, now=now, calibration_error=self._calibration_error)
+    def _decide(
+        self, request: RequestContext, now: float, queued_tokens: Mapping[Rank, int] = MappingProxyType({})
+    ) -> Decision:
+        decision = decide(
+            request,
+            self._overlaps(request.prompt),
+            rng=self._rng,
+            now=now,
+            queued_tokens=queued_tokens,
+            calibration_error=self._calibration_error,
+        )
         if decision.verdict is None:
             raise decision.snapshot.refusal(self.pool.name)
         return decision

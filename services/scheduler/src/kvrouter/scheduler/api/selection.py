@@ -104,7 +104,8 @@ class Selector:
             )
         context = self.reader.read_request(request.request)
         overlaps = await self.router.overlaps(context, deadline)
-        decision = self.router.decide(context, overlaps, is_recorded=False)
+        queued_tokens = self.queued.queued_tokens(context.pool.name)
+        decision = self.router.decide(context, overlaps, queued_tokens=queued_tokens, is_recorded=False)
         response = selection_response(decision, overlaps)
         costs = decision.explanation.costs
         if len(costs) and decision.verdict is not None and decision.context is not None:

@@ -51,6 +51,8 @@ class SchedulingContext(NamedTuple):
     """Prefill tokens booked and not computed, without this request."""
     active_blocks: Column
     """Distinct blocks of requests in flight, with this request; 0 everywhere if blocks are not tracked."""
+    queued_blocks: Column
+    """Blocks that the largest request queued for the rank will add; 0 if this request was queued itself."""
     leading_active_blocks: Column
     """Leading blocks of this request in use by requests in flight on the rank."""
     active_requests: Column

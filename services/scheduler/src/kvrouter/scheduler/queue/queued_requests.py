@@ -115,7 +115,7 @@ class QueuedRequests:
             KvRouterError: no rank can take it.
         """
         is_behind = self._catch_up(request.pool.name)
-        decision = self.router.decide(request, overlaps)
+        decision = self.router.decide(request, overlaps, queued_tokens=self.queued_tokens(request.pool.name))
         if is_behind and request.options.queues and isinstance(decision.verdict, Choice):
             decision = decision.behind_the_queue()
         key, verdict = request.booking.key, decision.verdict
@@ -269,6 +269,11 @@ class QueuedRequests:
     def depths(self) -> Mapping[ComponentName, Depth]:
         """Returns the length of each component's queue."""
         return {name: self._depth(component) for name, component in self._components.items()}
+
+    def queued_tokens(self, name: ComponentName) -> Mapping[Rank, int]:
+        """Returns the KV cache in tokens that the largest request queued for each rank of a component will add."""
+        component = self._components.get(name)
+        return {} if component is None else component.queue.queued_tokens()
 
     def waiting_for(self, name: ComponentName) -> Counter[Rank]:
         """Returns the number of queued requests for each rank of a component."""

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
@@ -136,6 +136,8 @@ class RequestQueue(Generic[T]):
         self._open: Collection[Rank] | None = None
         self._running: dict[T, tuple[Conversation, int]] = {}
         """Conversation and tokens of each dispatched request until its end."""
+        self._room_tokens: defaultdict[Rank, dict[T, int]] = defaultdict(dict)
+        """KV cache in tokens that each request without KV blocks for it will add, by its cheapest rank."""
         self._tokens: Counter[Conversation] = Counter()
         """Tokens of each conversation's requests, queued or dispatched."""
         self._gone, self._counted_from = 0.0, 0.0
@@ -160,6 +162,10 @@ class RequestQueue(Generic[T]):
         """The longest-waiting request; None if none waits."""
         oldest = self._order.oldest()
         return None if oldest is None else oldest[1]
+
+    def queued_tokens(self) -> dict[Rank, int]:
+        """Returns the KV cache in tokens that the largest request without KV blocks for it will add, by its rank."""
+        return {rank: max(tokens.values()) for rank, tokens in self._room_tokens.items()}
 
     def add(
         self,
@@ -189,6 +195,7 @@ class RequestQueue(Generic[T]):
         number = next(self._numbers)
         queued = _Queued(request, tenant, number, since, deadline, priority, wait, key, others, tokens)
         self._queued[request] = queued
+        self._note_room(request, wait)
         self._soonest = min(self._soonest, queued.must_go)
         self._order.add(tenant, queued.entry, since)
         return True
@@ -357,6 +364,7 @@ class RequestQueue(Generic[T]):
         if queued is None:
             return False
         self._order.remove(queued.tenant, queued.entry, queued.since)
+        self._forget_room(request, queued.wait)
         self._room.remove(queued.tenant.name, 1)
         self._use(queued.conversation, -queued.tokens)
         return True
@@ -367,9 +375,21 @@ class RequestQueue(Generic[T]):
             if not self._tokens[key]:
                 del self._tokens[key]
 
+    def _note_room(self, request: T, wait: Wait) -> None:
+        if wait.rank is not None and not wait.for_slot:
+            self._room_tokens[wait.rank][request] = wait.room_tokens
+
+    def _forget_room(self, request: T, wait: Wait) -> None:
+        if wait.rank is not None and not wait.for_slot:
+            del self._room_tokens[wait.rank][request]
+            if not self._room_tokens[wait.rank]:
+                del self._room_tokens[wait.rank]
+
     def _keep_queued(self, queued: _Queued[T], wait: Wait) -> None:
         """Updates a staying request, whose sort key may have changed."""
         before = queued.entry
+        self._forget_room(queued.request, queued.wait)
+        self._note_room(queued.request, wait)
         queued.wait = wait
         self._soonest = min(self._soonest, queued.must_go)
         self._order.replace(queued.tenant, before, queued.entry)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Mapping
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -244,6 +246,7 @@ def decide(
     rng: Random,
     now: float,
     decision_id: int = 0,
+    queued_tokens: Mapping[Rank, int] = MappingProxyType({}),
     conversation: HeldBlocks | None = None,
     learned_output_tokens: float = 0.0,
     calibration_error: float = 1.0,
@@ -256,6 +259,8 @@ def decide(
         rng: The only source of chance.
         now: Seconds, by the clock of load reports.
         decision_id: Id of the decision.
+        queued_tokens: KV cache in tokens that the largest request queued for each rank will add; empty if this one was
+            queued itself.
         conversation: What the conversation's last request left; None without one.
         learned_output_tokens: Expected length of the output if the request states none; 0 if unknown.
         calibration_error: See ``context_of``.
@@ -271,6 +276,7 @@ def decide(
             places,
             request,
             now=now,
+            queued_tokens=queued_tokens,
             expected_output_tokens=request.expected_output_tokens or learned_output_tokens,
             calibration_error=calibration_error,
         )

@@ -7,10 +7,11 @@ of one moment thus see each other's load, one after the other, and spread instea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from random import Random
+from types import MappingProxyType
 
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
@@ -116,8 +117,21 @@ class Router:
         """Returns a snapshot of every candidate at this moment."""
         return snapshot(context, overlaps, now=self.clock())
 
-    def decide(self, context: RequestContext, overlaps: Overlaps, *, is_recorded: bool = True) -> Decision:
-        """Decides from the current state. ``is_recorded``: whether Explain may show a refusal.
+    def decide(
+        self,
+        context: RequestContext,
+        overlaps: Overlaps,
+        *,
+        queued_tokens: Mapping[Rank, int] = MappingProxyType({}),
+        is_recorded: bool = True,
+    ) -> Decision:
+        """Decides from the current state.
+
+        Args:
+            context: The request.
+            overlaps: Overlaps of its prompt.
+            queued_tokens: As in ``decide``.
+            is_recorded: Whether Explain may show a refusal.
 
         Raises:
             KvRouterError: the request can no longer be booked, or no rank can take it.
@@ -132,6 +146,7 @@ class Router:
             rng=self.rng,
             now=self.clock(),
             decision_id=self.decisions.next_id(),
+            queued_tokens=queued_tokens,
             conversation=self.conversation(context),
             learned_output_tokens=self._learned_output_tokens(context),
         )

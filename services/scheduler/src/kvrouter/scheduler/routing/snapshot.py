@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -288,23 +289,26 @@ def context_of(
     request: RequestContext,
     *,
     now: float,
+    queued_tokens: Mapping[Rank, int] = MappingProxyType({}),
     expected_output_tokens: float = 0.0,
     calibration_error: float = 1.0,
 ) -> SchedulingContext:
     """Returns the input of a policy: the request and the candidates at ``places``. ``now`` is that of the snapshot.
 
+    ``queued_tokens`` is the KV cache in tokens that the largest request queued for each rank will add.
     ``calibration_error`` multiplies the latency calibration, for simulations of a wrong time model.
     """
     pool, options, is_kept = request.pool, request.options, _is_kept(candidates, request, now)
+    size = pool.booked_load.block_size
     worker_set, loads, heads = candidates.worker_set, candidates.loads, candidates.loads.heads
     overlap_blocks, new_prefill_tokens = candidates.saved_blocks, candidates.new_prefill_tokens
     if candidates.prefill is not None:
         # What a prefill worker computes costs its rank no more than the transfer.
         new_prefill_tokens = candidates.prefill.weighed_tokens
-        overlap_blocks = (request.prompt.tokens - new_prefill_tokens) // pool.booked_load.block_size
+        overlap_blocks = (request.prompt.tokens - new_prefill_tokens) // size
     every = SchedulingContext(
         prompt_tokens=request.prompt.tokens,
-        block_size=pool.booked_load.block_size,
+        block_size=size,
         overlap_score_weight=options.overlap_score_weight,
         temperature=options.temperature,
         previous=pool.previous.get(options.mode),
@@ -313,6 +317,7 @@ def context_of(
         new_prefill_tokens=new_prefill_tokens,
         prefill_tokens=loads.prefill_tokens,
         active_blocks=loads.active_blocks,
+        queued_blocks=worker_set.column(queued_tokens) // size if queued_tokens else worker_set.zeros,
         leading_active_blocks=loads.leading_active_blocks,
         active_requests=loads.requests,
         free_slots=candidates.free_slots,

@@ -279,6 +279,14 @@ class WorkerSet:
         """Returns the index of a rank; None if it is not registered."""
         return self._place_of.get(rank)
 
+    def column(self, amounts: Mapping[Rank, int]) -> Column:
+        """Returns an amount of each candidate, 0 where none is given."""
+        column = self.zeros.copy()
+        for rank, amount in amounts.items():
+            if (place := self.place(rank)) is not None:
+                column[place] = amount
+        return column
+
     def candidate(self, rank: Rank) -> Candidate | None:
         """Returns the candidate of a rank; None if it is not registered."""
         place = self.place(rank)

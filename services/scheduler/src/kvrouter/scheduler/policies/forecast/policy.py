@@ -8,7 +8,7 @@
     own(w)    = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
     work(w)   = (b + CROWD * n(w)) * own(w)     price of that time                                [ms]
     output(w) = OUTPUT_TOKENS * c * (r^(1 - z) - 1) * decode(u)  decoding beyond the component's time [ms]
-    shortage(w) = SHORTAGE_MS * max(0, u'(w) - ROOM)  price of lacking KV cache                   [ms]
+    shortage(w) = SHORTAGE_MS * max(0, u'(w) + q(w) - ROOM)  price of lacking KV cache            [ms]
     eviction(w) = blocks(new(w)) * block size * c * PREFILL_N1_MS * recomputations(w)             [ms]
     copies(w) = (1 - z) * sum of (k - 1) / k over blocks lacking here * block size * c * PREFILL_N1_MS [ms]
 
@@ -17,6 +17,7 @@
     new       = prompt tokens less the overlap: the greater of the index's and the active one     [tokens]
                 A block in a lower tier counts as min(1, time to load it / time to compute it) new blocks
     u, u'     = distinct active blocks / total blocks, without and with this request; u at most 1 [share]
+    q         = blocks that the largest queued request will add / total blocks; 0 if this one was queued [share]
     n         = requests in flight                                                                [requests]
     c         = latency calibration: measured time over forecast time, of the component           [1]
     r         = relative latency: measured time of the rank over the component's                  [1]
@@ -256,7 +257,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     new_ms, head_ms, all_ms, joint_ms, filled_ms = prefill_ms(tokens, budget, decode)
     rest = np.where(under_way, np.maximum(latency * head_ms - spent, 0.0), latency * decode / 2 - spent)
     batch = np.where(waiting > 0, latency * (joint_ms - filled_ms) * np.where(ahead < budget, waiting, 1), 0.0)
-    lacking = _over(context.active_blocks, context.total_blocks) - ROOM
+    lacking = _over(context.active_blocks + context.queued_blocks, context.total_blocks) - ROOM
     added = -(-new // size) * size
     own = latency_calibration * new_ms
     return Weighed(
@@ -286,6 +287,7 @@ def weigh_natively(context: SchedulingContext) -> Amounts:
             context.overlap_blocks,
             context.leading_active_blocks,
             context.active_blocks,
+            context.queued_blocks,
             context.active_requests,
             context.total_blocks,
             context.max_batched_tokens,
