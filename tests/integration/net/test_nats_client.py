@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from kvrouter.net.budgets import PASS_US, loop_budget
@@ -33,6 +34,40 @@ async def test_a_request_that_is_cancelled_together_with_its_reply_is_cancelled(
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert cancelled == [asking]
+    finally:
+        await client.close()
+
+
+class _SlowClient(TolerantClient):
+    """Asks for the first PONG only after the server has sent a PING, as a client that stops for two seconds may."""
+
+    def _connect_command(self) -> bytes:
+        transport: Any = self._transport
+        drain = transport.drain
+
+        async def drain_late() -> None:
+            transport.drain = drain
+            while b"PING" not in transport._io_reader._buffer:
+                await asyncio.sleep(0.01)
+
+        transport.drain = drain_late
+        return super()._connect_command()
+
+
+async def test_a_server_that_pings_before_its_first_pong_gets_what_is_sent(nats_url: str) -> None:
+    client = _SlowClient()
+    await client.connect(nats_url)
+    received = asyncio.Event()
+
+    async def take(_: Msg) -> None:
+        received.set()
+
+    try:
+        assert client.is_connected
+        await client.subscribe("slow", cb=take)
+        await client.publish("slow", b"")
+        async with asyncio.timeout(30):
+            await received.wait()
     finally:
         await client.close()
 

@@ -6,6 +6,8 @@ password. This one connects again.
 The library decodes subjects and headers in its read loop and stops reading at a failure. The connection then receives
 nothing until its pings time out, and a redelivered stream message stops it again.
 
+The library never sends anything if the server's first ping comes before the answer to its own.
+
 The library delivers all it has read before other tasks run. This client takes a turn of the event loop for each
 message.
 
@@ -106,6 +108,11 @@ class TolerantClient(Client):
             if _is_refusal(str(error)):
                 raise _typed(str(error)) from None
             raise
+        if self.is_connecting and self._transport and not self._transport.at_eof():
+            # The server has accepted CONNECT, and asks first if two seconds have passed since the connection began. The
+            # library takes only an answer to its own ping, and would send nothing on this connection ever.
+            self._status = Client.CONNECTED
+            await self._process_ping()
 
     async def _process_err(self, err_msg: str) -> None:
         if any(text in err_msg for text in _OPERATIONS):
