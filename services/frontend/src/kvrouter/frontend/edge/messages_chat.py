@@ -15,7 +15,7 @@ from kvrouter.frontend.edge.request_fields import Int32, OnlyDefault, UInt32
 from kvrouter.frontend.edge.translated_request import RoutingFields, needed, needed_name
 
 
-class Source(msgspec.Struct, frozen=True):
+class Source(msgspec.Struct, frozen=True, gc=False):
     """The content of an image or document."""
 
     type: str | None = None
@@ -25,7 +25,7 @@ class Source(msgspec.Struct, frozen=True):
     content: str | list[Block] | None = None
 
 
-class Block(msgspec.Struct, frozen=True):
+class Block(msgspec.Struct, frozen=True, gc=False):
     """A part of a content. Its type says which fields it has."""
 
     type: str
@@ -40,7 +40,7 @@ class Block(msgspec.Struct, frozen=True):
     content: str | list[Block] | None = None
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(msgspec.Struct, frozen=True, gc=False):
     """A message of the conversation."""
 
     role: str
@@ -304,16 +304,13 @@ def _add_user(conversation: Conversation, blocks: Sequence[Block], place: Place)
 
 
 def _add_result(conversation: Conversation, block: Block, place: Place) -> None:
-    result = {"role": "tool", "tool_call_id": needed(block.tool_use_id, (place, "tool_use_id"))}
-    content = block.content
-    if content is None or isinstance(content, str):
-        conversation.add(result | {"content": content or ""})
-        return
+    call_id, content = needed(block.tool_use_id, (place, "tool_use_id")), block.content
     parts: list[dict[str, Any]] = []
-    for index, each in enumerate(content):
-        parts += _parts(each, ((place, "content"), index))
-    texts = [part["text"] for part in parts if part["type"] == "text"]
-    conversation.add(result | {"content": "\n".join(texts)})
+    if isinstance(content, list):
+        for index, each in enumerate(content):
+            parts += _parts(each, ((place, "content"), index))
+        content = "\n".join([part["text"] for part in parts if part["type"] == "text"])
+    conversation.add({"role": "tool", "tool_call_id": call_id, "content": content or ""})
     if images := [part for part in parts if part["type"] != "text"]:
         conversation.add({"role": "user", "content": images})
 

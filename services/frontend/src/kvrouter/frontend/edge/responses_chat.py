@@ -14,7 +14,7 @@ from kvrouter.frontend.edge.request_fields import OnlyDefault, UInt32
 from kvrouter.frontend.edge.translated_request import RoutingFields, needed, needed_name
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """A part of a content. Its type says which field it has."""
 
     type: str | None = None
@@ -23,7 +23,7 @@ class Part(msgspec.Struct, frozen=True):
     image_url: str | None = None
 
 
-class Item(msgspec.Struct, frozen=True):
+class Item(msgspec.Struct, frozen=True, gc=False):
     """A part of the conversation. Its type says which fields it has."""
 
     type: str | None = None
@@ -199,7 +199,7 @@ def _add_message(messages: list[dict[str, Any]], item: Item, place: Place) -> No
         messages.append({"role": item.role, "content": content})
         return
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
+        content = "".join([part.get("text", "") for part in content])
     _own(messages, without="content")["content"] = content
 
 
