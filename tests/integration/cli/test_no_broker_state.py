@@ -162,10 +162,10 @@ async def test_lost_messages_are_replayed(tmp_path: Path) -> None:
     live, replay, lossy_port = free_ports(3)
     engine = vllm(kv_events_config=events_at(live, replay), enable_prompt_tokens_details=True)
     sockets = ("--engine-events", f"tcp://127.0.0.1:{lossy_port}", "--engine-replay", f"tcp://127.0.0.1:{replay}")
-    loses = asyncio.Event()
+    loses, lost = asyncio.Event(), asyncio.Event()
     async with (
         engine.started(),
-        forwarding(live, lossy_port, loses),
+        forwarding(live, lossy_port, loses, lost),
         serving(tmp_path, engine.url, options=sockets) as system,
     ):
         await system.ready()
@@ -173,16 +173,18 @@ async def test_lost_messages_are_replayed(tmp_path: Path) -> None:
         loses.set()
         await system.ask(prompt(2))
         await system.ask(prompt(3))
+        async with asyncio.timeout(30):
+            await lost.wait()
         assert await overlaps(system, [2, 3]) == [0, 0], "nobody has heard of them"
         loses.clear()
         await fill(system, [4, 2, 3, 1])
-        assert system.logged("relay.gap")
+        assert await system.metric("kvrouter_relay_replayed_total") > 0
         assert not system.logged("relay.messages_lost")
 
 
 @asynccontextmanager
-async def forwarding(source: int, target: int, loses: asyncio.Event) -> AsyncIterator[None]:
-    """Forwards what an engine publishes to another port, except while ``loses`` is set."""
+async def forwarding(source: int, target: int, loses: asyncio.Event, lost: asyncio.Event) -> AsyncIterator[None]:
+    """Forwards what an engine publishes to another port, except while ``loses`` is set; ``lost`` tells of the first."""
     context = zmq.asyncio.Context()
     subscriber, publisher = context.socket(zmq.SUB), context.socket(zmq.PUB)
     subscriber.subscribe(b"")
@@ -192,7 +194,9 @@ async def forwarding(source: int, target: int, loses: asyncio.Event) -> AsyncIte
     async def forward() -> None:
         while True:
             frames = await subscriber.recv_multipart()
-            if not loses.is_set():
+            if loses.is_set():
+                lost.set()
+            else:
                 await publisher.send_multipart(frames)
 
     running = asyncio.create_task(forward())
