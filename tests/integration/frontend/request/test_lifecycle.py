@@ -76,7 +76,7 @@ async def test_a_deadline_ends_the_request_and_frees_its_load(system: System) ->
 
 
 async def test_a_worker_that_dies_before_the_first_token_costs_an_attempt(system: System) -> None:
-    slow = await system.start_worker(1, clock_factor=0.01)
+    slow = await system.start_worker(1, clock_factor=0.001)
     answer = asyncio.create_task(_collect(system))
     await until(lambda: slow.stats().requests == 1)
     await system.start_worker(2)
@@ -120,7 +120,7 @@ async def test_a_worker_that_dies_later_ends_the_request(system: System) -> None
 
 
 async def test_a_pinned_request_is_not_tried_elsewhere(system: System) -> None:
-    slow = await system.start_worker(1, clock_factor=0.01)
+    slow = await system.start_worker(1, clock_factor=0.001)
     await system.start_worker(2)
     pinned = request(constraints=RoutingConstraints(worker_id=1))
     answer = asyncio.create_task(_collect(system, pinned))

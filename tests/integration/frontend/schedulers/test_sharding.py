@@ -15,7 +15,7 @@ from kvrouter.v1.worker_pb2 import StopConditions
 
 from ..gateway import System, request, running_system
 
-SLOW = {"clock_factor": 0.01, "num_blocks": 4096}
+SLOW = {"clock_factor": 0.001, "num_blocks": 4096}
 """Engines whose requests are booked for as long as a test lasts."""
 
 
