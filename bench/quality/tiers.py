@@ -2,8 +2,8 @@
 
     .venv/bin/python bench/quality/tiers.py [--seeds 3] [--requests 8000] [--workloads agents,chat] [--loads 0.2,1]
 
-Prints the rows of bench/tiers.md. Device caches hold 0.3 of the distinct blocks of the prompts, host memory is read at
-20 GB/s.
+Prints the numbers of bench/tiers.md. Device caches hold 0.3 of the distinct blocks of the prompts, host memory is read
+at 20 GB/s.
 """
 
 from __future__ import annotations

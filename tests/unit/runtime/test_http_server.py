@@ -20,7 +20,7 @@ from kvrouter.runtime.http_server import HttpLimits, note_admitted, serving_http
 from prometheus_client import CollectorRegistry
 
 SECONDS = 1.0
-"""Time limit for headers. A client on a busy machine sends them in time with this."""
+"""Time limit for headers, long enough for a client on a busy machine."""
 HALF = b"GET /quick HTTP/1.1\r\nHost: x\r\nX-Slow: "
 WHOLE = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 

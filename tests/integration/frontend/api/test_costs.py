@@ -184,8 +184,8 @@ async def post(http: str, body: bytes, path: str = "/v1/completions") -> tuple[i
 async def costs_of(frontend: Process, body: bytes, path: str = "/v1/completions") -> tuple[int, str, float, float]:
     """Returns status and text of the response, memory for each byte, and the longest stall.
 
-    A stall by a refused body, which leaves nothing in caches, is measured up to three times: one of the service comes
-    back, one of a busy machine does not.
+    The stall of a refused body is measured up to three times, and the shortest counts: one that the service causes
+    occurs each time, one that a busy machine causes does not. A refused body leaves nothing in caches.
     """
     await frontend.rest()
     status, said = await post(frontend.http, body, path)

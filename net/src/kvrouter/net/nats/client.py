@@ -6,7 +6,8 @@ password. This one connects again.
 The library decodes subjects and headers in its read loop and stops reading at a failure. The connection then receives
 nothing until its pings time out, and a redelivered stream message stops it again.
 
-The library never sends anything if the server's first ping comes before the answer to its own.
+A server pings a client whose first PING is late. The library then stays in state CONNECTING and never sends anything.
+This client answers, and is connected.
 
 The library delivers all it has read before other tasks run. This client takes a turn of the event loop for each
 message.
@@ -109,8 +110,8 @@ class TolerantClient(Client):
                 raise _typed(str(error)) from None
             raise
         if self.is_connecting and self._transport and not self._transport.at_eof():
-            # The server has accepted CONNECT, and asks first if two seconds have passed since the connection began. The
-            # library takes only an answer to its own ping, and would send nothing on this connection ever.
+            # The server has accepted CONNECT. It pings first if two seconds have passed since the connection began, and
+            # the library, which expects the PONG for its own PING, would never send on this connection.
             self._status = Client.CONNECTED
             await self._process_ping()
 

@@ -281,7 +281,7 @@ class HttpApi:
     async def count_tokens(self, request: web.Request, body: bytearray) -> web.StreamResponse:
         """Returns the number of tokens a message's prompt has. An engine counts them if there is no tokenizer here."""
         models, limits = self._frontend.models, self._frontend.runner.limits
-        # With API keys only the fields of routes that generate are checked, so nothing else is forwarded.
+        # With API keys, fields must be checked before a request is forwarded, and only generating routes have a check.
         if models.may_forward and self._frontend.access is None:
             name = (await self._decoded(NamedModel.read, body)).model
             model = chosen_model(name)

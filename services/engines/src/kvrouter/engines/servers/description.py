@@ -218,7 +218,7 @@ class Model(msgspec.Struct):
     """Base model of a LoRA adapter."""
     max_model_len: int | None = None
     owned_by: str | None = None
-    """Name of the engine."""
+    """The engine: ``vllm`` or ``sglang``."""
 
 
 class Models(msgspec.Struct):

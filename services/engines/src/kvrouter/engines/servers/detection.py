@@ -18,7 +18,7 @@ EngineKindOption = Literal["auto", "vllm", "sglang"]
 async def detect(http: EngineHttp, kind: EngineKindOption) -> EngineApi:
     """Returns the API of the engine, which must be ready: SGLang's if it describes itself as SGLang does.
 
-    vLLM names itself in its list of models. Its ``/server_info``, in developer mode, takes seconds or fails.
+    vLLM names itself in its list of models. In developer mode it also has ``/server_info``, which may be slow or fail.
 
     Raises:
         EngineAway: the engine does not answer, or is not ready yet.

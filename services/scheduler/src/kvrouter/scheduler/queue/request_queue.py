@@ -137,7 +137,7 @@ class RequestQueue(Generic[T]):
         self._running: dict[T, tuple[Conversation, int]] = {}
         """Conversation and tokens of each dispatched request until its end."""
         self._room_tokens: defaultdict[Rank, dict[T, int]] = defaultdict(dict)
-        """KV cache in tokens that each request without KV blocks for it will add, by its cheapest rank."""
+        """KV cache in tokens that each request waiting for KV blocks will add, by its cheapest rank."""
         self._tokens: Counter[Conversation] = Counter()
         """Tokens of each conversation's requests, queued or dispatched."""
         self._gone, self._counted_from = 0.0, 0.0
@@ -164,7 +164,7 @@ class RequestQueue(Generic[T]):
         return None if oldest is None else oldest[1]
 
     def queued_tokens(self) -> dict[Rank, int]:
-        """Returns the KV cache in tokens that the largest request without KV blocks for it will add, by its rank."""
+        """Returns the KV cache in tokens that the largest request waiting for KV blocks will add, by cheapest rank."""
         return {rank: max(tokens.values()) for rank, tokens in self._room_tokens.items()}
 
     def add(

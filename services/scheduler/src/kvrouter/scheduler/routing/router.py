@@ -130,7 +130,8 @@ class Router:
         Args:
             context: The request.
             overlaps: Overlaps of its prompt.
-            queued_tokens: As in ``decide``.
+            queued_tokens: KV cache in tokens that the largest request queued for each rank will add; empty if this one
+                was queued itself.
             is_recorded: Whether Explain may show a refusal.
 
         Raises:
