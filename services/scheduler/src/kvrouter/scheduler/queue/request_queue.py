@@ -113,6 +113,11 @@ class _Queued(Generic[T]):
         return self.priority, self.wait.room_tokens + self.other_tokens + AGING * self.since
 
     @property
+    def short_rank(self) -> Rank | None:
+        """The rank for whose KV blocks it waits; None if it waits for anything else."""
+        return None if self.wait.for_slot else self.wait.rank
+
+    @property
     def entry(self) -> Entry[T]:
         """Returns the request in the order of its tenant."""
         return Entry(self.place, self.number, self.request, self.wait.use_tokens or self.wait.room_tokens)
@@ -195,7 +200,7 @@ class RequestQueue(Generic[T]):
         number = next(self._numbers)
         queued = _Queued(request, tenant, number, since, deadline, priority, wait, key, others, tokens)
         self._queued[request] = queued
-        self._note_room(request, wait)
+        self._note_room(queued)
         self._soonest = min(self._soonest, queued.must_go)
         self._order.add(tenant, queued.entry, since)
         return True
@@ -364,7 +369,7 @@ class RequestQueue(Generic[T]):
         if queued is None:
             return False
         self._order.remove(queued.tenant, queued.entry, queued.since)
-        self._forget_room(request, queued.wait)
+        self._forget_room(queued)
         self._room.remove(queued.tenant.name, 1)
         self._use(queued.conversation, -queued.tokens)
         return True
@@ -375,22 +380,22 @@ class RequestQueue(Generic[T]):
             if not self._tokens[key]:
                 del self._tokens[key]
 
-    def _note_room(self, request: T, wait: Wait) -> None:
-        if wait.rank is not None and not wait.for_slot:
-            self._room_tokens[wait.rank][request] = wait.room_tokens
+    def _note_room(self, queued: _Queued[T]) -> None:
+        if (rank := queued.short_rank) is not None:
+            self._room_tokens[rank][queued.request] = queued.wait.room_tokens
 
-    def _forget_room(self, request: T, wait: Wait) -> None:
-        if wait.rank is not None and not wait.for_slot:
-            del self._room_tokens[wait.rank][request]
-            if not self._room_tokens[wait.rank]:
-                del self._room_tokens[wait.rank]
+    def _forget_room(self, queued: _Queued[T]) -> None:
+        if (rank := queued.short_rank) is not None:
+            del self._room_tokens[rank][queued.request]
+            if not self._room_tokens[rank]:
+                del self._room_tokens[rank]
 
     def _keep_queued(self, queued: _Queued[T], wait: Wait) -> None:
         """Updates a staying request, whose sort key may have changed."""
         before = queued.entry
-        self._forget_room(queued.request, queued.wait)
-        self._note_room(queued.request, wait)
+        self._forget_room(queued)
         queued.wait = wait
+        self._note_room(queued)
         self._soonest = min(self._soonest, queued.must_go)
         self._order.replace(queued.tenant, before, queued.entry)
 
