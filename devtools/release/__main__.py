@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--no-images", action="store_true", help="leaves out the images of the containers")
     chosen = parser.parse_args()
     out = chosen.folder.resolve()
+    os.umask(0o022)  # Wheels contain the permissions of their files.
     with checked_out(ROOT / "build/release") as tree:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)

@@ -63,7 +63,7 @@ def checked_out(folder: Path) -> Iterator[Tree]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    subprocess.run(["tar", "-x", "--no-same-permissions", "-C", str(folder)], input=archive.stdout, check=True)
     # Programs that builds run are those of the repository's environment.
     (folder / ".venv").symlink_to(ROOT / ".venv")
     yield Tree(folder, int(git("log", "-1", "--format=%ct")))
