@@ -39,5 +39,5 @@ async def test_from_nothing_to_a_routed_request(tmp_path: Path) -> None:
                 assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
                 checks = await guide.run("devtools.conformance")
                 assert checks.splitlines()[-1] == "17 passed, 0 failed, 3 skipped"
-                assert "kvrouter/small" in await guide.run("kvrouter top")
+                await guide.until("kvrouter top", lambda output: "kvrouter/small" in output)
             await system.interrupt()

@@ -44,7 +44,7 @@ async def test_from_nothing_to_a_routed_request(
                 )
                 if engine == "vllm":
                     assert answer(second)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
-                assert f"kvrouter/{engine}" in await guide.run("kvrouter top")
+                await guide.until("kvrouter top", lambda output: f"kvrouter/{engine}" in output)
             await system.interrupt()
 
 

@@ -36,7 +36,7 @@ async def test_a_request_hits_the_cache_that_an_engine_reports(tmp_path: Path, m
                 answer = await guide.until("/v1/completions", lambda output: hit in output)
                 body = json.loads(answer[answer.index("{") :])
                 assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
-                assert "2 ranks" in await guide.run("kvrouter top")
+                await guide.until("kvrouter top", lambda output: "2 ranks" in output)
                 await router.interrupt()
             async with (
                 guide.running("--bind 127.0.0.1:50051") as router,
