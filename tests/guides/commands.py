@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -177,4 +178,6 @@ class Guide:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            # As in a terminal: tests that run in the background ignore Ctrl-C, and what they start would too.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
