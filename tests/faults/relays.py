@@ -31,6 +31,7 @@ class RelayedNode(EngineNode):
             "nats": rig.nats.url,
             "state": str(self.state),
             "engine_incarnation": "one",
+            "lease_ttl_seconds": 2,
             "state_seconds": 0.05,
         }
         self._messages: list[list[list[Any]]] = []
@@ -59,6 +60,7 @@ class RelayedNode(EngineNode):
             server.close()
 
     async def start_relay(self) -> None:
+        """Starts a relay; returns when it is connected, and the file that a next one goes on from is written."""
         count = len(self.incarnations)
         launcher = ("-m", "tests.faults.shifted_clock", str(self._clock)) if self._clock else ("-m",)
         self._process = await asyncio.create_subprocess_exec(
@@ -67,7 +69,7 @@ class RelayedNode(EngineNode):
             stderr=asyncio.subprocess.DEVNULL,
         )
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while len(self.incarnations) == count:
+            while len(self.incarnations) == count or not list(self.state.glob("*.snapshot")):
                 await asyncio.sleep(0.02)
 
     async def kill_relay(self) -> None:

@@ -203,6 +203,11 @@ class IndexerProcess:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether SIGSTOP has taken effect."""
+        return self._process is not None and process_state(self._process.pid) == "T"
+
     def signal(self, which: signal.Signals) -> None:
         if self._process is not None and self.running:
             self._process.send_signal(which)
@@ -256,14 +261,22 @@ class IndexerProcess:
         return found
 
 
+def process_state(pid: int) -> str:
+    """Returns the letter of ``/proc/PID/stat``: T is stopped, Z or X has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"  # Its exit status was just read.
+
+
 def worker_config(worker_id: int, **settings: Any) -> WorkerConfig:
-    """A worker of the component that notices and tells things soon."""
+    """A worker of the component that tells things soon, and whose lease outlasts a stall of the test."""
     known: dict[str, Any] = {
         "component": COMPONENT,
         "model": "m",
         "block_size": BLOCK_SIZE,
         "worker_id": worker_id,
-        "lease_ttl_seconds": 2,
+        "lease_ttl_seconds": 10,
         "heartbeat_seconds": 0.3,
         "load_report_seconds": 0,
         "drain_seconds": 0.1,
@@ -345,9 +358,17 @@ class Rig:
         """Waits until Indexers are where the workers are, then compares them with the engines block by block."""
         for process in processes or self.indexers:
             self.judged[process.name] = process
-            await self.until(lambda process=process: self.is_there(process))  # type: ignore[misc]
-            for worker_id, node in self.nodes.items():
-                assert await process.held(worker_id) == node.holds(), f"{process.name}, worker {worker_id}"
+            await self.until(lambda process=process: self._agrees(process))  # type: ignore[misc]
+
+    async def _agrees(self, process: IndexerProcess) -> bool:
+        if not await self.is_there(process):
+            return False
+        held = {worker_id: await process.held(worker_id) for worker_id in self.nodes}
+        if not await self.is_there(process):
+            return False  # It has dropped a rank meanwhile.
+        for worker_id, node in self.nodes.items():
+            assert held[worker_id] == node.holds(), f"{process.name}, worker {worker_id}"
+        return True
 
     async def is_there(self, process: IndexerProcess) -> bool:
         """Whether an Indexer is where the workers are."""

@@ -61,7 +61,7 @@ async def test_the_stream_takes_messages_again_when_the_disk_has_space(rig: Rig,
     assert not await write_error(js, COMPONENT.stream)
     assert (await js.stream_info(COMPONENT.stream)).config.max_bytes == MAX_BYTES, "the operator's limit stays"
     assert "stream.stopped" in one.log()
-    assert not (await one.stats()).stream_error
+    await rig.until(lambda: _has_stream(one))
 
 
 @pytest.mark.full
@@ -91,6 +91,10 @@ async def silent(process: IndexerProcess, wanted: bool) -> bool:
     """Whether an Indexer says of every rank that its heartbeats are missing, or of none."""
     ranks = (await process.stats()).ranks
     return bool(ranks) and all(rank.silent == wanted for rank in ranks)
+
+
+async def _has_stream(process: IndexerProcess) -> bool:
+    return not (await process.stats()).stream_error
 
 
 @pytest.fixture

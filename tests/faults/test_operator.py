@@ -37,6 +37,8 @@ async def test_every_command_does_what_it_says(rig: Rig) -> None:
     await rig.agree(one)
     dumped = str(rig.directory / "index.jsonl")
 
+    # Its events may reach the Indexer before a rank is compared with its worker.
+    await rig.until(lambda: are_verified(one))
     status, output = await command(rig, one, "status")
     assert (status, "faults/pool: ready, transport durable" in output) == (0, True), output
     stats = await one.stats()
@@ -100,6 +102,10 @@ def digest(state: RankState) -> int:
         for held in block.copies
     )
     return sum(xxh3_64_intdigest(term, seed=1337) for term in terms) % (1 << 64)
+
+
+async def are_verified(process: IndexerProcess) -> bool:
+    return all(rank.verified for rank in (await process.stats()).ranks)
 
 
 async def has_component(process: IndexerProcess) -> bool:
