@@ -36,6 +36,8 @@ PATIENCE_SECONDS = 60.0
 GRACE_SECONDS = 2.0
 UNSHARDED = ("--overload-lag-ms", "0")
 """Keeps a Scheduler on a busy machine from having its requests sharded: then none has all sessions for a minute."""
+STEADY = ("--scheduler-heartbeat-timeout-seconds", "6")
+"""Keeps a Frontend at a Scheduler that a busy machine stops for seconds. It leaves one that is killed at once."""
 TOKENS = 200
 """Of streams that are awaited to their end: at a tenth of the clock they last longer than it takes to start 500."""
 
@@ -117,6 +119,13 @@ class Processes:
         asked = frontend_pb2.GetWorkerHealthRequest()
         return await self.frontend(name).get_worker_health(asked, deadline=Deadline.after(10))
 
+    async def until_idle(self, scheduler: str, frontend: str) -> None:
+        """Returns when nothing is booked and no call is under way. Bookings end before the calls at workers do."""
+        await self.until_booked(scheduler, 0)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while any(each.calls for each in (await self.health(frontend)).workers):
+                await asyncio.sleep(0.05)
+
     async def requests_by_worker(self, name: str) -> dict[int, int]:
         """Requests that a Scheduler counts at each worker."""
         ranks = (await self.status(name)).components[0].ranks
@@ -168,10 +177,11 @@ async def _watching(etcd_endpoint: str, namespace: str) -> AsyncIterator[Directo
         await asyncio.wait({following})
 
 
-async def start_workers(processes: Processes, clock_factor: float, *engine: str) -> None:
-    """Two workers; a ``clock_factor`` below 1 makes them slow."""
-    for number in range(2):
-        options = ("--worker-id", str(number + 1), "--clock-factor", str(clock_factor), "--max-sequences", "512")
+async def start_workers(processes: Processes, clock_factor: float | tuple[float, float], *engine: str) -> None:
+    """Two workers; a ``clock_factor`` below 1 makes them slow, or one of them."""
+    factors = clock_factor if isinstance(clock_factor, tuple) else (clock_factor, clock_factor)
+    for number, factor in enumerate(factors):
+        options = ("--worker-id", str(number + 1), "--clock-factor", str(factor), "--max-sequences", "512")
         await processes.start("mocker", f"mocker-{number}", *options, *engine, "--load-report-seconds", "0")
 
 
@@ -180,7 +190,7 @@ async def start_system(
     *,
     schedulers: int,
     frontends: int,
-    clock_factor: float,
+    clock_factor: float | tuple[float, float],
     mode: str = "round-robin",
     engine: Sequence[str] = (),
     frontend: Sequence[str] = (),
@@ -208,7 +218,7 @@ async def start_services(
     for number in range(schedulers):
         await processes.start("scheduler", f"scheduler-{number}", *options, "--router-mode", mode, *scheduler)
     for number in range(frontends):
-        await processes.start("frontend", f"frontend-{number}", "--port", "0", *frontend)
+        await processes.start("frontend", f"frontend-{number}", "--port", "0", *STEADY, *frontend)
 
 
 async def services_ready(processes: Processes, *, schedulers: int, frontends: int, workers: int) -> None:

@@ -43,14 +43,15 @@ FRONTEND, SCHEDULER, INDEXER = "frontend-0", "scheduler-0", "indexer-0"
 
 
 class Traffic:
-    """Clients whose every request must be answered whole, and the workers that ran them, in order."""
+    """Clients whose every request must be answered whole, and the workers that ran them."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._stopping = False
         self._number = 0
         self._without_output: set[int] = set()
-        self.served: list[int] = []
+        self.served: list[tuple[int, int]] = []
+        """Number and worker of each request that has been answered."""
         self.longest_seconds = 0.0
 
     def observed(self) -> str:
@@ -73,15 +74,19 @@ class Traffic:
         await self._until(lambda pending=frozenset(self._without_output): not pending & self._without_output)  # type: ignore[misc]
 
     async def more(self, count: int) -> list[int]:
-        """Returns the workers of the next requests that are answered, ``count`` or more."""
-        before = len(self.served)
-        await self._until(lambda: len(self.served) >= before + count)
-        return self.served[before:]
+        """Returns the workers of requests that begin from here on, once ``count`` of them have been answered."""
+        newest, before = self._number, len(self.served)
+
+        def workers() -> list[int]:
+            return [worker for number, worker in self.served[before:] if number > newest]
+
+        await self._until(lambda: len(workers()) >= count)
+        return workers()
 
     async def until_serves(self, worker_id: int) -> None:
         """Returns when that worker has run a request that ended from here on."""
         before = len(self.served)
-        await self._until(lambda: worker_id in self.served[before:])
+        await self._until(lambda: worker_id in [worker for _, worker in self.served[before:]])
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -94,7 +99,7 @@ class Traffic:
             number, began = self._number, time.monotonic()
             self._without_output.add(number)
             had_output = partial(self._without_output.discard, number)
-            self.served.append(await run(self._frontend, number, TOKENS, on_output=had_output))
+            self.served.append((number, await run(self._frontend, number, TOKENS, on_output=had_output)))
             self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 
 
@@ -164,9 +169,7 @@ async def until_state(frontend: Frontend, worker_id: int, state: WorkerHealthSta
 
 async def nothing_is_left(processes: Processes) -> None:
     """Waits until no booking is left, no call is under way, and the index equals what the workers hold."""
-    await processes.until_booked(SCHEDULER, 0)
-    answer = await processes.health(FRONTEND)
-    assert all(each.calls == 0 for each in answer.workers)
+    await processes.until_idle(SCHEDULER, FRONTEND)
     component = view_of(processes).descriptor.component
     async with open_channel(processes.directory.services("indexer")[INDEXER].endpoint) as channel:
         indexer = cast(Indexer, remote(indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"], channel))
@@ -192,8 +195,11 @@ async def test_a_frozen_worker_costs_no_request(processes: Processes, lease: str
     frontend = await started(processes, engine=("--lease-seconds", "2" if beyond else "60"))
     async with asyncio.TaskGroup() as group, Traffic(frontend).flowing() as traffic:
         # Streams that have output when their worker freezes go on when it does.
-        group.create_task(run(frontend, 10_001, 300, FROZEN))
-        group.create_task(run(frontend, 10_002, 300, SOUND))
+        have_output = {FROZEN: asyncio.Event(), SOUND: asyncio.Event()}
+        for worker_id, has_output in have_output.items():
+            group.create_task(run(frontend, 10_000 + worker_id, 300, worker_id, has_output.set))
+        for has_output in have_output.values():
+            await has_output.wait()
         await traffic.until_serves(FROZEN)
         processes.signal("mocker-0", signal.SIGSTOP)
         if beyond:

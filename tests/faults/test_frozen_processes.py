@@ -103,8 +103,8 @@ async def test_a_scheduler_that_is_frozen_beyond_its_lease_comes_back_to_the_loa
     )
     load = Load(processes)
     try:
-        ending, staying = load.start(STREAMS, 60), load.start(10, 1500)
         first, second = await processes.deciding(1)
+        ending, staying = load.start(STREAMS, 60), load.start(10, 1500)
         await processes.until_booked(first, STREAMS + 10)
         with frozen(processes, first):
             await until_session(processes, second)
@@ -133,8 +133,8 @@ async def test_a_scheduler_that_is_frozen_short_of_its_lease_delays_requests_by_
     await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1, scheduler=scheduler, frontend=FRONTEND)
     load = Load(processes)
     try:
-        ending, staying = load.start(STREAMS, 60), load.start(10, 1500)
         first, second = await processes.deciding(1)
+        ending, staying = load.start(STREAMS, 60), load.start(10, 1500)
         await processes.until_booked(first, STREAMS + 10)
         with frozen(processes, first):
             began = time.monotonic()
@@ -208,8 +208,8 @@ async def test_requests_that_are_queued_at_a_frozen_scheduler_are_queued_at_the_
     )
     load = Load(processes)
     try:
-        streams = load.start(16, 100, 320)
         first, second = await processes.deciding(1)
+        streams = load.start(16, 100, 320)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not (await processes.queued(first)).requests:
                 await asyncio.sleep(0.02)
@@ -262,8 +262,8 @@ async def test_a_frozen_frontend_goes_on_with_the_bookings_that_it_has(
     )
     load, other = Load(processes), Load(processes, "frontend-1")
     try:
-        ending, staying = load.start(STREAMS, 30), load.start(10, 1500)
         first, _ = await processes.deciding(2)
+        ending, staying = load.start(STREAMS, 30), load.start(10, 1500)
         await processes.until_booked(first, STREAMS + 10)
         with frozen(processes, "frontend-0"):
             # The deciding Scheduler freezes and comes back meanwhile: the other Frontend goes away and returns.

@@ -37,9 +37,9 @@ async def test_the_load_of_a_killed_frontend_goes_and_no_other(processes: Proces
 async def test_the_load_of_a_killed_scheduler_moves_whole_and_no_request_is_lost(processes: Processes) -> None:
     await start_system(processes, schedulers=2, frontends=1, clock_factor=0.1)
     frontend = processes.frontend("frontend-0")
+    first, second = await processes.deciding(1)
     running = [asyncio.create_task(streamed(frontend, number, TOKENS)) for number in range(FEWER)]
     try:
-        first, second = await processes.deciding(1)
         await processes.until_booked(first, FEWER)
         assert await processes.booked(second) == 0, "replicas do not share this component"
         await processes.kill(first)
