@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import cast
 
 import pytest
 from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.net.etcd import AWAY, connect
-from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import open_channel, remote
-from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.indexer_pb2 import TakeSnapshotRequest, VerifyRequest
 from kvrouter.v1.names import ComponentName, namespace_prefix, services_prefix
@@ -24,7 +20,6 @@ from .steady_load import Outcomes, steady_load
 
 LEASE_SECONDS = 2
 LEASE = ("--lease-seconds", str(LEASE_SECONDS))
-_INDEXER = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
 Condition = Callable[[], Awaitable[bool]]
 
 
@@ -53,6 +48,14 @@ async def keys_of(etcd: str, prefix: str) -> set[bytes]:
     async with connect(etcd) as client:
         keys = {pair.key for pair in await client.get_prefix(prefix.encode())}
     return {key for key in keys if not key.endswith(b"/snapshot-lock")}
+
+
+async def until_any_keys_of(etcd: str, prefix: str) -> set[bytes]:
+    """Returns the keys, once there are some: a lease of two seconds ends while a process is held up."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not (keys := await keys_of(etcd, prefix)):
+            await asyncio.sleep(0.05)
+    return keys
 
 
 async def until_back(etcd: str, prefix: str, keys: set[bytes]) -> None:
@@ -87,17 +90,14 @@ async def assert_settled(processes: Processes, pool: ComponentName) -> None:
     for name in SCHEDULERS:
         await processes.until_booked(name, 0)
     component = Component(namespace=pool.namespace, name=pool.name)
-    endpoint = processes.directory.services("indexer")["indexer-0"].endpoint
-    async with open_channel(endpoint) as channel:
-        indexer = cast(Indexer, remote(_INDEXER, channel))
 
-        async def agrees() -> bool:
-            answers = indexer.verify(VerifyRequest(component=component), deadline=Deadline.after(20))
-            async with aclosing(answers) as ranks:
-                found = [(each.compared, each.missing_blocks, each.surplus_blocks) async for each in ranks]
-            return found == [(True, 0, 0)] * 2
+    async def agrees() -> bool:
+        answers = processes.indexer("indexer-0").verify(VerifyRequest(component=component), deadline=Deadline.after(20))
+        async with aclosing(answers) as ranks:
+            found = [(each.compared, each.missing_blocks, each.surplus_blocks) async for each in ranks]
+        return found == [(True, 0, 0)] * 2
 
-        await until(agrees)
+    await until(agrees)
 
 
 async def test_every_key_that_is_deleted_comes_back_and_no_request_notices(
@@ -118,14 +118,12 @@ async def test_every_key_that_is_deleted_comes_back_and_no_request_notices(
     }
     async with steady_load(processes.frontend("frontend-0")) as outcomes:
         await more_requests(outcomes)
-        endpoint = processes.directory.services("indexer")["indexer-0"].endpoint
-        async with open_channel(endpoint) as channel:
-            indexer = cast(Indexer, remote(_INDEXER, channel))
-            component = Component(namespace=namespace, name=pool.name)
-            await indexer.take_snapshot(TakeSnapshotRequest(component=component), deadline=Deadline.after(20))
+        component = Component(namespace=namespace, name=pool.name)
+        await processes.indexer("indexer-0").take_snapshot(
+            TakeSnapshotRequest(component=component), deadline=Deadline.after(20)
+        )
         for kind, prefix in kinds.items():
-            before = await keys_of(etcd_endpoint, prefix)
-            assert before, kind
+            before = await until_any_keys_of(etcd_endpoint, prefix)
             async with connect(etcd_endpoint) as client:
                 await client.delete_prefix(prefix.encode())
             await until_back(etcd_endpoint, prefix, before)
