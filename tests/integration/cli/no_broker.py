@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, cast
 import aiohttp
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.devtools.system.processes import Command, ManagedProcess
+from kvrouter.mocker.serving.http import ServedEngine
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import open_channel, remote
@@ -97,6 +98,16 @@ class NoBroker:
 
         await until(compared)
 
+    async def settled(self, worker: str, blocks: int) -> None:
+        """Waits until no request is booked, and the index has so many blocks of a rank."""
+        worker_id = int(worker.partition(":")[0])
+
+        async def is_settled() -> bool:
+            booked = await self.metric("kvrouter_scheduler_active_requests")
+            return booked == 0 and (await self.ranks())[worker_id].blocks >= blocks
+
+        await until(is_settled)
+
     async def metric(self, name: str) -> float:
         """Returns the sum of a metric over its labels; -1 while it has no value."""
         async with self.session.get(f"http://{self.ops}/metrics") as response:
@@ -141,7 +152,8 @@ async def serving(
         (
             *(*around, sys.executable, *armed, "kvrouter.cli.main", "serve", *arguments),
             *("--port", http.rpartition(":")[2], "--bind", grpc, "--http-bind", ops),
-            *("--drain-seconds", "1", "--load-seconds", "0.1", *options),
+            *("--drain-seconds", "1", "--load-seconds", "0.1"),
+            *("--indexer-timeout-ms", "20000", *options),  # an Indexer that is there answers, however busy the machine
         ),
         dict(os.environ) | NOWHERE | {"XDG_RUNTIME_DIR": str(logs)},
     )
@@ -162,6 +174,20 @@ async def serving(
             yield NoBroker(process, http, ops, cast(Indexer, remote(descriptor, channel)), session)
     finally:
         await process.stop(20)
+
+
+async def begun(engine: ServedEngine, asking: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+    """Sends a request in a task, and waits until an engine has begun it."""
+
+    def prompt_tokens() -> int:
+        return sum(driver.prompt_tokens_total for driver in engine.service.drivers.values())
+
+    before = prompt_tokens()
+    asked = asyncio.create_task(asking)
+    async with asyncio.timeout(60):
+        while prompt_tokens() == before:
+            await asyncio.sleep(0.01)
+    return asked
 
 
 async def command(runs: Path, *arguments: str) -> str:

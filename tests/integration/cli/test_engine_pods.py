@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ from kvrouter.sidecar.engine_options import worker_id_of
 from ...kube_api_server import KubeApiServer, as_with_kubectl, pod, pool, serving_kube_api
 from ..frontend.endpoint_picker.gateway_stream import GatewayStream
 from ..sidecar.rig import BLOCK, EngineServer, vllm
-from .no_broker import Answer, NoBroker, serving, until
+from .no_broker import Answer, NoBroker, begun, serving, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -47,9 +46,9 @@ async def test_engines_follow_their_pods(tmp_path: Path, kube: KubeApiServer) ->
     first, second = worker_id_of(one.url), worker_id_of(two.url)
     await kube.put(pod("one", ONE), pod("two", TWO, ready=False), pod("web", TWO, app="web"))
     async with (
-        one.started(clock_factor=1),
+        one.started(clock_factor=1) as server,
         two.started(),
-        serving(tmp_path, options=("--engine-pods", f"app=vllm:{port}")) as system,
+        serving(tmp_path, options=("--engine-pods", f"app=vllm:{port}", "--drain-seconds", "60")) as system,
     ):
         await system.serving(1)
         assert await registered(system) == {first}, "a pod that is not ready is not followed"
@@ -78,7 +77,7 @@ async def test_engines_follow_their_pods(tmp_path: Path, kube: KubeApiServer) ->
             return await registered(system) == {first}
 
         await until(two_has_left)
-        running = asyncio.create_task(system.ask(PROMPT, max_tokens=60, ignore_eos=True))
+        running = await begun(server, system.ask(PROMPT, max_tokens=60, ignore_eos=True))
         await kube.put(pod("two", TWO, uid="another-pod"))
         await system.serving(2)
         await kube.terminate("one")

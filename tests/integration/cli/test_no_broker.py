@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from kvrouter.devtools.system.ports import free_ports
 
 from ..frontend.access.keys import Keys
 from ..sidecar.rig import BLOCK, EngineServer, sglang, vllm
-from .no_broker import Answer, command, serving, until
+from .no_broker import Answer, begun, command, serving, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -35,15 +34,8 @@ async def test_a_prompt_sent_again_hits_the_cache_that_the_engine_reports(tmp_pa
         assert await system.models() == ["m"]
         first = await system.ask(PROMPT)
         assert (first.status, first.overlap_blocks, first.cached_tokens) == (200, 0, 0)
-
-        async def repeated() -> bool:
-            nonlocal second
-            second = await system.ask(PROMPT)
-            return second.overlap_blocks > 0
-
-        second = first
-        await until(repeated)
-        assert second == Answer(200, first.worker, 8, 8 * BLOCK)
+        await system.settled(first.worker, 8)
+        assert await system.ask(PROMPT) == Answer(200, first.worker, 8, 8 * BLOCK)
         stats = (await system.ranks())[int(first.worker.partition(":")[0])]
         assert stats.cursor.next_event_id > 0, "events were applied, not predictions"
 
@@ -52,10 +44,12 @@ async def test_what_an_engine_cached_before_is_replayed_at_the_start(tmp_path: P
     running = engine("vllm")
     async with running.started(), serving(tmp_path, running.url) as before:
         await before.serving(1)
-        assert (await before.ask(PROMPT)).overlap_blocks == 0
+        first = await before.ask(PROMPT)
+        assert first.overlap_blocks == 0
         assert await before.process.stop(20) == 0, before.process.last_lines()
         async with serving(tmp_path, running.url, name="again") as after:
             await after.serving(1)
+            await after.settled(first.worker, 8)
             assert (await after.ask(PROMPT)).overlap_blocks == 8
 
 
@@ -144,19 +138,14 @@ async def test_engines_of_a_file_come_and_go(tmp_path: Path) -> None:
     named = tmp_path / "engines"
     named.write_text(f"{one.url}\n")
     async with (
-        one.started(clock_factor=1),
+        one.started(clock_factor=1) as server,
         two.started(),
-        serving(tmp_path, options=("--engines-file", str(named))) as system,
+        serving(tmp_path, options=("--engines-file", str(named), "--drain-seconds", "60")) as system,
     ):
         await system.serving(1)
         first = (await system.ask(PROMPT)).worker
-        cached = Answer(200, first, 8, 8 * BLOCK)
-
-        async def indexed() -> bool:
-            return await system.ask(PROMPT) == cached
-
-        await until(indexed)
-        running = asyncio.create_task(system.ask(PROMPT, max_tokens=60, ignore_eos=True))
+        await system.settled(first, 8)
+        running = await begun(server, system.ask(PROMPT, max_tokens=60, ignore_eos=True))
         named.write_text(f"{two.url}  # instead\n")
 
         async def moved() -> bool:
@@ -164,7 +153,7 @@ async def test_engines_of_a_file_come_and_go(tmp_path: Path) -> None:
             return answer.status == 200 and answer.worker != first
 
         await until(moved)
-        assert await running == cached, "a running request is not ended"
+        assert await running == Answer(200, first, 8, 8 * BLOCK), "a running request is not ended"
         named.write_text(f"{one.url}\n{two.url}\n")
 
         async def both() -> bool:

@@ -35,7 +35,7 @@ class Seen:
 
 
 async def ask(system: NoBroker, path: str, body: dict[str, Any]) -> Seen:
-    """Sends a request. Returns when the index has the blocks of its prompt."""
+    """Sends a request. Returns when its booking has ended and the index has the blocks of its prompt."""
     async with system.session.post(f"http://{system.http}{path}", json={"model": "m"} | body) as response:
         answer: Any = await response.json()
         assert response.status == 200, answer
@@ -48,12 +48,7 @@ async def ask(system: NoBroker, path: str, body: dict[str, Any]) -> Seen:
             details.get("cached_tokens", -1),
             usage.get("prompt_tokens", usage.get("input_tokens")),
         )
-    worker_id = int(seen.worker.partition(":")[0])
-
-    async def is_indexed() -> bool:
-        return (await system.ranks())[worker_id].blocks >= seen.prompt // BLOCK
-
-    await until(is_indexed)
+    await system.settled(seen.worker, seen.prompt // BLOCK)
     return seen
 
 

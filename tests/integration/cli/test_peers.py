@@ -17,8 +17,8 @@ from kvrouter.devtools.system.certificates import LOOPBACK, PEER_DOMAIN, Develop
 from kvrouter.devtools.system.ports import free_ports
 
 from ...faults.wires import Wire
-from ..sidecar.rig import BLOCK, EngineServer, vllm
-from .no_broker import NoBroker, serving, until
+from ..sidecar.rig import BLOCK, ENDLESS, ENDLESS_TOKENS, EngineServer, vllm
+from .no_broker import NoBroker, begun, serving, until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -69,15 +69,19 @@ def prompt(number: int) -> list[int]:
 @pytest.mark.parametrize("same_list", [False, pytest.param(True, marks=pytest.mark.full)])
 async def test_each_knows_the_requests_of_the_other(logs: Path, same_list: bool) -> None:
     running = engine()
-    async with running.started(clock_factor=1), peers(logs, running.url, same_list=same_list) as (one, two):
+    async with running.started(**ENDLESS) as server, peers(logs, running.url, same_list=same_list) as (one, two):
         await asyncio.gather(one.ready(), two.ready())
-        asked = asyncio.create_task(one.ask(prompt(1), max_tokens=80, ignore_eos=True))
+        asked = await begun(server, one.ask(prompt(1), max_tokens=ENDLESS_TOKENS, ignore_eos=True))
         await counts(two, 1)
         assert await one.metric(REMOTE) == 0, "its own booking"
         await counts(one, 1, "kvrouter_scheduler_peers")
-        assert (await asked).status == 200
+        asked.cancel()
         await counts(two, 0)
-        assert (await two.ask(prompt(1))).overlap_blocks == 2, "each follows the events itself"
+
+        async def followed() -> bool:
+            return (await two.ask(prompt(1))).overlap_blocks == 2
+
+        await until(followed)
 
 
 async def test_one_that_is_killed_under_load_costs_no_request_and_leaves_no_booking(logs: Path) -> None:
@@ -126,11 +130,11 @@ async def test_one_that_starts_later_learns_the_bookings_of_the_other(logs: Path
     running = engine()
     first, second = (f"127.0.0.1:{port}" for port in free_ports(2))
     async with (
-        running.started(clock_factor=0.1),  # so that the request runs until it is cancelled
+        running.started(**ENDLESS),
         serving(logs / "one", running.url, options=("--peer", second), name="one", bind=first) as one,
     ):
         await one.ready()
-        asked = asyncio.create_task(one.ask(prompt(1), max_tokens=200, ignore_eos=True))
+        asked = asyncio.create_task(one.ask(prompt(1), max_tokens=ENDLESS_TOKENS, ignore_eos=True))
         async with serving(logs / "two", running.url, options=("--peer", first), name="two", bind=second) as two:
             await counts(two, 1)
             assert one.logged("peer.away"), "it was not there yet"
@@ -143,7 +147,7 @@ async def test_a_silent_network_costs_the_bookings_of_the_other_until_it_passes_
     first, second = free_ports(2)
     wire = Wire(first)
     async with (
-        running.started(clock_factor=0.1),  # so that the request runs until it is cancelled
+        running.started(**ENDLESS),
         wire.laid(),
         serving(
             logs / "one", running.url, options=("--peer", f"127.0.0.1:{second}"), name="one", bind=f"127.0.0.1:{first}"
@@ -153,7 +157,7 @@ async def test_a_silent_network_costs_the_bookings_of_the_other_until_it_passes_
         ) as two,
     ):
         await asyncio.gather(one.ready(), two.ready())
-        asked = asyncio.create_task(one.ask(prompt(1), max_tokens=200, ignore_eos=True))
+        asked = asyncio.create_task(one.ask(prompt(1), max_tokens=ENDLESS_TOKENS, ignore_eos=True))
         await counts(two, 1)
         wire.silence()
         await counts(two, 0)
