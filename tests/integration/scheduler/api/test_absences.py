@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
 
 import pytest
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
+from kvrouter.net.etcd import watch_prefix
+from kvrouter.net.etcd.watch import Change
 from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.scheduler.load import thresholds
+from kvrouter.scheduler.load.thresholds import ThresholdBoard
+from kvrouter.scheduler.request.options import Thresholds, ThresholdUpdate
 from kvrouter.v1.common_pb2 import BusyThresholds, Rank, RoutingOverrides
 from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.events_pb2 import LoadReport
@@ -20,10 +28,8 @@ from ..scheduling import MODEL, PATIENCE_SECONDS, Stack, eventually, routing, sc
 
 
 async def set_prefill(stack: Stack, tokens: int) -> None:
-    thresholds = BusyThresholds(active_prefill_tokens_threshold=tokens)
-    await stack.scheduler.set_busy_threshold(
-        SetBusyThresholdRequest(model=MODEL, thresholds=thresholds), deadline=soon()
-    )
+    wanted = BusyThresholds(active_prefill_tokens_threshold=tokens)
+    await stack.scheduler.set_busy_threshold(SetBusyThresholdRequest(model=MODEL, thresholds=wanted), deadline=soon())
 
 
 async def listed(stack: Stack) -> dict[str, int]:
@@ -45,6 +51,37 @@ async def test_thresholds_are_shared_and_outlive_schedulers(
             await eventually(lambda: listed(two), lambda seen: seen == {MODEL: 700})
     async with scheduling(component, etcd_endpoint, nats_url, instance_id="three") as three:
         await eventually(lambda: listed(three), lambda seen: seen == {MODEL: 700})
+
+
+async def test_a_watch_that_is_behind_takes_no_threshold_back(
+    etcd_endpoint: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, go_on, seen = asyncio.Event(), asyncio.Event(), list[int | None]()
+    board = ThresholdBoard(Thresholds(), etcd_endpoint, namespace)
+
+    async def late(*arguments: Any, **options: Any) -> AsyncGenerator[Change]:
+        async with aclosing(watch_prefix(*arguments, **options)) as changes:
+            async for change in changes:
+                if listed.is_set():
+                    await go_on.wait()
+                yield change
+                seen.append(board.of("m").prefill_tokens)
+                listed.set()
+
+    monkeypatch.setattr(thresholds, "watch_prefix", late)
+    following = asyncio.create_task(board.run())
+    try:
+        await listed.wait()
+        for tokens in (5, 7):
+            await board.update("m", ThresholdUpdate(Thresholds(prefill_tokens=tokens)))
+        go_on.set()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(seen) < 3:  # the listing and two changes
+                await asyncio.sleep(0.01)
+        assert seen == [None, 7, 7]
+    finally:
+        following.cancel()
+        await asyncio.wait({following})
 
 
 async def test_schedulers_that_set_at_the_same_time_lose_nothing(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aetcd
@@ -37,6 +37,8 @@ class Put:
 
     key: str
     value: bytes
+    revision: int = field(default=0, compare=False)
+    """Revision of etcd in which it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ async def _changes(
                     if (name := keys.deleted(event.kv.key)) is not None:
                         yield Delete(name)
                 elif (name := keys.put(event.kv.key)) is not None:
-                    yield Put(name, event.kv.value)
+                    yield Put(name, event.kv.value, event.kv.mod_revision)
     finally:
         call.cancel()
         if reading is not None:

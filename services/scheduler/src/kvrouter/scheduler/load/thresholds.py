@@ -42,6 +42,8 @@ class ThresholdBoard:
 
     def __post_init__(self) -> None:
         self._set: dict[str, Thresholds] = {}
+        self._written: dict[str, int] = {}
+        """Revision of etcd in which this process last wrote those of a model. The watch may be behind it."""
         self.synced = self.etcd is None
         """Whether etcd has been read once, if there is one."""
 
@@ -72,12 +74,13 @@ class ThresholdBoard:
                     merged = update.apply(before or Thresholds())
                     record = BusyThresholdsRecord(model=model, thresholds=merged.to_message())
                     revision = 0 if stored is None else stored.mod_revision
-                    written, _responses = await client.transaction(
+                    written, responses = await client.transaction(
                         compare=[client.transactions.mod(key) == revision],
                         success=[client.transactions.put(key, record.SerializeToString())],
                         failure=[],
                     )
                     if written:
+                        self._written[model] = responses[0].response_put.header.revision
                         return self._apply(model, merged)
         except AWAY as error:
             raise DependencyAway(f"etcd is unreachable, the thresholds are unchanged: {error}") from None
@@ -107,11 +110,12 @@ class ThresholdBoard:
                     case Snapshot(entries):
                         read = {key.removeprefix(prefix): self._read(key, value) for key, value in entries.items()}
                         self._set = {model: value for model, value in read.items() if value is not None}
+                        self._written.clear()  # An etcd that lost its data counts revisions from 1 again.
                         self.synced = True
-                    case Put(key, value):
-                        read_value = self._read(key, value)
-                        if read_value is not None:
-                            self._set[key.removeprefix(prefix)] = read_value
+                    case Put(key, value, revision):
+                        model, read_value = key.removeprefix(prefix), self._read(key, value)
+                        if read_value is not None and revision >= self._written.get(model, 0):
+                            self._set[model] = read_value
                     case Delete(key):
                         self._set.pop(key.removeprefix(prefix), None)
 
