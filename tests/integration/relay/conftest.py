@@ -33,6 +33,6 @@ def beside(namespace: str, etcd_endpoint: str, nats_url: str) -> Beside:
     """Runs a relay beside an engine."""
 
     def run(engine: Engine, /, **options: Any) -> AbstractAsyncContextManager[Relay]:
-        return relaying(settings(namespace, etcd_endpoint, nats_url, engine, **options))
+        return relaying(settings(namespace, etcd_endpoint, nats_url, engine, **options), engine)
 
     return run

@@ -56,9 +56,11 @@ class Engine:
         self._topic = topic
         self._context: zmq.asyncio.Context | None = None
         self._answering: asyncio.Task[None] | None = None
+        self._is_subscribed = False
 
     async def start(self) -> None:
         self._context = zmq.asyncio.Context()
+        self._is_subscribed = False
         self._events = self._context.socket(zmq.XPUB)
         self._events.bind(self.events_endpoint)
         if self.replay_endpoint:
@@ -76,7 +78,9 @@ class Engine:
 
     async def subscribed(self) -> None:
         """Returns when a subscription has arrived, a moment after its connection: what is published before is lost."""
-        await self._events.recv()
+        if self._context is not None and not self._is_subscribed:
+            await self._events.recv()
+            self._is_subscribed = True
 
     async def restart(self) -> None:
         """Dies, and begins another lifetime with an empty cache."""
@@ -118,9 +122,10 @@ class Engine:
 class Relay:
     """A running relay, with what its metrics say and its ranks hold."""
 
-    def __init__(self, worker: Worker, registry: CollectorRegistry) -> None:
+    def __init__(self, worker: Worker, registry: CollectorRegistry, engine: Engine | None) -> None:
         self.worker = worker
         self._registry = registry
+        self._engine = engine
 
     def count(self, name: str, dp_rank: int = 0, **labels: str) -> float:
         rank = {"worker_id": str(self.worker.config.worker_id), "dp_rank": str(dp_rank)}
@@ -144,8 +149,11 @@ class Relay:
         await until(lambda: self.blocks(dp_rank) == set(blocks))
 
     async def is_connected(self) -> None:
-        """Waits until the engine's publisher is connected and the first messages were compared."""
+        """Waits until the engine's publisher is connected and subscribed to, and the first messages were compared."""
         await until(lambda: self.count("connected") == 1)
+        if self._engine is not None:
+            async with asyncio.timeout(30):
+                await self._engine.subscribed()
 
 
 async def until(condition: Any, seconds: float = 30) -> None:
@@ -179,10 +187,10 @@ def settings(namespace: str, etcd: str, nats: str, engine: Engine, /, **options:
 
 
 @asynccontextmanager
-async def relaying(chosen: RelaySettings) -> AsyncIterator[Relay]:
+async def relaying(chosen: RelaySettings, engine: Engine | None = None) -> AsyncIterator[Relay]:
     registry = CollectorRegistry()
     async with running(chosen, registry) as worker:
-        yield Relay(worker, registry)
+        yield Relay(worker, registry, engine)
 
 
 Beside = Callable[..., AbstractAsyncContextManager[Relay]]

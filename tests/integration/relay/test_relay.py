@@ -71,7 +71,6 @@ async def test_an_engine_without_replays(mute: Engine, beside: Beside) -> None:
     await mute.publish(stored([1], 0))
     async with beside(mute) as relay:
         await relay.is_connected()
-        await mute.subscribed()
         await mute.publish(stored([2], 40))
         await relay.holds(2)
         assert relay.partial
