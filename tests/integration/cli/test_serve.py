@@ -185,7 +185,7 @@ async def test_the_page_of_a_process_with_listed_workers_shows_its_own_scheduler
         async with processes(tmp_path, module("serve", "cli.main", *roles, *listens, *listed)):
             async with asyncio.timeout(60):
                 await until_serving(bind, "kvrouter.v1.FrontendService")
-                while not (shown := await overview(session, port))["components"][0]["ranks"] or shown["problems"]:
+                while not is_well(shown := await overview(session, port)):
                     await asyncio.sleep(0.05)
             assert [each["rank"] for each in shown["components"][0]["ranks"]] == ["3:0"]
             said = (tmp_path / "serve.log").read_text(encoding="utf-8")
@@ -210,6 +210,12 @@ async def test_the_page_of_a_process_with_listed_workers_shows_its_own_scheduler
                 f"http://127.0.0.1:{port}{path}", params={"scheduler": latest["scheduler"]}
             ) as answer:
                 assert [each["rank"] for each in (await answer.json())["candidates"]] == ["3:0"]
+
+
+def is_well(shown: dict[str, Any]) -> bool:
+    """Returns whether the page knows a rank, and everything is ready."""
+    ready = all(each["state"] == "ready" for each in shown["services"])
+    return bool(shown["components"][0]["ranks"]) and ready and not shown["problems"]
 
 
 async def overview(session: aiohttp.ClientSession, port: str) -> dict[str, Any]:
