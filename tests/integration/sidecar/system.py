@@ -91,6 +91,7 @@ class System:
                 str(self._http_port),
                 "--bind",
                 f"127.0.0.1:{self._port}",
+                *("--indexer-timeout-ms", "20000"),  # an Indexer that is there answers, however busy the machine
             ),
             "sidecar": (
                 *("cli.main", "sidecar", *where, *(each for url in urls for each in url), "--worker-id", "1"),

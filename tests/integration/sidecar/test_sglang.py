@@ -176,7 +176,7 @@ async def test_an_aborted_prefill_does_not_wait_for_its_decode(run: Beside) -> N
             assert output.HasField("transfer_params")
             break
         await until(lambda: sidecar.count("requests_total", result="aborted") == 1)
-        assert server.service.running == 0
+        await until(lambda: server.service.running == 0)
 
 
 async def test_parameters_of_another_engine_are_refused(sidecar: Sidecar) -> None:

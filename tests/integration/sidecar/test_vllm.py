@@ -178,7 +178,7 @@ async def test_an_engine_that_is_loading_is_waited_for(run: Beside) -> None:
     async with run(engine.url) as sidecar, engine.started(loading_seconds=0.5) as server:
         await sidecar.ready()
         assert len(tokens_of(await sidecar.generate(PROMPT))) == 4
-        assert server.service.running == 0
+        await until(lambda: server.service.running == 0)
 
 
 async def test_an_engine_that_restarts_is_served_again(run: Beside, engine: EngineServer) -> None:
