@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvrouter.indexer.app import running
 from kvrouter.indexer.settings import IndexerSettings
@@ -50,6 +50,7 @@ class Stack(Registered):
         await self.find([])
 
     async def register(self, source: RankSource, model: str = "m") -> None:
+        """Registers a worker, and waits until the Indexer's process has seen it."""
         registration = WorkerRegistration(
             worker_id=source.worker_id,
             component=self.named,
@@ -59,7 +60,12 @@ class Stack(Registered):
             publishes_events=True,
             ranks=[RankRegistration(dp_rank=source.dp_rank, incarnation=source.incarnation)],
         )
-        await self.put(self.component.worker_key(source.worker_id), registration)
+        key = self.component.worker_key(source.worker_id)
+        await self.put(key, registration)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await self.directory.wait_for(
+                lambda seen: key in seen.ignored or source.worker_id in seen.components[self.component].workers
+            )
 
     async def find(self, token_ids: list[int]) -> FindMatchesResponse:
         request = FindMatchesRequest(component=self.named, token_ids=TokenIds(ids=token_ids))
@@ -123,7 +129,7 @@ async def watching(etcd: str, namespace: str) -> AsyncIterator[Directory]:
         await asyncio.wait({following})
 
 
-def settings_for(etcd: str, nats: str, component: ComponentName) -> IndexerSettings:
+def settings_for(etcd: str, nats: str, component: ComponentName, **options: Any) -> IndexerSettings:
     return IndexerSettings(
         namespace=component.namespace,
         etcd=etcd,
@@ -133,5 +139,5 @@ def settings_for(etcd: str, nats: str, component: ComponentName) -> IndexerSetti
         instance_id="indexer-1",
         max_prompt_tokens=1000,
         drain_seconds=1.0,
-        worker_grace_seconds=0.2,
+        **options,
     )

@@ -28,7 +28,7 @@ PROMPT = tokens(6)
 
 
 def home(etcd: str, replica: str = "replica", threshold: int = 1_000_000) -> SnapshotHome:
-    return SnapshotHome(etcd, replica, SnapshotOptions(threshold, check_seconds=0.05, lock_seconds=2))
+    return SnapshotHome(etcd, replica, SnapshotOptions(threshold, check_seconds=0.05))
 
 
 async def pointer_of(etcd: str, component: ComponentName) -> Pointer:
@@ -255,14 +255,14 @@ async def test_a_replica_whose_clock_is_behind_deletes_the_older_ones_too(
 
 
 async def test_a_holder_that_lost_the_lock_moves_nothing(component: ComponentName, etcd_endpoint: str) -> None:
-    async with acquired(etcd_endpoint, component, "one", 2, Quarantine()) as lock:
+    async with acquired(etcd_endpoint, component, "one", 10, Quarantine()) as lock:
         with pytest.raises(LockLost):
-            async with acquired(etcd_endpoint, component, "two", 2, Quarantine()):
+            async with acquired(etcd_endpoint, component, "two", 10, Quarantine()):
                 pytest.fail("two replicas hold the lock")
         before = await pointer_of(etcd_endpoint, component)
         async with connect(etcd_endpoint) as client:
             await client.delete(component.snapshot_lock_key.encode())
-        async with acquired(etcd_endpoint, component, "two", 2, Quarantine()) as other:
+        async with acquired(etcd_endpoint, component, "two", 10, Quarantine()) as other:
             with pytest.raises(LockLost):
                 await lock.move(before, SnapshotPointer())
             with pytest.raises(LockLost):
