@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 
 import pytest
@@ -24,18 +25,11 @@ def listener(port: int, *, share: bool) -> socket.socket:
 
 def test_children_share_the_port_and_get_all_connections() -> None:
     with shared_port("127.0.0.1", 0) as port, listener(port, share=True) as one, listener(port, share=True) as other:
-        for each in (one, other):
-            each.setblocking(False)
-        accepted = 0
         for _ in range(40):
             with socket.create_connection(("127.0.0.1", port)):
-                for each in (one, other):
-                    try:
-                        each.accept()[0].close()
-                    except BlockingIOError:
-                        continue
-                    accepted += 1
-        assert accepted == 40
+                # A moment may pass between the connection and its arrival at a listener.
+                (ready,), _, _ = select.select([one, other], [], [], 30)
+                ready.accept()[0].close()
 
 
 @pytest.mark.parametrize("children", [0, 1])

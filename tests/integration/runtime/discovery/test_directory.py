@@ -22,7 +22,7 @@ def pool(namespace: str) -> ComponentName:
 
 @asynccontextmanager
 async def opened(endpoint: str, namespace: str, instance_id: str = "one") -> AsyncIterator[Runtime]:
-    settings = ServiceSettings(etcd=endpoint, namespace=namespace, instance_id=instance_id, lease_seconds=2)
+    settings = ServiceSettings(etcd=endpoint, namespace=namespace, instance_id=instance_id)
     async with asyncio.timeout(60), open_runtime(settings) as runtime:
         yield runtime
 

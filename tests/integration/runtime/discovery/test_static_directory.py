@@ -16,6 +16,7 @@ from kvrouter.mocker.standalone import serving_alone
 from kvrouter.runtime.config.static_workers import StaticComponent, StaticEndpoints
 from kvrouter.runtime.contracts import Scheduler, Worker
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.runtime.discovery import static_directory
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.rpc import RpcServer
@@ -30,6 +31,12 @@ from ....hostile_worker import HostileWorker, hangs
 
 POOL = ComponentName("ns", "workers")
 SILENT = "127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def slow_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What answers in these tests does so in time, however busy the machine is."""
+    monkeypatch.setattr(static_directory, "_PROBE_SECONDS", 30.0)
 
 
 @asynccontextmanager

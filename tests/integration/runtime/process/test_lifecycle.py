@@ -75,7 +75,7 @@ class Process:
 async def started(here: Path, settings: ServiceSettings, *argv: str) -> AsyncIterator[Process]:
     flags = ["--etcd", settings.etcd, "--nats", settings.nats, "--namespace", settings.namespace, *argv]
     child = await asyncio.create_subprocess_exec(
-        *with_parent(sys.executable, "-c", SCRIPT, str(here), "--instance-id", "one", "--lease-seconds", "2", *flags),
+        *with_parent(sys.executable, "-c", SCRIPT, str(here), "--instance-id", "one", *flags),
         stderr=asyncio.subprocess.PIPE,
     )
     try:

@@ -99,7 +99,8 @@ async def system(tmp_path: Path, nats_url: str, etcd_endpoint: str, namespace: s
         async with asyncio.TaskGroup() as starting:
             for name, *options in (
                 ("indexer", "--bind", indexer),
-                ("scheduler", "--router-mode", "kv"),
+                # An Indexer that is there answers, however busy the machine is.
+                ("scheduler", "--router-mode", "kv", "--indexer-timeout-ms", "20000"),
                 ("frontend", "--bind", rpc, "--port", str(port), "--processes", "2"),
             ):
                 command = (sys.executable, "-m", f"kvrouter.{name}", *traced, *options)
