@@ -32,7 +32,7 @@ async def held(keys: LeasedKeys) -> AsyncIterator[None]:
 
 
 async def test_keys_follow_put_and_delete(namespace: str, etcd_endpoint: str) -> None:
-    keys = LeasedKeys(etcd_endpoint, ttl_seconds=2)
+    keys = LeasedKeys(etcd_endpoint, ttl_seconds=6)
     keys.put(f"/{namespace}/a", b"1")
     async with connect(etcd_endpoint) as client:
         async with held(keys):
@@ -53,11 +53,11 @@ async def test_keys_that_take_longer_to_write_than_a_lease_lives_stay(namespace:
             await asyncio.sleep(0.25)
             await super()._put_own(client, key, value)
 
-    keys = Slow(etcd_endpoint, ttl_seconds=1)
-    for number in range(16):
+    keys = Slow(etcd_endpoint, ttl_seconds=4)
+    for number in range(20):
         keys.put(f"/{namespace}/{number}", b"1")
     async with held(keys), connect(etcd_endpoint) as client:
-        assert len(list(await client.get_prefix(f"/{namespace}/".encode()))) == 16
+        assert len(list(await client.get_prefix(f"/{namespace}/".encode()))) == 20
         assert keys.registrations == 1
 
 
@@ -68,7 +68,7 @@ async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str
         nonlocal calls
         calls += 1
 
-    keys = LeasedKeys(etcd_endpoint, ttl_seconds=2, on_registered=tell)
+    keys = LeasedKeys(etcd_endpoint, ttl_seconds=6, on_registered=tell)
     keys.put(f"/{namespace}/a", b"1")
     async with held(keys), connect(etcd_endpoint) as client:
         assert calls == 1
@@ -78,7 +78,7 @@ async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str
 
 
 async def test_a_key_that_an_earlier_incarnation_writes_is_taken_back(namespace: str, etcd_endpoint: str) -> None:
-    keys = LeasedKeys(etcd_endpoint, ttl_seconds=2, incarnation_of=int)
+    keys = LeasedKeys(etcd_endpoint, ttl_seconds=6, incarnation_of=int)
     key = f"/{namespace}/a".encode()
     keys.put(key.decode(), b"2")
     async with held(keys), connect(etcd_endpoint) as client:
@@ -108,27 +108,34 @@ async def test_a_watch_goes_on_after_etcd_was_away(
     namespace: str, own_etcd: EtcdServer, progress_seconds: float
 ) -> None:
     prefix = f"/{namespace}/"
-    async with aclosing(watch_prefix(own_etcd.endpoint, prefix, progress_seconds=progress_seconds)) as changes:
-        assert await anext(changes) == Snapshot({})
+    seen: dict[str, bytes] = {}
+
+    async def put(name: str, value: bytes) -> None:
         async with connect(own_etcd.endpoint) as client:
-            await client.put(f"{prefix}a".encode(), b"1")
-        assert await anext(changes) == Put(f"{prefix}a", b"1")
-        await own_etcd.kill()
-        await own_etcd.start()
-        async with connect(own_etcd.endpoint) as client:
-            await client.put(f"{prefix}b".encode(), b"2")
-        seen: dict[str, bytes] = {}
-        while seen != {f"{prefix}a": b"1", f"{prefix}b": b"2"}:
+            await client.put(f"{prefix}{name}".encode(), value)
+
+    async def until_seen(expected: dict[str, bytes]) -> None:
+        nonlocal seen
+        while seen != {f"{prefix}{name}": value for name, value in expected.items()}:
             match await anext(changes):
                 case Snapshot(entries):
                     seen = dict(entries)
                 case Put(key, value):
                     seen[key] = value
 
+    async with aclosing(watch_prefix(own_etcd.endpoint, prefix, progress_seconds=progress_seconds)) as changes:
+        assert await anext(changes) == Snapshot({})
+        await put("a", b"1")
+        await until_seen({"a": b"1"})
+        await own_etcd.kill()
+        await own_etcd.start()
+        await put("b", b"2")
+        await until_seen({"a": b"1", "b": b"2"})
+
 
 async def test_a_watch_notices_an_etcd_that_hangs(namespace: str, own_etcd: EtcdServer) -> None:
     prefix = f"/{namespace}/"
-    async with aclosing(watch_prefix(own_etcd.endpoint, prefix, progress_seconds=0.1)) as changes:
+    async with aclosing(watch_prefix(own_etcd.endpoint, prefix, progress_seconds=1.2)) as changes:
         assert await anext(changes) == Snapshot({})
         following = asyncio.ensure_future(anext(changes))
         with capture_logs() as logged:
@@ -141,7 +148,7 @@ async def test_a_watch_notices_an_etcd_that_hangs(namespace: str, own_etcd: Etcd
 async def test_a_watch_says_when_etcd_was_heard_though_nothing_changes(namespace: str, own_etcd: EtcdServer) -> None:
     contacts: list[None] = []
     watching = watch_prefix(
-        own_etcd.endpoint, f"/{namespace}/", progress_seconds=0.1, on_contact=lambda: contacts.append(None)
+        own_etcd.endpoint, f"/{namespace}/", progress_seconds=1.2, on_contact=lambda: contacts.append(None)
     )
     async with aclosing(watching) as changes:
         assert await anext(changes) == Snapshot({})
