@@ -113,7 +113,7 @@ async def test_a_request_of_an_engine_that_streams_by_itself_is_served() -> None
         await eventually(lambda: received.ended)
         assert received.tokens == [5, 6, 7]
         assert received.outputs[-1].finish_reason == LENGTH
-        assert server.requests == 0
+        await eventually(lambda: server.requests == 0)
 
 
 async def test_all_outputs_of_a_step_travel_in_one_message_to_each_caller() -> None:

@@ -88,7 +88,7 @@ async def test_the_lease_ends_with_the_worker(namespace: str, etcd_endpoint: str
             found = await client.get(settings.component.worker_key(settings.worker_id).encode())
             assert found is not None
             assert found.lease
-            assert (await client.get_lease_info(found.lease)).grantedTTL == 2
+            assert (await client.get_lease_info(found.lease)).grantedTTL == settings.lease_ttl_seconds
 
 
 async def test_a_lost_lease_is_replaced(namespace: str, etcd_endpoint: str, nats_url: str) -> None:

@@ -116,7 +116,7 @@ async def test_a_caller_that_goes_away_aborts_its_request(
         wire = Wire(int(worker.endpoint.rpartition(":")[2]))
         await stack.enter_async_context(wire.laid())
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(wire.address))
-        call = Calls(channel).generate(request([0, 1]), timeout=1 if how == "deadline" else None)
+        call = Calls(channel).generate(request([0, 1]), timeout=4 if how == "deadline" else None)
         await call.read()
         await engine.started.wait()
         if how == "cancel":

@@ -59,7 +59,7 @@ def config(namespace: str, etcd: str, nats_url: str, **settings: Any) -> WorkerC
         "etcd": etcd,
         "nats": nats_url,
         "drain_seconds": 0.2,
-        "lease_ttl_seconds": 2,
+        "lease_ttl_seconds": 5,
     }
     return WorkerConfig(**(known | settings))
 
