@@ -202,7 +202,7 @@ async def test_a_registration_outlives_the_token_of_its_user(
     credentials: Credentials, etcd_with_short_tokens: EtcdServer
 ) -> None:
     access = credentials.etcd_access(OTHER, etcd_with_short_tokens.endpoint)
-    keys = LeasedKeys(access, ttl_seconds=2)
+    keys = LeasedKeys(access, ttl_seconds=6)
     keys.put(POOL.worker_key(2), b"first")
     running = asyncio.create_task(keys.run())
     try:

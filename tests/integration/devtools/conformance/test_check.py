@@ -74,7 +74,7 @@ async def test_a_worker_alone_passes_what_can_be_checked_of_it() -> None:
     ],
 )
 async def test_a_defect_is_found_and_explained(fault: Fault, check: str, received: str, advice: str) -> None:
-    results = await of_worker(fault, seconds=2 if check in WITH_WAITS else 10)
+    results = await of_worker(fault, seconds=4 if check in WITH_WAITS else 10)
     found = results[check]
     assert found.outcome == "failed"
     assert received in found.received
