@@ -60,7 +60,9 @@ async def test_engines_get_their_own_key_instead_of_the_clients(
 
         async def received() -> list[dict[str, Any]]:
             async with http.get(f"{engine.url}/mock/requests") as response:
-                return [each for each in await response.json() if "abort" not in each["path"]]
+                # A Frontend compares its tokens with the engine's when it has time to.
+                others = ("abort", "tokenize")
+                return [each for each in await response.json() if not any(name in each["path"] for name in others)]
 
         status, answer = await complete()
         assert status == 200, answer
