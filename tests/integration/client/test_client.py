@@ -41,7 +41,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(stack: Stack) -> AsyncIterator[Client]:
+    """A client of a system that has freed the bookings of the tests before."""
     async with Client(stack.frontend, model=MODEL) as client:
+        await until_idle(client)
         yield client
 
 
@@ -59,6 +61,13 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(30):
         while not await condition():
             await asyncio.sleep(0.02)
+
+
+async def until_idle(client: Client) -> None:
+    async def idle() -> bool:
+        return await active_requests(client) == 0
+
+    await until(idle)
 
 
 async def test_output_arrives_piece_by_piece(client: Client, prompt: list[int]) -> None:
@@ -126,11 +135,7 @@ async def test_a_closed_generation_is_aborted(client: Client, prompt: list[int])
     assert await active_requests(client) == 1
     await generation.aclose()
     assert [piece async for piece in generation] == []
-
-    async def idle() -> bool:
-        return await active_requests(client) == 0
-
-    await until(idle)
+    await until_idle(client)
 
 
 async def test_a_booking_counts_until_it_is_freed(client: Client, prompt: list[int]) -> None:
@@ -160,7 +165,7 @@ async def test_a_request_id_may_be_used_again_and_by_others(stack: Stack, client
         assert await active_requests(client) == 2
         assert await client.free("same")
     # The other one released its booking when its context was left.
-    assert await active_requests(client) == 0
+    await until_idle(client)
 
 
 async def test_the_index_is_dumped_as_events(client: Client, prompt: list[int]) -> None:
@@ -220,11 +225,7 @@ async def test_a_failed_booking_leaves_nothing(client: Client, prompt: list[int]
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
-
-    async def idle() -> bool:
-        return await active_requests(client) == 0
-
-    await until(idle)
+    await until_idle(client)
 
 
 async def test_another_frontend_is_used_if_one_cannot_be_reached(stack: Stack, prompt: list[int]) -> None:

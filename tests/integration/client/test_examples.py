@@ -34,7 +34,7 @@ async def output_of(example: str, *arguments: str) -> str:
 
 
 async def until_cached(stack: Stack) -> set[int]:
-    """Runs the prompt of the examples. Returns the workers that have it, once the index knows.
+    """Runs the prompt of the examples. Returns the workers that have it, once the index knows and no booking is left.
 
     Another test may have run it on the other worker too.
     """
@@ -43,6 +43,8 @@ async def until_cached(stack: Stack) -> set[int]:
         await generation.tokens()
         async with asyncio.timeout(30):
             while generation.routing.worker_id not in (found := await client.find_matches_for_request(range(1, 257))):
+                await asyncio.sleep(0.02)
+            while any(each["active_requests"] for each in await client.get_potential_loads([1])):
                 await asyncio.sleep(0.02)
         return set(found)
 

@@ -34,15 +34,27 @@ async def where(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncItera
         yield where
 
 
+async def until_idle(router: Router) -> None:
+    """Returns when the router knows both workers, and neither has a booking, which would make it cost more."""
+    async with asyncio.timeout(30):
+        while {each["worker_id"]: each["active_requests"] for each in await router.get_potential_loads(PROMPT)} != {
+            1: 0,
+            2: 0,
+        }:
+            await asyncio.sleep(0.01)
+
+
 async def until_indexed(router: Router, worker_id: int) -> None:
-    """Returns when the router's index has the prompt on that worker only."""
+    """Returns when the router's index has the prompt on that worker only, and no booking is left."""
     async with asyncio.timeout(30):
         while await router.find_matches_for_request(PROMPT) != {worker_id: 16}:
             await asyncio.sleep(0.01)
+    await until_idle(router)
 
 
 async def test_a_router_has_the_calls_of_the_client(where: dict[str, Any]) -> None:
     async with Router(**where, model=MODEL, router_mode="kv") as router:
+        await until_idle(router)
         generation = await router.generate(PROMPT)
         assert len(await generation.tokens()) == 16
         holder = generation.routing.worker_id
@@ -70,6 +82,7 @@ async def test_a_router_has_the_calls_of_the_client(where: dict[str, Any]) -> No
 async def test_a_program_may_have_several_routers(where: dict[str, Any]) -> None:
     async with Router(**where, model=MODEL, router_mode="kv") as second:
         async with Router(**where, model=MODEL, router_mode="kv") as first:
+            await until_idle(first)
             async with await first.direct(2, PROMPT) as generation:
                 await generation.tokens()
             await until_indexed(first, 2)
