@@ -126,7 +126,9 @@ class System:
         runner.settings = runner.settings.model_copy(update={"pool_restart_seconds": 0.0})
 
     async def stop_worker(self, worker_id: int) -> None:
+        """Stops a worker and waits until it is no longer known."""
         await self._worker_stacks.pop(worker_id).aclose()
+        await self.until_gone(worker_id)
 
     async def loads(self, scheduler: SchedulerService | None = None) -> dict[int, PotentialLoad]:
         """Load of every worker, by that Scheduler's book or the first one's."""

@@ -137,6 +137,8 @@ async def test_health_models_and_metrics(system: System, http: aiohttp.ClientSes
         assert [model["id"] for model in (await response.json())["data"]] == [MODEL]
     async with http.post("/v1/completions", json=body()) as response:
         assert response.status == 200
+        await response.read()  # Otherwise its connection is closed, beside a new one.
+    await system.until_idle()
     async with http.get("/metrics") as response:
         text = await response.text()
     assert f'kvrouter_frontend_requests_total{{code="OK",model="{MODEL}"}} 1.0' in text

@@ -46,7 +46,8 @@ class Fleet:
 
     system: System
     registries: dict[int, CollectorRegistry] = field(default_factory=dict)
-    _stacks: dict[int, AsyncExitStack] = field(default_factory=dict)
+    _stacks: dict[int, tuple[AsyncExitStack, str]] = field(default_factory=dict)
+    """What runs a worker, and its component."""
 
     async def start(self, worker_id: int, role: str, *, component: str = "", **settings: Any) -> Worker:
         """Starts a worker and waits until it can be chosen."""
@@ -63,7 +64,8 @@ class Fleet:
             MockerSettings(**self.system.where, worker_id=worker_id, component=component, **(defaults | settings)),
             registry,
         )
-        stack = self._stacks[worker_id] = await self.system.stack.enter_async_context(AsyncExitStack())
+        stack = await self.system.stack.enter_async_context(AsyncExitStack())
+        self._stacks[worker_id] = stack, component
         worker = await stack.enter_async_context(running)
         await worker.registered()
         await self._until_candidate(worker_id, component)
@@ -77,8 +79,12 @@ class Fleet:
 
     async def stop(self, worker_id: int) -> None:
         """Stops a worker and waits until it is no longer known."""
-        await self._stacks.pop(worker_id).aclose()
+        stack, component = self._stacks.pop(worker_id)
+        await stack.aclose()
         await until(lambda: not self._sees(worker_id))
+        async with asyncio.timeout(30):
+            while worker_id in await self._candidates(component):
+                await asyncio.sleep(0.01)
 
     @asynccontextmanager
     async def hostile(self, worker_id: int, role: str, behave: Behaviour) -> AsyncIterator[HostileWorker]:

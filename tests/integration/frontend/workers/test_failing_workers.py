@@ -221,7 +221,6 @@ async def test_requests_are_attempted_even_if_every_worker_fails(system: System)
     async with hostile_worker(system, HOSTILE, aborts(grpc.StatusCode.INTERNAL)) as worker:
         for sound in (SOUND, 3):
             await system.stop_worker(sound)
-            await system.until_gone(sound)
         for _ in range(8):
             with pytest.raises(WorkerLost) as lost:
                 await ask(system)
@@ -237,7 +236,6 @@ async def test_requests_are_attempted_even_if_every_worker_fails(system: System)
 async def test_workers_that_are_all_full_are_load_for_the_client(system: System) -> None:
     async with hostile_worker(system, HOSTILE, aborts(grpc.StatusCode.RESOURCE_EXHAUSTED)):
         await system.stop_worker(SOUND)
-        await system.until_gone(SOUND)
         with pytest.raises(AllBusy, match="as the test has it"):
             await ask(system)
 
@@ -263,7 +261,9 @@ async def test_an_answer_that_fails_after_its_last_token_is_complete_for_the_cli
 
     async with hostile_worker(system, HOSTILE, fails):
         assert served_by(await ask(system, pinned(HOSTILE))) == HOSTILE
-        assert (await health(system, HOSTILE)).consecutive_failures == 1
+        async with asyncio.timeout(30):
+            while (await health(system, HOSTILE)).consecutive_failures != 1:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_request_without_output_leaves_a_worker_that_stopped_answering(system: System) -> None:
@@ -311,7 +311,6 @@ async def test_a_worker_that_answers_probes_keeps_requests_without_a_first_token
 async def test_a_request_stays_with_a_silent_worker_until_another_could_take_it(system: System) -> None:
     async with hostile_worker(system, HOSTILE, hangs) as worker:
         await system.stop_worker(SOUND)
-        await system.until_gone(SOUND)
         worker.freeze()
         asking = asyncio.create_task(ask(system))
         async with asyncio.timeout(60):
@@ -328,7 +327,7 @@ async def test_a_deadline_that_passes_at_a_silent_worker_names_the_cause(system:
         async with asyncio.timeout(60):
             while (await health(system, HOSTILE)).state != WorkerHealthState.WORKER_HEALTH_STATE_SUSPECTED:
                 await asyncio.sleep(0.01)
-        stream = system.frontend.generate(pinned(HOSTILE, request_id="r"), deadline=Deadline.after(0.5))
+        stream = system.frontend.generate(pinned(HOSTILE, request_id="r"), deadline=Deadline.after(3))
         with pytest.raises(DeadlineExceeded, match=f"worker {HOSTILE} has missed .* probes"):
             async with aclosing(stream) as pieces:
                 await anext(pieces)
