@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -12,7 +11,6 @@ from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints, RoutingOverri
 from kvrouter.v1.errors import AllBusy
 from kvrouter.v1.frontend_pb2 import FrontendServiceSelectWorkerRequest
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest
-from kvrouter.v1.worker_pb2 import StopConditions
 
 from ....hostile_worker import aborts, piece
 from ..gateway import MODEL
@@ -34,9 +32,10 @@ async def test_a_request_goes_to_the_pool_that_holds_its_prompt(fleet: Fleet, mo
     await fleet.start(3, DECODE, component=B, block_size=32)
     pinned = await fleet.serve(320, constraints=RoutingConstraints(worker_id=3))
     assert pinned.routing[0].component.name == B
-    again = [await fleet.serve(320 + more, overrides=RoutingOverrides(mode=mode)) for more in (10, 20, 30)]
-    assert [each.routing[0].rank.worker_id for each in again] == [3, 3, 3]
-    assert again[-1].routing[0].predicted_overlap_blocks == 10
+    for more in (10, 20, 30):
+        await fleet.until_idle()
+        again = (await fleet.serve(320 + more, overrides=RoutingOverrides(mode=mode))).routing[0]
+        assert (again.rank.worker_id, again.predicted_overlap_blocks) == (3, 10)
     await fleet.until_idle()
 
 
@@ -100,23 +99,13 @@ async def test_a_request_of_a_failed_pool_continues_in_another_one(fleet: Fleet)
 async def test_a_pool_whose_workers_are_busy_leaves_requests_to_the_others(fleet: Fleet) -> None:
     await fleet.start(1, DECODE, component=A, num_blocks=64)
     await fleet.start(2, DECODE, component=B)
-    held = asyncio.create_task(
-        fleet.serve(600, constraints=RoutingConstraints(worker_id=1), stop_conditions=StopConditions(max_tokens=200))
-    )
-    await _until_bookings(fleet, 1)
+    await _book(fleet, 1)
     full = RoutingOverrides(active_decode_blocks_threshold=0.3)
     assert (await fleet.serve(first=5000, overrides=full)).routing[0].component.name == B
     nothing = RoutingOverrides(active_decode_blocks_threshold=0.0)
-    other = asyncio.create_task(
-        fleet.serve(600, constraints=RoutingConstraints(worker_id=2), stop_conditions=StopConditions(max_tokens=200))
-    )
-    await _until_bookings(fleet, 2)
+    await _book(fleet, 2)
     with pytest.raises(AllBusy):
         await fleet.serve(first=7000, overrides=nothing)
-    held.cancel()
-    other.cancel()
-    await asyncio.wait([held, other])
-    await fleet.until_idle()
 
 
 async def test_a_prompt_goes_to_the_pool_whose_workers_take_its_length(fleet: Fleet) -> None:
@@ -139,6 +128,7 @@ async def test_best_worker_compares_the_pools_of_a_model(fleet: Fleet) -> None:
     await fleet.start(1, DECODE, component=A)
     await fleet.start(2, DECODE, component=B)
     await fleet.serve(320, constraints=RoutingConstraints(worker_id=2))
+    await fleet.until_idle()
     request = FrontendServiceSelectWorkerRequest(
         request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(320)))
     )
@@ -148,7 +138,9 @@ async def test_best_worker_compares_the_pools_of_a_model(fleet: Fleet) -> None:
         assert answer.selection.overlap_blocks == 19, "the last block is computed again"
 
 
-async def _until_bookings(fleet: Fleet, bookings: int) -> None:
-    async with asyncio.timeout(30):
-        while await fleet.bookings() != bookings:
-            await asyncio.sleep(0.01)
+async def _book(fleet: Fleet, worker_id: int) -> None:
+    """Books a prompt of 600 tokens, which no engine gets to end it."""
+    pinned = RoutingConstraints(worker_id=worker_id)
+    request = RoutingRequest(model=MODEL, token_ids=TokenIds(ids=range(600)), constraints=pinned)
+    booked = FrontendServiceSelectWorkerRequest(request=request, booking=BookingKey(request_id=str(worker_id)))
+    await fleet.system.client.select_worker(booked, deadline=Deadline.after(10))

@@ -59,7 +59,7 @@ async def test_a_burst_waits_for_room_and_all_of_it_finishes(forecasting: System
 
 
 async def test_one_that_is_cancelled_while_it_waits_leaves_nothing(forecasting: System) -> None:
-    worker = await forecasting.start_worker(1, num_blocks=BLOCKS, clock_factor=0.01)
+    worker = await forecasting.start_worker(1, num_blocks=BLOCKS, clock_factor=0.001)
     running = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4)]
     await until(lambda: worker.stats().requests == 4)
     waiting = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4, 7)]
@@ -76,7 +76,7 @@ async def test_one_that_is_cancelled_while_it_waits_leaves_nothing(forecasting: 
 
 
 async def test_one_that_ends_makes_room_for_one_that_waits(forecasting: System) -> None:
-    worker = await forecasting.start_worker(1, num_blocks=BLOCKS, clock_factor=0.01)
+    worker = await forecasting.start_worker(1, num_blocks=BLOCKS, clock_factor=0.001)
     running = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4)]
     await until(lambda: worker.stats().requests == 4)
     waiting = asyncio.create_task(generated(forecasting, unlike(4)))
@@ -93,7 +93,7 @@ async def test_one_that_ends_makes_room_for_one_that_waits(forecasting: System) 
 async def test_when_no_more_may_wait_all_are_busy(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
     options = {"router_mode": "forecast", "max_queued_requests": 1}
     async with running_system(nats_url, etcd_endpoint, namespace, scheduling=options) as system:
-        worker = await system.start_worker(1, num_blocks=BLOCKS, clock_factor=0.01)
+        worker = await system.start_worker(1, num_blocks=BLOCKS, clock_factor=0.001)
         asked = [asyncio.create_task(generated(system, unlike(number))) for number in range(5)]
         await until(lambda: worker.stats().requests == 4)
         await until_queued(system, 1)

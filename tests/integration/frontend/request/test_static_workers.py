@@ -77,8 +77,8 @@ class Gateway:
             return True
         return False
 
-    async def until_ranks(self, count: int) -> None:
-        """Returns when the Frontend has a session and so many ranks are candidates."""
+    async def until_ranks(self, count: int, *, idle: bool = False) -> None:
+        """Returns when the Frontend has a session and so many ranks are candidates; ``idle`` ones have no booking."""
         asked = FrontendServiceGetPotentialLoadsRequest(
             request=RoutingRequest(model=MODEL, token_ids=TokenIds(ids=[1]))
         )
@@ -86,7 +86,8 @@ class Gateway:
             while True:
                 with suppress(KvRouterError):
                     answer = await self.frontend.get_potential_loads(asked, deadline=Deadline.after(5))
-                    if self.frontend.ready() and len(answer.loads) == count:
+                    is_busy = any(each.active_requests for each in answer.loads)
+                    if self.frontend.ready() and len(answer.loads) == count and not (idle and is_busy):
                         return
                 await asyncio.sleep(0.01)
 
@@ -151,7 +152,9 @@ async def test_other_modes_need_no_etcd_either(mode: str) -> None:
 async def test_mode_kv_without_an_indexer(options: dict[str, Any]) -> None:
     async with worker(1) as one, worker(2) as two, gateway([one, two], router_mode="kv", **options) as system:
         await system.until_ranks(2)
-        first, second = await system.run(), await system.run()
+        first = await system.run()
+        await system.until_ranks(2, idle=True)
+        second = await system.run()
         if not options.get("kv_events", True):
             # The second finds what the first left: 100 tokens are 6 full blocks.
             assert first.rank == second.rank
