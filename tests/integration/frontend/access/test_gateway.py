@@ -17,7 +17,7 @@ from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.names import ComponentName
 
 from ..endpoint_picker.gateway_stream import GatewayStream
-from ..gateway import MODEL, System, running_system
+from ..gateway import MODEL, System, running_system, until
 from .keys import Keys
 
 BODY = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 8, "cache_salt": "s", "stop": ["kept"]}
@@ -82,6 +82,7 @@ async def gateway(nats_url: str, etcd_endpoint: str, namespace: str, keys: Keys)
         grpc.aio.insecure_channel(address) as channel,
     ):
         await system.until_candidate(1)
+        await until(system.frontend.ready)
         yield Gateway(system, channel, address)
 
 

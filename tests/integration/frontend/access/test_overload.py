@@ -28,7 +28,7 @@ async def test_beyond_the_bound_requests_are_refused_and_the_others_complete(
         running_system(nats_url, etcd_endpoint, namespace, max_requests_in_flight=ROOM) as system,
         aiohttp.ClientSession(f"http://{system.http}") as http,
     ):
-        await system.start_worker(1)
+        await system.start_worker(1, clock_factor=1.0)
 
         async def complete(number: int) -> int:
             async with http.post("/v1/completions", json=body(number, tokens=40)) as response:

@@ -39,7 +39,7 @@ async def test_streams_without_a_request_are_evicted(gateway: Gateway) -> None:
             peer.open(PROCESS)
         await until(lambda: len(peer.ended) == 6)
         assert (await gateway.stream().routed(BODY))[0] == [endpoint]
-        assert len(peer.ended) == 7
+        await until(lambda: len(peer.ended) == 7)
 
 
 async def test_streams_with_a_request_are_not_evicted(gateway: Gateway) -> None:
