@@ -135,6 +135,34 @@ async def test_a_worker_is_probed_on_its_call_stream_if_it_answers_pings(
     await connection.close()
 
 
+async def refuses_connections(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return True
+    writer.close()
+    return False
+
+
+async def test_a_worker_that_stops_is_probed_on_the_stream_of_its_last_calls() -> None:
+    server, receiver, started = GrpcServer(), Failed(), asyncio.Event()
+    server.call_streams.add_streaming("kvrouter.v1.WorkerService/Generate", lambda *_: started.set())
+    port = await server.start("127.0.0.1:0")
+    connection = WorkerConnection(f"127.0.0.1:{port}", "tester", CallStreamCounts())
+    connection.open_stream()
+    assert await connection.probe() is Probe.ANSWERED
+    connection.generate(b"", receiver, deadline=Deadline.never())
+    await started.wait()
+    draining, stopping = asyncio.create_task(server.call_streams.drain()), asyncio.create_task(server.stop(60))
+    async with asyncio.timeout(60):
+        while not await refuses_connections(port):
+            await asyncio.sleep(0.01)
+    assert await connection.probe() is Probe.ANSWERED
+    assert not receiver.error.done()
+    await connection.close()
+    await asyncio.wait_for(asyncio.gather(draining, stopping), 60)
+
+
 class NotedCalls(EvictableCalls):
     """Notes the calls which everybody may make, as those of grpc.health."""
 

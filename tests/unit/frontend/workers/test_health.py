@@ -60,6 +60,21 @@ def states(found: WorkerHealth) -> list[WorkerHealthState]:
     return [each.state for each in found.status(POOL)]
 
 
+def test_a_worker_that_stops_and_refuses_connections_keeps_its_requests() -> None:
+    found = health()
+    call = found.begin("a:1")
+    stopping = components({1: "a:1", 2: "b:1"})
+    stopping[POOL].workers[1].draining = True
+    for views in (stopping, components({2: "b:1"})):  # It signs off at last.
+        found.update(views)
+        found.missed("a:1", is_unreachable=True)
+        assert not call.should_leave
+    miss(found, "a:1", 5)
+    assert call.is_suspected, "it does not even refuse connections"
+    found.missed("b:1", is_unreachable=True)
+    assert found.suspected == 2
+
+
 def test_a_worker_that_misses_probes_in_a_row_is_suspected_until_it_answers() -> None:
     found = health()
     miss(found, "a:1", 4)

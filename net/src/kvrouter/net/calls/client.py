@@ -146,9 +146,10 @@ class CallStreamClient:
 
         Waits for as long as the stream is open. For clients without heartbeats.
         """
-        if self._latest is None or not self._latest.stream.answers_probes:
+        connection = self._latest or (self._retired[-1] if self._retired else None)
+        if connection is None or not connection.stream.answers_probes:
             return False
-        stream = self._latest.stream
+        stream = connection.stream
         if stream.pong is None:
             stream.pong = asyncio.get_running_loop().create_future()
             stream.ping()

@@ -155,6 +155,9 @@ class WorkerConnection:
     async def _answers_ping(self) -> bool:
         with suppress(TimeoutError, NotSent):
             async with asyncio.timeout(_PING_SECONDS):
+                # A server that stops answers on the stream of its last calls, and opens no other.
+                if await self._stream.probe():
+                    return True
                 await self._stream.wait_open()
                 return await self._stream.probe()
         return False

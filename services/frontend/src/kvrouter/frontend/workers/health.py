@@ -274,9 +274,10 @@ class WorkerHealth:
         """Records that another interval passed without an answer to a probe.
 
         A worker that cannot be connected to is suspected at once: a busy machine delays answers, but refuses nothing.
+        One that stops refuses connections, too, while its engine runs on with the requests that were forwarded to it.
         """
         worker = self._workers.get(endpoint)
-        if worker is None:
+        if worker is None or (is_unreachable and worker.is_draining and not worker.suspected):
             return
         worker.missed += 1
         if worker.suspected:
