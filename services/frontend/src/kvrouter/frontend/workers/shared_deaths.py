@@ -22,8 +22,10 @@ from nats.aio.msg import Msg
 
 log = structlog.get_logger(component="frontend")
 
-_SHARING_SECONDS = 1.0
-"""Longest time for which a request that saw a death waits until others know of it, seconds."""
+_SHARING_SECONDS = 3.0
+"""Longest time for which a request that saw a death waits until others know of it, seconds. Longer than the pauses of a
+busy process: a Frontend that learns too late costs a third worker. One that is gone delays such requests until its
+registration ends."""
 _REPEAT_SECONDS = 0.25
 """Interval at which unconfirmed notices are sent again, seconds."""
 _LIFE_SECONDS = 10.0
@@ -113,7 +115,7 @@ class SharedDeaths:
             log.warning("death_notice.unsent", cause=repr(error))
 
     async def _shared(self) -> None:
-        """Returns when all Frontends know of all deaths, after a second, or at once while NATS is away.
+        """Returns when all Frontends know of all deaths, after 3 s, or at once while NATS is away.
 
         Otherwise a client sending the prompt again at once, to another Frontend, would be ahead of them.
         """
