@@ -144,7 +144,7 @@ async def refuses_connections(port: int) -> bool:
     return False
 
 
-async def test_a_worker_that_stops_is_probed_on_the_stream_of_its_last_calls() -> None:
+async def test_a_worker_that_stops_is_probed_on_the_stream_of_its_last_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     server, receiver, started = GrpcServer(), Failed(), asyncio.Event()
     server.call_streams.add_streaming("kvrouter.v1.WorkerService/Generate", lambda *_: started.set())
     port = await server.start("127.0.0.1:0")
@@ -158,6 +158,9 @@ async def test_a_worker_that_stops_is_probed_on_the_stream_of_its_last_calls() -
         while not await refuses_connections(port):
             await asyncio.sleep(0.01)
     assert await connection.probe() is Probe.ANSWERED
+    monkeypatch.setattr("kvrouter.frontend.workers.connection._PING_SECONDS", 0.01)
+    monkeypatch.setattr(connection._stream, "probe", asyncio.Event().wait)
+    assert await connection.probe() is Probe.SILENT, "as if it were frozen"
     assert not receiver.error.done()
     await connection.close()
     await asyncio.wait_for(asyncio.gather(draining, stopping), 60)

@@ -139,12 +139,15 @@ class WorkerConnection:
         """
         self._pending += 1
         request = health_pb2.HealthCheckRequest(service=_DESCRIPTOR.full_name)
+        answers: bool | None = None
         try:
-            if self._streaming is not None and await self._answers_ping():
+            if self._streaming is not None and (answers := await self._answers_ping()):
                 return Probe.ANSWERED
             await self._health.Check(request, timeout=_PROBE_SECONDS)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
+                if answers is False and self._stream.running and not self._stream.ready:
+                    return Probe.SILENT  # It stops and refuses connections, but its last calls have one.
                 log.debug("worker.probe_broken", endpoint=self._endpoint, cause=error.details())
                 return Probe.UNREACHABLE
             return Probe.SILENT if error.code() in _NO_ANSWER else Probe.ANSWERED
@@ -152,15 +155,19 @@ class WorkerConnection:
             self._pending -= 1
         return Probe.ANSWERED
 
-    async def _answers_ping(self) -> bool:
-        with suppress(TimeoutError, NotSent):
+    async def _answers_ping(self) -> bool | None:
+        """Returns whether a ping was answered in time; None if the worker cannot be asked this way."""
+        try:
             async with asyncio.timeout(_PING_SECONDS):
                 # A server that stops answers on the stream of its last calls, and opens no other.
                 if await self._stream.probe():
                     return True
                 await self._stream.wait_open()
-                return await self._stream.probe()
-        return False
+                return await self._stream.probe() or None
+        except NotSent:
+            return None
+        except TimeoutError:
+            return False
 
     async def close(self) -> None:
         """Cancels running calls and closes the connection."""
