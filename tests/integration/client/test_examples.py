@@ -85,8 +85,12 @@ async def test_hierarchical_probing(stack: Stack, nats_url: str, etcd_endpoint: 
 
 async def test_a_rule_of_ones_own_on_potential_loads(stack: Stack) -> None:
     holders = await until_cached(stack)
-    output = await output_of("minimize_ttft.py", stack.frontend, MODEL)
-    prefill = {int(worker): int(tokens) for worker, tokens in re.findall(r"worker (\d): (\d+) prefill", output)}
+    async with asyncio.timeout(60):
+        while True:
+            output = await output_of("minimize_ttft.py", stack.frontend, MODEL)
+            prefill = {int(worker): int(tokens) for worker, tokens in re.findall(r"worker (\d): (\d+) prefill", output)}
+            if 16 in prefill.values():
+                break  # Without an answer of the Indexer, a Scheduler decides by load alone.
     assert prefill.keys() == {1, 2}
     assert {prefill[each] for each in holders} == {16}
     chosen = min(prefill, key=prefill.__getitem__)
