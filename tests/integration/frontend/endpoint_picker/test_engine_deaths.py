@@ -60,6 +60,12 @@ def noted(gateway: Gateway) -> float:
     return gateway.system.runtime.registry.get_sample_value("kvrouter_frontend_worker_deaths_total") or 0.0
 
 
+async def until_noted(gateway: Gateway, number: int) -> None:
+    async with asyncio.timeout(30):
+        while noted(gateway) < number:
+            await asyncio.sleep(0.01)
+
+
 async def check_refused(gateway: Gateway) -> None:
     status, _, error = await gateway.stream().refused(BODY)
     assert (status, error["code"]) == (400, "failed_precondition"), error
@@ -69,8 +75,9 @@ async def check_refused(gateway: Gateway) -> None:
 
 async def test_a_prompt_is_refused_after_two_engines_died_before_they_answered(gateway: Gateway) -> None:
     await add_dead_engines(gateway, 4)
-    for _ in range(2):
+    for number in range(1, 3):
         await send(gateway, 503, TERMINATED)
+        await until_noted(gateway, number)
     await check_refused(gateway)
 
 
@@ -81,9 +88,7 @@ async def test_a_prompt_is_refused_after_two_engines_died_within_their_responses
         await stream.routed(BODY)
         await stream.respond(EVENT)
         stream.call.cancel()
-        async with asyncio.timeout(30):
-            while noted(gateway) < number:
-                await asyncio.sleep(0.01)
+        await until_noted(gateway, number)
     await check_refused(gateway)
 
 
