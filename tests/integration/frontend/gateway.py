@@ -165,7 +165,7 @@ async def running_system(
     common = where | {"drain_seconds": 0.2}
     async with AsyncExitStack() as stack:
         # A busy machine would have requests sharded among several Schedulers.
-        quiet: dict[str, Any] = {"router_mode": "round-robin", "session_grace_seconds": 0.2, "overload_lag_ms": 0.0}
+        quiet: dict[str, Any] = {"router_mode": "round-robin", "session_grace_seconds": 3.0, "overload_lag_ms": 0.0}
         options = quiet | dict(scheduling)
         running = [
             await _scheduler(stack, SchedulerSettings(**common, **options, instance_id=f"scheduler-{number}"))

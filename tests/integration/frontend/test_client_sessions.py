@@ -31,7 +31,7 @@ async def test_bookings_of_a_session_are_freed_when_its_call_ends(system: System
     await system.start_worker(1)
     keeping = system.client.keep_session(KeepSessionRequest(session_id="s"), deadline=Deadline.never())
     async with aclosing(keeping):
-        assert (await anext(keeping)).grace_ms == 200
+        assert (await anext(keeping)).grace_ms == 3000
         await system.client.select_worker(booked("s"), deadline=Deadline.after(10))
         marked = await system.client.mark_prefill_complete(
             FrontendServiceMarkPrefillCompleteRequest(booking=KEY), deadline=Deadline.after(10)

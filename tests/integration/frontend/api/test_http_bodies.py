@@ -23,7 +23,7 @@ BODY = json.dumps({"model": MODEL, "prompt": list(range(40)), "max_tokens": 5}).
 
 @pytest.fixture
 async def served(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
-    async with running_system(nats_url, etcd_endpoint, namespace, http_body_seconds=3) as system:
+    async with running_system(nats_url, etcd_endpoint, namespace, http_body_seconds=4) as system:
         await system.start_worker(1)
         yield system
 
@@ -142,7 +142,7 @@ async def test_a_slow_body_is_read_as_long_as_it_comes(served: System) -> None:
     async def slowly() -> AsyncIterator[bytes]:
         for start in range(0, len(BODY), 250_000):
             yield BODY[start : start + 250_000]
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.4)
 
     async with (
         aiohttp.ClientSession() as session,
