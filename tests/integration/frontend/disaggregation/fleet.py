@@ -162,8 +162,8 @@ class Fleet:
 async def running_fleet(nats: str, etcd: str, namespace: str, **scheduling: Any) -> AsyncIterator[Fleet]:
     """A Frontend and a Scheduler without workers."""
     options: dict[str, Any] = {
-        "worker_probe_seconds": 0.2,
-        "worker_probe_failures": 2,
+        "worker_probe_seconds": 0.1,
+        "worker_probe_failures": 30,
         "worker_back_off_failures": 1000,
     }
     async with running_system(nats, etcd, namespace, scheduling=SCHEDULING | scheduling, **options) as system:

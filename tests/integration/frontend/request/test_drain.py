@@ -25,7 +25,7 @@ DRAINED, OTHER = 1, 2
 
 @pytest.fixture
 async def system(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
-    async with running_system(nats_url, etcd_endpoint, namespace, schedulers=2, worker_probe_seconds=0.05) as found:
+    async with running_system(nats_url, etcd_endpoint, namespace, schedulers=2) as found:
         for worker_id in (DRAINED, OTHER):
             await found.start_worker(worker_id, clock_factor=1.0)
         yield found

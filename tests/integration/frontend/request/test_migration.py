@@ -40,10 +40,13 @@ FIRST = RoutingConstraints(avoided_workers=[AvoidedWorker(worker_id=SOUND)])
 """The failing worker is chosen first."""
 
 
+PROBING: dict[str, Any] = {"worker_probe_seconds": 0.1, "worker_probe_failures": 30}
+"""Suspects a silent worker after 3 s."""
+
+
 @pytest.fixture
 async def system(nats_url: str, etcd_endpoint: str, namespace: str) -> AsyncIterator[System]:
-    probing: dict[str, Any] = {"worker_probe_seconds": 0.05, "worker_probe_failures": 2}
-    async with running_system(nats_url, etcd_endpoint, namespace, worker_back_off_failures=1000, **probing) as found:
+    async with running_system(nats_url, etcd_endpoint, namespace, worker_back_off_failures=1000, **PROBING) as found:
         await found.start_worker(SOUND)
         yield found
 
@@ -163,9 +166,8 @@ async def test_a_worker_that_stops_answering_is_left_and_what_it_sends_later_rea
 async def test_a_worker_that_answers_probes_but_generates_nothing_more_is_left(
     nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
-    options: dict[str, Any] = {"worker_probe_seconds": 0.05, "worker_stall_seconds": 0.3}
     hung = asyncio.Event()
-    async with running_system(nats_url, etcd_endpoint, namespace, **options) as system:
+    async with running_system(nats_url, etcd_endpoint, namespace, worker_stall_seconds=3.0, **PROBING) as system:
         await system.start_worker(SOUND)
         sent = seeded(stop_conditions=StopConditions(max_tokens=400))
         alone = RoutingConstraints(worker_id=SOUND)

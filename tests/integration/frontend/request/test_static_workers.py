@@ -208,7 +208,7 @@ async def test_a_listed_worker_that_stops_answering_is_left_by_requests_without_
         worker(1) as one,
         HostileWorker(hangs).serving() as silent,
         # The list's own probes take longer to notice.
-        gateway([one, silent.endpoint], worker_probe_seconds=0.05) as system,
+        gateway([one, silent.endpoint], worker_probe_seconds=0.5) as system,
     ):
         await system.until_ranks(2)
         silent.freeze()
