@@ -106,7 +106,9 @@ async def test_an_index_equals_the_recorded_engine(
         connected(nats_url) as connection,
         indexing(connection, ComponentName(namespace, "workers"), block_size=16) as index,
     ):
-        index.update_workers({5: registration_of(relay.worker)})
+        workers = {5: registration_of(relay.worker)}
+        index.update_workers(workers)
+        await until(lambda: index.has_compared(workers))  # It has subscribed to live events.
         await relay.is_connected()
         sizes = []
         for number, message in enumerate(messages, start=1):
