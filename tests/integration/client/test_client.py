@@ -64,6 +64,8 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def until_idle(client: Client) -> None:
+    """Waits until no booking is left. A Scheduler learns of the end of a request after its client."""
+
     async def idle() -> bool:
         return await active_requests(client) == 0
 

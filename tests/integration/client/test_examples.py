@@ -13,6 +13,7 @@ from kvrouter.devtools.system.stack import Stack
 
 from ...guides.commands import blocks_of
 from ..frontend.gateway import running_system
+from .test_client import until_idle
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "python-client.md"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "client"
@@ -44,8 +45,7 @@ async def until_cached(stack: Stack) -> set[int]:
         async with asyncio.timeout(30):
             while generation.routing.worker_id not in (found := await client.find_matches_for_request(range(1, 257))):
                 await asyncio.sleep(0.02)
-            while any(each["active_requests"] for each in await client.get_potential_loads([1])):
-                await asyncio.sleep(0.02)
+        await until_idle(client)
         return set(found)
 
 
@@ -69,10 +69,9 @@ async def test_automatic_routing(stack: Stack) -> None:
 async def test_manual_state_management(stack: Stack) -> None:
     lines = r"first token: known True\nworker [12]: 20 tokens, freed True\n"
     assert re.fullmatch(lines, await output_of("manual_state.py", stack.frontend, MODEL))
-    async with Client(stack.frontend, model=MODEL) as client, asyncio.timeout(30):
-        # A Scheduler learns of the end of a request after its client.
-        while [load["active_requests"] for load in await client.get_potential_loads([1])] != [0, 0]:
-            await asyncio.sleep(0.02)
+    async with Client(stack.frontend, model=MODEL) as client:
+        assert len(await client.get_potential_loads([1])) == 2
+        await until_idle(client)
 
 
 async def test_hierarchical_probing(stack: Stack, nats_url: str, etcd_endpoint: str, namespace: str) -> None:

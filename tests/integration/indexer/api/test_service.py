@@ -211,6 +211,7 @@ async def test_a_worker_that_differs_from_its_component_is_not_listened_to(stack
     js = stack.nats.jetstream()
     fits, differs = RankSource(stack.component, 1), RankSource(stack.component, 2)
     await stack.register(differs, model="another")
+    assert stack.component.worker_key(2) in stack.directory.ignored
     await differs.stored(PROMPT, 100).publish(js)
     await fits.stored(PROMPT, 100).publish(js)
     await stack.follows(fits)
