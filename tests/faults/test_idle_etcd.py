@@ -14,7 +14,7 @@ from . import newer_etcd
 from .fleet import PATIENCE_SECONDS
 
 _CONTACTS = 5
-"""More than a watch has that is lost before its first progress report, and listed again."""
+"""Contacts by which a watch that was taken for lost would have listed the keys again."""
 
 
 @pytest.mark.skipif(

@@ -38,7 +38,7 @@ class Put:
     key: str
     value: bytes
     revision: int = field(default=0, compare=False)
-    """Revision of etcd in which it was written."""
+    """etcd revision of the write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ class WorkerConnection:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
                 if answers is False and self._stream.running and not self._stream.ready:
-                    return Probe.SILENT  # It stops and refuses connections, but its last calls have one.
+                    return Probe.SILENT  # It is shutting down, and the stream of its running calls is still open.
                 log.debug("worker.probe_broken", endpoint=self._endpoint, cause=error.details())
                 return Probe.UNREACHABLE
             return Probe.SILENT if error.code() in _NO_ANSWER else Probe.ANSWERED
@@ -159,7 +159,7 @@ class WorkerConnection:
         """Returns whether a ping was answered in time; None if the worker cannot be asked this way."""
         try:
             async with asyncio.timeout(_PING_SECONDS):
-                # A server that stops answers on the stream of its last calls, and opens no other.
+                # A server that shuts down answers on the stream of its running calls, and accepts no new one.
                 if await self._stream.probe():
                     return True
                 await self._stream.wait_open()

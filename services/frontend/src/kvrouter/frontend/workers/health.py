@@ -274,7 +274,7 @@ class WorkerHealth:
         """Records that another interval passed without an answer to a probe.
 
         A worker that cannot be connected to is suspected at once: a busy machine delays answers, but refuses nothing.
-        One that stops refuses connections, too, while its engine runs on with the requests that were forwarded to it.
+        A worker that shuts down refuses connections too, while its engine goes on with the requests forwarded to it.
         """
         worker = self._workers.get(endpoint)
         if worker is None or (is_unreachable and worker.is_draining and not worker.suspected):

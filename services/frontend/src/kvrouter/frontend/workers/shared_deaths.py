@@ -23,9 +23,10 @@ from nats.aio.msg import Msg
 log = structlog.get_logger(component="frontend")
 
 _SHARING_SECONDS = 3.0
-"""Longest time for which a request that saw a death waits until others know of it, seconds. Longer than the pauses of a
-busy process: a Frontend that learns too late costs a third worker. One that is gone delays such requests until its
-registration ends."""
+"""Longest time for which a request that saw a death waits until others know of it, seconds.
+
+Longer than a busy process pauses: a Frontend that learns of a death too late may lose a third worker. A Frontend that
+is gone delays such requests until its registration expires."""
 _REPEAT_SECONDS = 0.25
 """Interval at which unconfirmed notices are sent again, seconds."""
 _LIFE_SECONDS = 10.0

@@ -43,7 +43,7 @@ class ThresholdBoard:
     def __post_init__(self) -> None:
         self._set: dict[str, Thresholds] = {}
         self._written: dict[str, int] = {}
-        """Revision of etcd in which this process last wrote those of a model. The watch may be behind it."""
+        """etcd revision of this process's last write, by model. The watch may still deliver earlier writes."""
         self.synced = self.etcd is None
         """Whether etcd has been read once, if there is one."""
 
