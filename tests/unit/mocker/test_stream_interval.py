@@ -10,6 +10,21 @@ from kvrouter.mocker.engine.reference import Engine
 from kvrouter.mocker.engine.types import DuplicateRequest, EngineRequest, pack_tokens
 
 
+class SteppedClock(EngineClock):
+    """A clock that only the steps of an engine move: requests submitted one after another arrive together."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    async def sleep_until(self, engine_seconds: float) -> None:
+        self._now = engine_seconds
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize(("interval", "most"), [(1, 12), (5, 4), (100, 2)])
 async def test_pieces_hold_the_interval_and_first_and_last_tokens_do_not_wait(interval: int, most: int) -> None:
     pieces: list[Tokens] = []
@@ -50,7 +65,7 @@ async def test_the_outputs_of_a_step_are_emitted_together_and_those_of_aborted_r
         if any(tokens.finish_reason is not None for _, tokens in outputs):
             finished.set()
 
-    driver = EngineDriver(Engine(EngineConfig()), EngineClock(100.0), lambda _: None, emit)
+    driver = EngineDriver(Engine(EngineConfig()), SteppedClock(), lambda _: None, emit)
     for request_id in "abc":
         driver.submit(EngineRequest(request_id, pack_tokens(range(40)), max_tokens=50))
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
