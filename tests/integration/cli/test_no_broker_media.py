@@ -84,7 +84,7 @@ async def system(engines: list[EngineServer], tmp_path: Path) -> AsyncIterator[N
 
 
 async def settled(system: NoBroker, body: dict[str, Any], *, path: str = "/v1/chat/completions") -> Seen:
-    """Sends a request until it finds what the requests before have left."""
+    """Sends a request until it finds what the requests before have left, which both engines may hold by then."""
     seen = await ask(system, path, body)
 
     async def finds_it() -> bool:
@@ -106,15 +106,13 @@ async def test_an_image_sent_again_is_predicted_as_the_engine_reports_it(system:
     assert first.routed_on == "estimate", "the length of its image was not known"
     second = await settled(system, body)
     assert second.routed_on == "tokens"
-    assert second.worker == first.worker
     assert second.cached == (second.prompt - 1) // BLOCK * BLOCK
 
 
 async def test_another_image_shares_only_what_is_before_it(system: NoBroker) -> None:
-    known = await settled(system, chat(BEFORE, image(embedded("PNG")), AFTER))
+    await settled(system, chat(BEFORE, image(embedded("PNG")), AFTER))
     other = await ask(system, "/v1/chat/completions", chat(BEFORE, image(embedded("grey PNG")), AFTER))
     assert other.routed_on == "tokens", "an image of the same size has the same length"
-    assert other.worker == known.worker
     assert other.predicted == other.cached == len(f"<|user|>\n{BEFORE}") // BLOCK * BLOCK
 
 
@@ -126,7 +124,6 @@ async def test_a_conversation_with_several_images_is_followed(system: NoBroker) 
         before = await settled(system, chat(*parts))
         parts += [image(embedded(name)), AFTER]
         longer = await settled(system, chat(*parts))
-        assert longer.worker == before.worker
         assert longer.cached == (longer.prompt - 1) // BLOCK * BLOCK > before.cached
 
 
@@ -140,7 +137,7 @@ async def test_messages_and_responses_find_the_image_of_a_chat(system: NoBroker)
     ]
     messages = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
     seen = await ask(system, "/v1/messages", messages)
-    assert (seen.worker, seen.predicted, seen.prompt) == (known.worker, known.predicted, known.prompt)
+    assert (seen.routed_on, seen.predicted, seen.prompt) == ("tokens", known.predicted, known.prompt)
     url = f"http://{system.http}/v1/messages/count_tokens"
     async with system.session.post(url, json={"model": "m", "messages": messages["messages"]}) as response:
         assert await response.json() == {"input_tokens": known.prompt}
@@ -154,7 +151,7 @@ async def test_messages_and_responses_find_the_image_of_a_chat(system: NoBroker)
         # The simulated engine lacks the API, so only the decision is seen.
         headers = response.headers
         assert int(headers["x-kvrouter-overlap-blocks"]) * BLOCK == known.predicted
-        assert (headers["x-kvrouter-worker"], headers["x-kvrouter-routed-on"]) == (known.worker, "tokens")
+        assert headers["x-kvrouter-routed-on"] == "tokens"
 
 
 async def test_a_stream_is_learned_from_too(system: NoBroker) -> None:
