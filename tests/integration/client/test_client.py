@@ -254,6 +254,12 @@ async def test_a_client_outlives_its_frontend_and_keeps_its_bookings(stack: Stac
         async with aclosing(await client.generate(prompt)) as again:
             assert again.routing.prompt_blocks == 12
         assert stack.processes["frontend"] is not process
+
+        async def only_this_counts() -> bool:
+            # It is made again if the Frontend was away for longer than a Scheduler keeps a silent session.
+            return await active_requests(client) == 1
+
+        await until(only_this_counts)
         assert await client.free("kept")
 
 
