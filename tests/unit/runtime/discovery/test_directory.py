@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 from kvrouter.net.etcd import Change, Delete, Put, Snapshot
@@ -148,6 +150,30 @@ async def test_thousands_that_come_at_once_are_read_a_few_times() -> None:
     following.cancel()
     await asyncio.wait({following})
     assert readings < 200
+
+
+async def test_a_process_that_was_frozen_follows_changes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: asyncio.Queue[Change] = asyncio.Queue()
+
+    async def source() -> AsyncGenerator[Change]:
+        yield Snapshot(entries(worker(1)))
+        while True:
+            yield await changes.get()
+
+    def frozen(*arguments: Any) -> Any:
+        time.sleep(2)
+        return build_views(*arguments)
+
+    directory = Directory("127.0.0.1:1", "ns", CollectorRegistry(), source=source)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrouter.runtime.discovery.directory.build_views", frozen)
+        following = asyncio.create_task(directory.run())
+        await directory.synced()
+    changes.put_nowait(Put(POOL.worker_key(2), worker(2).SerializeToString()))
+    async with asyncio.timeout(30):
+        await directory.wait_for(lambda seen: 2 in seen.components[POOL].workers)
+    following.cancel()
+    await asyncio.wait({following})
 
 
 async def test_only_changed_registrations_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ log = structlog.get_logger(component="discovery")
 
 _CONFLICT_ADVICE = "find out who wrote it; kvrouter component forget deletes it"
 _REST = 20.0
-"""Pause between two rebuilds, in multiples of the time the last one took."""
+"""Pause between two rebuilds, in multiples of the processor time the last one took."""
 
 
 class Directory:
@@ -228,11 +228,12 @@ class Directory:
             self._rebuilding = asyncio.get_running_loop().call_later(self._rest_seconds, self._rebuild)
 
     def _rebuild(self) -> None:
-        began = time.perf_counter()
+        # Not clock time: a process that was frozen meanwhile would miss changes for many times as long.
+        began = time.thread_time()
         self._rebuilding = None
         self._read_entries()
         # When thousands of entries change at once, rebuilds and their readers must leave time for other tasks.
-        self._rest_seconds = _REST * (time.perf_counter() - began)
+        self._rest_seconds = _REST * (time.thread_time() - began)
 
     def _read_entries(self) -> None:
         self.components, ignored = build_views(self._entries, self._namespace, self.components)
