@@ -7,11 +7,15 @@ import re
 import sys
 from unittest.mock import ANY
 
+import pytest
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import FreeRequest
 
 from ..scheduler.scheduling import eventually, routing, scheduling, selecting, soon
+
+# A dozen processes start one after another.
+pytestmark = pytest.mark.timeout(300)
 
 
 async def run(*arguments: str) -> tuple[int | None, str, str]:
