@@ -43,7 +43,7 @@ from kvrouter.scheduler.workers.descriptors import write_descriptors
 
 log = structlog.get_logger(component="scheduler")
 
-_EXPIRY_SECONDS = 0.1
+_EXPIRY_SECONDS = 0.5
 """Interval between checks for expired leases and grace periods, in seconds; far below either."""
 _PREDICTION_EXPIRY_SECONDS = 1.0
 """Interval at which expired predicted blocks are dropped, in seconds. They no longer count, but use memory."""

@@ -94,7 +94,7 @@ def _has_generate(worker: ObservedWorker) -> bool:
 
 _IDLE_PROBES_PER_SECOND = 200
 """Maximum rate of probes to workers without running requests. A ping costs about 0.1 ms of processor time."""
-_TURNS = 16
+_TURNS = 8
 """Parts of an interval. Workers of a part are probed together: a timer for each would cost more than the probes."""
 
 

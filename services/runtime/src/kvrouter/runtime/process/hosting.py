@@ -25,7 +25,9 @@ from kvrouter.v1.registry_pb2 import ServiceRegistration
 log = structlog.get_logger(component="hosting")
 
 _READINESS_SECONDS = 0.05
-"""Interval of readiness checks."""
+"""Interval of readiness checks until all services are ready, seconds."""
+_READY_SECONDS = 0.5
+"""The same from then on: each check wakes the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ async def _follow_readiness(runtime: Runtime, server: RpcServer, services: Seque
                 log.info("service.ready" if ready else "service.not_ready", service=service.kind)
                 server.health.set_ready(service.descriptor.full_name, ready)
                 runtime.registrar.set_ready(service.kind, ready)
-        await asyncio.sleep(_READINESS_SECONDS)
+        await asyncio.sleep(_READY_SECONDS if all(known.values()) else _READINESS_SECONDS)
 
 
 _Address = tuple[socket.AddressFamily, tuple[str, int]]

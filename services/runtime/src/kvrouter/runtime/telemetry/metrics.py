@@ -169,7 +169,7 @@ class MetricsHandler:
             return self._newest
 
 
-PERIOD_S = 0.1
+PERIOD_S = 0.2
 """Interval between two measurements, seconds."""
 
 _BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvrouter.runtime.telemetry.metrics import PERIOD_S, lateness
 
-SECONDS = 2.0
+SECONDS = 4.0
 """Time constant of the mean, seconds."""
 
 
