@@ -100,8 +100,8 @@ def test_output_is_as_good_as_an_answer() -> None:
     assert [each.worker_id for each in found.avoided(POOL)] == [1]
     call.heard()
     assert not found.avoided(POOL)
-    assert found.take_heard("a:1")
-    assert not found.take_heard("a:1"), "a probe is due again"
+    assert not found.take_unheard(["a:1"])
+    assert found.take_unheard(["a:1"]) == ["a:1"], "a probe is due again"
 
 
 def test_a_worker_whose_requests_fail_is_avoided_and_tried_by_one_request_at_a_time() -> None:

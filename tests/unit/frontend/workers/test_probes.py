@@ -33,6 +33,8 @@ class Workers:
         self.answering = {endpoint: asyncio.Event() for endpoint in endpoints}
         self.refusing: set[str] = set()
         self.defective: set[str] = set()
+        self.has_streams = False
+        self.pongs: dict[str, asyncio.Future[bool]] = {}
         self._changed = asyncio.Event()
         for event in self.answering.values():
             event.set()
@@ -59,6 +61,15 @@ class Workers:
 
     async def forget(self, endpoint: str) -> None:
         self.forgotten.append(endpoint)
+
+    def ping(self, endpoint: str) -> asyncio.Future[bool] | None:
+        if not self.has_streams:
+            return None
+        self.requested[endpoint] += 1
+        pong = self.pongs[endpoint] = asyncio.get_running_loop().create_future()
+        if self.answering[endpoint].is_set():
+            pong.set_result(True)
+        return pong
 
     async def probe(self, endpoint: str) -> Probe:
         self.requested[endpoint] += 1
@@ -112,6 +123,29 @@ async def test_a_worker_whose_port_refuses_is_suspected_at_once_and_probed_again
         await until(lambda: [each.worker_id for each in health.avoided(POOL)] == [0])
         workers.refusing.clear()
         await until(lambda: not health.avoided(POOL))
+
+
+async def test_a_worker_is_suspected_if_its_stream_answers_no_ping_and_cleared_by_the_late_answer() -> None:
+    workers = Workers("a:1", "b:1")
+    workers.has_streams = True
+    async with probing(workers) as health:
+        await until(lambda: len(workers.requested) == 2)
+        workers.answering["a:1"].clear()
+        await until(lambda: [each.worker_id for each in health.avoided(POOL)] == [0])
+        workers.answering["a:1"].set()
+        workers.pongs["a:1"].set_result(True)
+        await until(lambda: not health.avoided(POOL))
+
+
+async def test_a_worker_whose_stream_ends_is_probed_another_way() -> None:
+    workers = Workers("a:1")
+    workers.has_streams = True
+    workers.answering["a:1"].clear()
+    async with probing(workers, max_missed=1_000_000) as health:
+        await until(lambda: "a:1" in workers.pongs)
+        workers.refusing.add("a:1")
+        workers.pongs["a:1"].set_result(False)
+        await until(lambda: [each.worker_id for each in health.avoided(POOL)] == [0])
 
 
 async def test_an_answer_that_hits_a_defect_counts_against_its_worker_alone() -> None:

@@ -141,19 +141,19 @@ class CallStreamClient:
         finally:
             del answer  # Its exception's traceback refers to this frame.
 
-    async def probe(self) -> bool:
-        """Returns whether the server's event loop answers a ping; False at once if it cannot be asked this way.
+    def ping(self) -> asyncio.Future[bool] | None:
+        """Pings the server's event loop; None if it cannot be asked this way. For clients without heartbeats.
 
-        Waits for as long as the stream is open. For clients without heartbeats.
+        The result is whether it answered before the stream ended. Pings before the answer share it.
         """
         connection = self._latest or (self._retired[-1] if self._retired else None)
         if connection is None or not connection.stream.answers_probes:
-            return False
+            return None
         stream = connection.stream
-        if stream.pong is None:
+        if stream.pong is None or stream.pong.done():
             stream.pong = asyncio.get_running_loop().create_future()
             stream.ping()
-        return await asyncio.shield(stream.pong)
+        return stream.pong
 
     def start(
         self,

@@ -83,6 +83,10 @@ class WorkerPool:
         """Aborts a request at a worker. Returns whether the worker could be reached soon."""
         return await self._connection(endpoint).abort(request_id)
 
+    def ping(self, endpoint: str) -> asyncio.Future[bool] | None:
+        """Pings a worker with an open call stream; see ``WorkerConnection.ping``."""
+        return self._connection(endpoint).ping()
+
     async def probe(self, endpoint: str) -> Probe:
         """Checks a worker's health; see ``WorkerConnection.probe``."""
         connection = self._connection(endpoint)

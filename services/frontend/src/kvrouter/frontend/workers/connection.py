@@ -27,7 +27,7 @@ _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 _GENERATE = f"{_DESCRIPTOR.full_name}/Generate"
 _PROBE_SECONDS = 30.0
 """Timeout of one probe call, seconds. A worker is suspected long before; a lost call is made again."""
-_PING_SECONDS = 2.0
+_PING_SECONDS = 1.0
 """Time after which an unanswered ping is followed by a probe call, which notices lost connections, seconds."""
 _ABORT_SECONDS = 1.0
 """Timeout of an abort, which delays the retry of its request, seconds. A worker that is gone refuses it at once."""
@@ -132,6 +132,13 @@ class WorkerConnection:
         finally:
             self._pending -= 1
 
+    def ping(self) -> asyncio.Future[bool] | None:
+        """Pings the worker's event loop on its open call stream; None if it cannot be asked this way.
+
+        The result is whether it answered before the stream ended.
+        """
+        return self._stream.ping()
+
     async def probe(self) -> Probe:
         """Checks the worker's health, by a ping on its call stream if it answers such.
 
@@ -160,10 +167,10 @@ class WorkerConnection:
         try:
             async with asyncio.timeout(_PING_SECONDS):
                 # A server that shuts down answers on the stream of its running calls, and accepts no new one.
-                if await self._stream.probe():
+                if (pong := self.ping()) is not None and await asyncio.shield(pong):
                     return True
                 await self._stream.wait_open()
-                return await self._stream.probe() or None
+                return ((pong := self.ping()) is not None and await asyncio.shield(pong)) or None
         except NotSent:
             return None
         except TimeoutError:

@@ -208,7 +208,8 @@ class WorkerHealth:
         """Looks for workers that are stalled, generate again, or must be left. To be called at the end of intervals."""
         now_ns = time.time_ns()
         for worker in list(self._workers.values()):
-            self.forget_if_gone(worker)
+            if not worker.registered:
+                self.forget_if_gone(worker)
             if worker.fate is not None and self._clock() - worker.fate.since > LOST_SECONDS:
                 self._resolve(worker, died=False)
             worker.leaving = 0 < worker.migrate_unix_ns <= now_ns
@@ -251,13 +252,15 @@ class WorkerHealth:
         worker = self._workers.get(endpoint)
         return worker is not None and bool(worker.calls or worker.missed)
 
-    def take_heard(self, endpoint: str) -> bool:
-        """Returns whether a worker sent anything since the previous call of this method, and resets that."""
-        worker = self._workers.get(endpoint)
-        if worker is None:
-            return False
-        heard, worker.heard = worker.heard, False
-        return heard
+    def take_unheard(self, endpoints: Iterable[str]) -> list[str]:
+        """Returns those of known workers that are watched and sent nothing since they were last passed here."""
+        unheard: list[str] = []
+        for endpoint in endpoints:
+            worker = self._workers[endpoint]
+            if (worker.calls or worker.missed) and not worker.heard:
+                unheard.append(endpoint)
+            worker.heard = False
+        return unheard
 
     def answered(self, endpoint: str) -> None:
         """Records that a worker answered a probe or sent something."""

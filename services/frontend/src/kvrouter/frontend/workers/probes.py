@@ -15,6 +15,7 @@ import os
 from collections import OrderedDict
 from functools import partial
 from random import Random
+from typing import Any
 
 import structlog
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
@@ -124,10 +125,12 @@ class WorkerProbes:
         """Addresses of all workers, by the turn in which each is looked at."""
         self._next_probe: OrderedDict[str, float] = OrderedDict()
         """The same, each with the time of its next probe if it is idle then; the earliest first."""
-        self._asking: dict[str, asyncio.Task[None]] = {}
-        """Probes without an answer."""
+        self._asking: dict[str, asyncio.Future[Any]] = {}
+        """Probes without an answer: a ping, or the task of a probe that also notices lost connections."""
         self._asked_between: set[str] = set()
         """Those of them that began after the last turn of their workers, so less than an interval ago."""
+        self._allowed = 0.0
+        """Probes of idle workers that may begin now."""
         self._failing: set[str] = set()
         """Addresses whose probes hit a defect, which was logged."""
         self._rng = Random()
@@ -163,27 +166,36 @@ class WorkerProbes:
         Each interval without the answer to a probe counts as missed. Intervals of this event loop are counted, not
         clock time: a gateway that was frozen itself processes the answers that arrived meanwhile and suspects nobody.
         """
-        loop, allowed = asyncio.get_running_loop(), 0.0
-        while True:
-            for turn in self._turns:
-                await asyncio.sleep(self._interval / _TURNS)
-                for endpoint in turn - self._health.endpoints():
-                    turn.discard(endpoint)
-                    del self._next_probe[endpoint]
-                    group.create_task(self._leave(endpoint))
-                for endpoint in turn:
-                    if endpoint in self._asked_between:
-                        self._asked_between.discard(endpoint)
-                    elif endpoint in self._asking:
-                        self._health.missed(endpoint)
-                    elif not self._health.take_heard(endpoint) and self._health.is_watched(endpoint):
-                        self._asking[endpoint] = group.create_task(self._ask(endpoint))
-                # The first probe of a worker connects to it, so thousands that come at once must wait for each other.
-                allowed = min(allowed, 1.0) + _IDLE_PROBES_PER_SECOND * self._interval / _TURNS
-                for endpoint in self._due(loop.time(), int(allowed)):
-                    allowed -= 1
-                    self._asked_between.add(endpoint)
-                    self._asking[endpoint] = group.create_task(self._ask(endpoint))
+        try:
+            while True:
+                for turn in self._turns:
+                    await asyncio.sleep(self._interval / _TURNS)
+                    self._take_turn(group, turn)
+        finally:
+            for asking in self._asking.values():
+                asking.cancel()
+
+    def _take_turn(self, group: asyncio.TaskGroup, turn: set[str]) -> None:
+        for endpoint in turn - self._health.endpoints():
+            turn.discard(endpoint)
+            del self._next_probe[endpoint]
+            group.create_task(self._leave(endpoint))
+        for endpoint in self._asking.keys() & turn:
+            if endpoint in self._asked_between:
+                self._asked_between.discard(endpoint)
+            else:
+                self._health.missed(endpoint)
+            if not isinstance(self._asking[endpoint], asyncio.Task):
+                self._asking[endpoint] = group.create_task(self._ask(endpoint))
+        for endpoint in self._health.take_unheard(turn):
+            if endpoint not in self._asking:
+                self._begin(group, endpoint)
+        # The first probe of a worker connects to it, so thousands that come at once must wait for each other.
+        self._allowed = min(self._allowed, 1.0) + _IDLE_PROBES_PER_SECOND * self._interval / _TURNS
+        for endpoint in self._due(asyncio.get_running_loop().time(), int(self._allowed)):
+            self._allowed -= 1
+            self._asked_between.add(endpoint)
+            self._begin(group, endpoint)
 
     def _due(self, now: float, count: int) -> list[str]:
         """Returns the addresses of at most ``count`` idle workers to probe now, those that waited longest first."""
@@ -198,6 +210,33 @@ class WorkerProbes:
             if endpoint not in self._asking and not self._health.is_watched(endpoint):
                 due.append(endpoint)
         return due
+
+    def _begin(self, group: asyncio.TaskGroup, endpoint: str) -> None:
+        """Begins a probe. A ping of an open stream takes no task, which would cost more than the ping."""
+        pong = self._pool.ping(endpoint)
+        if pong is None:
+            self._asking[endpoint] = group.create_task(self._ask(endpoint))
+        else:
+            self._asking[endpoint] = pong
+            pong.add_done_callback(partial(self._take_pong, group, endpoint))
+
+    def _take_pong(self, group: asyncio.TaskGroup, endpoint: str, pong: asyncio.Future[bool]) -> None:
+        if self._asking.get(endpoint) is not pong:
+            return  # A task asks meanwhile, and waits for the same answer.
+        if not pong.cancelled() and not pong.result():
+            self._asking[endpoint] = group.create_task(self._ask(endpoint))
+            return
+        self._end(endpoint)
+        if not pong.cancelled():
+            self._answered(endpoint)
+
+    def _end(self, endpoint: str) -> None:
+        del self._asking[endpoint]
+        self._asked_between.discard(endpoint)
+
+    def _answered(self, endpoint: str) -> None:
+        self._failing.discard(endpoint)
+        self._health.answered(endpoint)
 
     async def _leave(self, endpoint: str) -> None:
         if asking := self._asking.get(endpoint):
@@ -216,10 +255,8 @@ class WorkerProbes:
                 self._failing.add(endpoint)
                 log.exception("worker.probe_failed", endpoint=endpoint)
         finally:
-            del self._asking[endpoint]
-            self._asked_between.discard(endpoint)
+            self._end(endpoint)
         if outcome is Probe.ANSWERED:
-            self._failing.discard(endpoint)
-            self._health.answered(endpoint)
+            self._answered(endpoint)
         else:
             self._health.missed(endpoint, is_unreachable=outcome is Probe.UNREACHABLE)
