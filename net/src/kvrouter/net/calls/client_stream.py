@@ -191,8 +191,10 @@ class ClientStream:
 
     def next_message(self) -> bytes | None:
         """Returns the next message to write: all waiting items with room. None if nothing does."""
-        message = OpenCallStreamRequest()
         self._in_latest_message = []
+        if not (self._ping or self._cancelled or self._urgent or self._short or self._long):
+            return None
+        message = OpenCallStreamRequest()
         room = self._message_bytes - ITEM_BYTES
         if self._cancelled:
             count = min(len(self._cancelled), room // 4 // _CANCEL_BYTES)

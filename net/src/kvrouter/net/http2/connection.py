@@ -216,7 +216,7 @@ class GrpcConnection(asyncio.Protocol):
             connected: socket.socket = transport.get_extra_info("socket")
             # A peer that vanished acknowledges nothing. TCP alone would wait a quarter of an hour.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_TIMEOUT_MS)
-        self._check = self._loop.call_later(_CHECK_SECONDS, self._check_heard)
+        self._check_later()
         self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -312,7 +312,12 @@ class GrpcConnection(asyncio.Protocol):
         if self._silent_checks == _CHECKS_TO_PING:
             self._call.ping()
             self.wake()
-        self._check = self._loop.call_later(_CHECK_SECONDS, self._check_heard)
+        self._check_later()
+
+    def _check_later(self) -> None:
+        # Rounded, so that the checks of many connections wake the process together.
+        step = _CHECK_SECONDS / 10
+        self._check = self._loop.call_at(round(self._loop.time() / step) * step + _CHECK_SECONDS, self._check_heard)
 
 
 def _cause(failed: ExceptionGroup[Exception]) -> Exception:

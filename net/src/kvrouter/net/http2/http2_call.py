@@ -237,6 +237,10 @@ class Http2Call:
                 break
             if kind == Kind.DATA:
                 self._take_data(stream, flags, buffer[start:position])
+            elif kind == Kind.WINDOW_UPDATE and length == _SIZES[kind] and self._headers is None:
+                # A server sends several for each short message.
+                self._spend(1)
+                self._take_window(stream, buffer[start:position])
             else:
                 self._take_frame(kind, stream, flags, buffer[start:position])
         self._unread = buffer[position:]
@@ -297,8 +301,6 @@ class Http2Call:
                     self._continue_headers(stream, flags, payload)
                 case Kind.SETTINGS:
                     self._take_settings(flags, payload)
-                case Kind.WINDOW_UPDATE:
-                    self._take_window(stream, payload)
                 case Kind.PING:
                     if not flags & ACK:
                         self._reply(frame(Kind.PING, payload, flags=ACK))
