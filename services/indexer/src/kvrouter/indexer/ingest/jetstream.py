@@ -53,8 +53,8 @@ class Pull:
         self._filled = asyncio.Event()
         self._outstanding = 0
         """Messages still due for the last request."""
-        self._ends_at = 0.0
-        """Time of the event loop at which the last request has ended."""
+        self._end: asyncio.TimerHandle | None = None
+        """When the last request has ended."""
 
     async def open(self) -> None:
         """Subscribes to the messages.
@@ -84,25 +84,23 @@ class Pull:
         if not self._arrived:
             if self._outstanding <= 0:
                 await self._request(wait_seconds)
-            await self._wait()
+            self._filled.clear()
+            if not self._arrived:
+                await self._filled.wait()
         return self._received()
 
     async def _request(self, wait_seconds: float) -> None:
         expires_ns = round(max(wait_seconds - _MARGIN_SECONDS, wait_seconds / 2) * 1e9)
         self._outstanding = REQUESTED_MESSAGES
-        self._ends_at = asyncio.get_running_loop().time() + wait_seconds
+        if self._end is not None:
+            self._end.cancel()
+        self._end = asyncio.get_running_loop().call_later(wait_seconds, self._expire)
         request = json.dumps({"batch": REQUESTED_MESSAGES, "expires": expires_ns}).encode()
         await self._connection.publish(self._subject, request, self._inbox)
 
-    async def _wait(self) -> None:
-        self._filled.clear()
-        if self._arrived:
-            return
-        try:
-            async with asyncio.timeout_at(self._ends_at):
-                await self._filled.wait()
-        except TimeoutError:
-            self._outstanding = 0
+    def _expire(self) -> None:
+        self._outstanding = 0
+        self._filled.set()
 
     async def _receive(self, message: Msg) -> None:
         # Any client can publish to the inbox. What does not fit is missed by its number if it was a delivery.
