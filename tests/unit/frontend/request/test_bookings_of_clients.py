@@ -103,7 +103,7 @@ async def test_the_error_says_that_an_unreachable_scheduler_may_have_it(
 async def test_one_that_is_frozen_delays_a_release_by_heartbeats_only(
     monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    monkeypatch.setattr(service, "HEARTBEAT_TIMEOUT_SECONDS", 0.02)
+    monkeypatch.setattr(service, "ANSWER_SECONDS", 0.02)
     schedulers = [Frozen(), Knowing(known)]
     links: Any = SimpleNamespace(schedulers=lambda: schedulers, live_bookings=0, sharded_components=0)
     releasing = served(links).free(FrontendServiceFreeRequest(booking=BOOKING), deadline=Deadline.after(600))

@@ -21,7 +21,7 @@ from kvrouter.frontend.request.request_checks import check_routing, requested_to
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.schedulers.client_sessions import kept_session, open_session, scheduler_session_id
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
-from kvrouter.frontend.schedulers.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS
+from kvrouter.frontend.schedulers.scheduler_link import ANSWER_SECONDS
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
@@ -351,7 +351,7 @@ class FrontendService:
         schedulers = self._links.schedulers()
         if not schedulers and self._directory.components:
             raise DependencyAway("no Scheduler is registered and ready: check that one runs in this namespace")
-        limit = deadline.within(HEARTBEAT_TIMEOUT_SECONDS)
+        limit = deadline.within(ANSWER_SECONDS)
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(_settled(ask(each, limit))) for each in schedulers]
         outcomes = [task.result() for task in asking]

@@ -26,7 +26,7 @@ from random import Random
 from kvrouter.core import sequence_hashes
 from kvrouter.frontend.schedulers.scheduler_choice import SchedulerSource
 from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
-from kvrouter.frontend.schedulers.scheduler_link import HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
+from kvrouter.frontend.schedulers.scheduler_link import ANSWER_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, SchedulerLink
 from kvrouter.frontend.schedulers.sharding import PrefixSplit, Sharding
 from kvrouter.net import trace_context
 from kvrouter.runtime.contracts import Scheduler
@@ -218,7 +218,7 @@ class PoolChoice:
         """
         if len(views) <= 1:
             return list(views)
-        limit = deadline.within(HEARTBEAT_TIMEOUT_SECONDS)
+        limit = deadline.within(ANSWER_SECONDS)
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(self._rate(view, routing(view), limit)) for view in views]
         ratings = [task.result() for task in asked]
