@@ -46,7 +46,11 @@ def observed(streams: Sequence[Stream]) -> str:
     """What a report says of the streams."""
     unavailable = sum(stream.unavailable for stream in streams)
     longest = max((stream.ended or stream.began) - stream.began for stream in streams)
-    return f"{len(streams)} streams, {unavailable} unavailable, longest {longest:.1f} s"
+    blind, decisions = sum(stream.load_only for stream in streams), sum(len(stream.workers) for stream in streams)
+    return (
+        f"{len(streams)} streams, {unavailable} unavailable, longest {longest:.1f} s, "
+        f"{blind} of {decisions} decisions without overlaps"
+    )
 
 
 def _listed(streams: Sequence[Stream]) -> str:

@@ -50,6 +50,8 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     workers: list[int] = field(default_factory=list)
     """Where it ran, one entry for each attempt that gave output."""
+    load_only: int = 0
+    """How many of these attempts were decided without overlaps, because no Indexer answered in time."""
     finish: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
     error: KvRouterError | None = None
     ended: float | None = None
@@ -143,6 +145,7 @@ class Traffic:
                 async for piece in pieces:
                     if piece.HasField("routing"):
                         stream.workers.append(piece.routing.rank.worker_id)
+                        stream.load_only += piece.routing.load_only
                     stream.tokens += piece.output.token_ids
                     stream.finish = piece.output.finish_reason or stream.finish
         except KvRouterError as error:
