@@ -39,6 +39,8 @@ SERVICES = ("indexer", "scheduler", "frontend")
 BLOCK_SIZE = 16
 PROMPT = 1024
 SHARED = 768
+_POLL_SECONDS = 0.25
+"""Pause between two looks at a service, each of which costs it as much as some requests."""
 SETTLE_SECONDS = 15.0
 """Time after readiness for what registration has left to do."""
 
@@ -88,6 +90,7 @@ class Fleet:
             return False
 
     async def _knows(self, workers: int) -> bool:
+        await asyncio.sleep(_POLL_SECONDS)
         try:
             async with self.session.get(f"{self.url}/health") as response:
                 models = (await response.json())["models"]
@@ -98,7 +101,7 @@ class Fleet:
     async def _has_compared(self, workers: int) -> bool:
         ranks = await self.metrics("indexer", "kvrouter_indexer_ranks")
         unverified = await self.metrics("indexer", "kvrouter_indexer_unverified_ranks")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(_POLL_SECONDS)
         return sum(ranks.values()) - sum(unverified.values()) >= workers
 
     async def metrics(self, service: str, prefix: str) -> dict[str, float]:
