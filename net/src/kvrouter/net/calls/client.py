@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 from kvrouter.net.calls.client_connection import ClientConnection, StreamEnded
@@ -13,7 +14,6 @@ from kvrouter.net.http2 import Metadata
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls
 from kvrouter.v1.errors import KvRouterError
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 log = get_logger(__name__)
 
@@ -22,7 +22,8 @@ HEARTBEAT_TIMEOUT_SECONDS = 2.0
 _LASTING_SECONDS = 1.0
 """A healthy stream lasts this long: it is opened again without a pause."""
 
-
+_LONGEST_PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
+"""Longest pause after each attempt that opened no lasting stream, seconds."""
 _MAX_RETIRED = 8
 """Streams finishing their calls while another one takes the new ones. Beyond, the oldest is closed."""
 
@@ -181,12 +182,14 @@ class CallStreamClient:
     async def run(self) -> None:
         """Keeps a stream open until cancelled."""
         async with asyncio.TaskGroup() as streams:
+            failures = 0
             while True:
-                async for attempt in AsyncRetrying(
-                    wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(_NotOpened)
-                ):
-                    with attempt:
-                        await self._keep_stream(streams)
+                try:
+                    await self._keep_stream(streams)
+                    failures = 0
+                except _NotOpened:
+                    await asyncio.sleep(random.uniform(0.0, _LONGEST_PAUSES[min(failures, len(_LONGEST_PAUSES) - 1)]))
+                    failures += 1
 
     async def wait_open(self, time_left: float | None = None) -> float | None:
         """Waits for an opening stream. Returns the time left.

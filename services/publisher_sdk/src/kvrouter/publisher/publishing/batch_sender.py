@@ -14,11 +14,12 @@ from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder
 from kvrouter.net.logs import get_logger
 from kvrouter.net.nats.client import or_cancelled
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 log = get_logger(__name__)
 
 _TRIES_BEFORE_WARNING = 4
+_LONGEST_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
+"""Longest pause after each failed attempt, seconds."""
 _REPEATED = (1.7, 2.0)
 """Time before a heartbeat is repeated, in heartbeat intervals."""
 
@@ -120,14 +121,16 @@ class BatchSender:
         events = after - first
         # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
         message_id = f"{self._secret}.{first}-{after - 1}" if events else None
+        failures = 0
         try:
-            async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(TransportAway),
-                wait=wait_random_exponential(multiplier=0.1, max=2),
-                before_sleep=self._note_retry,
-            ):
-                with attempt:
+            while True:
+                try:
                     await or_cancelled(transport.send(self.subject, payload, message_id))
+                    break
+                except TransportAway as error:
+                    failures += 1
+                    self._note_retry(error, failures)
+                    await asyncio.sleep(random.uniform(0.0, _LONGEST_PAUSES[min(failures, len(_LONGEST_PAUSES)) - 1]))
         except MessageRefused as error:
             self._end_wait()
             self.refused += events
@@ -140,13 +143,13 @@ class BatchSender:
         else:
             self.heartbeats_sent += 1
 
-    def _note_retry(self, state: RetryCallState) -> None:
+    def _note_retry(self, error: TransportAway, failures: int) -> None:
         self.retries += 1
-        self.waiting_reason = str(state.outcome.exception()) if state.outcome is not None else ""
+        self.waiting_reason = str(error)
         if self._waits_since is None:
             self._waits_since = time.monotonic()
         # The first attempts may fail while the connection is being made, which is not worth a warning.
-        if state.attempt_number == _TRIES_BEFORE_WARNING:
+        if failures == _TRIES_BEFORE_WARNING:
             log.warning(
                 "publish.delayed",
                 rank=self.dp_rank,
