@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
-from kvrouter.core.interface import PrefixIndex, Rank, RankInfo
+from kvrouter.core.interface import PrefixIndex, Rank
 from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.incarnations import NewIncarnation
 from kvrouter.indexer.index.known_ranks import KnownRanks
@@ -42,8 +42,10 @@ class StaleDump(Exception):
 class RepairStart:
     """State of a rank before the call to its worker."""
 
-    info: RankInfo | None
+    cursor: tuple[int, int] | None
     """None if the rank is not in the index."""
+    is_partial: bool
+    """Whether blocks of it may be missing in the index."""
     claims: tuple[int, ...]
     """Unconfirmed incarnations of events."""
 
@@ -114,8 +116,8 @@ class RankRepair:
 
         def begin(index: PrefixIndex) -> RepairStart:
             self._events.pending.open(rank, retained=False).mark_requested()
-            info = next((info for info in index.ranks() if info[:2] == rank), None)
-            return RepairStart(info, self._events.incarnations.claims(rank))
+            is_partial = self._known.is_partial(rank) or index.is_evicted(rank)
+            return RepairStart(index.cursor(rank), is_partial, self._events.incarnations.claims(rank))
 
         return await self._shared.change(begin)
 

@@ -202,12 +202,11 @@ class Resync:
             # Events that arrive meanwhile wait: after those that the rank dropped before, they would show a gap.
             await self._load(resumed)
             start = await self._index_repair.begin_repair(rank)
-        info = start.info
+        cursor = start.cursor
         if worker is None:
             return _Outcome.FAILED
         async with worker_at(worker.endpoint, self.tls) as stub:
-            if info is not None and not info.partial and reason in _LACK_EVENTS:
-                cursor = (info.incarnation, info.next_event_id)
+            if cursor is not None and not start.is_partial and reason in _LACK_EVENTS:
                 batches = await fetch_events(stub, rank, cursor, Deadline.after(_EVENTS_SECONDS))
                 if (
                     batches is not None
@@ -215,7 +214,7 @@ class Resync:
                     and await self._index_repair.apply_fetched(rank, batches)
                 ):
                     refuted = await self._index_repair.confirm_rank(
-                        rank, info.incarnation, reason, start.claims, news=bool(batches)
+                        rank, cursor[0], reason, start.claims, news=bool(batches)
                     )
                     if batches:
                         self.refetches += 1
@@ -238,7 +237,7 @@ class Resync:
             next_event_id=dump.cursor[1],
             blocks=blocks,
         )
-        same = info is not None and dump.cursor[0] == info.incarnation and dump.cursor[1] >= info.next_event_id
+        same = cursor is not None and dump.cursor[0] == cursor[0] and dump.cursor[1] >= cursor[1]
         return _outcome(reason, founded=reason == "gap" or not same)
 
     async def _load(self, dump: RankDump) -> None:
