@@ -64,8 +64,15 @@ class SharedIndex:
         finally:
             self._changes.release()
 
-    async def change(self, task: Callable[[PrefixIndex], _T]) -> _T:
-        """Runs a change of the index or the data beside it in a thread. Returns its result."""
+    async def change(self, task: Callable[[PrefixIndex], _T], *, at_once: bool = False) -> _T:
+        """Runs a change of the index or the data beside it. Returns its result.
+
+        It runs in a thread; if it is short (``at_once``) and the lock is free, on the event loop.
+        """
+        if at_once:
+            with self.applying_at_once() as index:
+                if index is not None:
+                    return task(index)
 
         def locked() -> _T:
             with self._changes:

@@ -119,7 +119,7 @@ class RankRepair:
             is_partial = self._known.is_partial(rank) or index.is_evicted(rank)
             return RepairStart(index.cursor(rank), is_partial, self._events.incarnations.claims(rank))
 
-        return await self._shared.change(begin)
+        return await self._shared.change(begin, at_once=True)
 
     async def apply_fetched(self, rank: Rank, batches: Sequence[bytes]) -> bool:
         """Applies encoded batches fetched from the worker. Returns whether all applied without a gap or fault."""
@@ -136,7 +136,7 @@ class RankRepair:
                     return False
             return True
 
-        return await self._shared.change(apply)
+        return await self._shared.change(apply, at_once=not batches)
 
     async def replace_rank(self, dump: RankDump, reason: str, claims: Sequence[int] = ()) -> int:
         """Replaces a rank by its worker's state, then applies the pending events. Returns the entries loaded.
@@ -186,7 +186,8 @@ class RankRepair:
         def confirm(index: PrefixIndex) -> int:
             return self._confirm(rank, incarnation, claims) + self._finish(index, rank, reason, news=news)
 
-        return await self._shared.change(confirm)
+        pending = self._events.pending.get(rank)
+        return await self._shared.change(confirm, at_once=pending is None or not pending.bytes)
 
     async def give_up_repair(self, rank: Rank) -> None:
         """Ends a failed repair: applies the pending events. A gap among them empties the rank."""
