@@ -131,8 +131,7 @@ class DrivenNode(EngineNode):
 
 def _command(event: CacheEvent) -> list[object]:
     if isinstance(event, Stored):
-        tokens = b"".join(event.token_blocks)
-        numbers = struct.unpack(f"<{len(event.engine_hashes) * BLOCK_SIZE}I", tokens)
+        numbers = struct.unpack(f"<{len(event.engine_hashes) * BLOCK_SIZE}I", event.tokens)
         parent = "-" if event.parent_hash is None else event.parent_hash
         return ["stored", parent, len(event.engine_hashes), *event.engine_hashes, *numbers]
     if isinstance(event, Removed):

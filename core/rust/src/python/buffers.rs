@@ -89,6 +89,14 @@ pub fn words<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u64]>> {
     }
 }
 
+/// Returns hashes as integers: those of a buffer of unsigned 64-bit integers, or of another sequence.
+pub fn hashes<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u64]>> {
+    match object.cast::<PyList>() {
+        Ok(list) => Ok(Cow::Owned(list.extract()?)),
+        Err(_) => words(object).or_else(|_| Ok(Cow::Owned(object.extract()?))),
+    }
+}
+
 fn whole_words(packed: &[u8]) -> PyResult<&[u8]> {
     if !packed.len().is_multiple_of(8) {
         return Err(PyValueError::new_err("expected packed hashes of 8 bytes each"));

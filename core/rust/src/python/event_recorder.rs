@@ -8,7 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::{immutable, pack, words};
+use super::buffers::{hashes, immutable, pack, words};
 use super::dump::DumpChunks;
 use super::exclusive::Exclusive;
 use super::interface;
@@ -58,7 +58,8 @@ impl EventRecorder {
         self.record(py, 0, |_| Ok(()))
     }
 
-    fn resident(&self, py: Python<'_>, engine_hashes: Vec<u64>, tier: i32) -> PyResult<Vec<u64>> {
+    fn resident(&self, py: Python<'_>, engine_hashes: &Bound<'_, PyAny>, tier: i32) -> PyResult<Vec<u64>> {
+        let engine_hashes = hashes(engine_hashes)?;
         let resident = self.recorder.with(py, engine_hashes.len() > LONG, |recorder| {
             let is_resident = |hash: &u64| recorder.state().is_resident(*hash, tier).map(|yes| yes.then_some(*hash));
             engine_hashes.iter().filter_map(|hash| is_resident(hash).transpose()).collect::<Result<_, _>>()
@@ -80,7 +81,7 @@ impl EventRecorder {
     fn stored<'py>(
         &self,
         py: Python<'py>,
-        engine_hashes: Vec<u64>,
+        engine_hashes: &Bound<'py, PyAny>,
         local_hashes: &Bound<'py, PyAny>,
         parent: Option<u64>,
         tier: i32,
@@ -88,6 +89,7 @@ impl EventRecorder {
         new_copies: bool,
         parts: u32,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let engine_hashes = hashes(engine_hashes)?;
         let locals = words(local_hashes).map_err(|error| match error.is_instance_of::<PyValueError>(py) {
             true => raised(py, Error::Invalid(error.value(py).to_string())),
             false => error,
@@ -98,11 +100,23 @@ impl EventRecorder {
         })
     }
 
-    fn stored_in_tier<'py>(&self, py: Python<'py>, engine_hashes: Vec<u64>, tier: i32) -> PyResult<Bound<'py, PyAny>> {
+    fn stored_in_tier<'py>(
+        &self,
+        py: Python<'py>,
+        engine_hashes: &Bound<'py, PyAny>,
+        tier: i32,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let engine_hashes = hashes(engine_hashes)?;
         self.record(py, engine_hashes.len(), |recorder| recorder.stored_in_tier(&engine_hashes, tier))
     }
 
-    fn removed<'py>(&self, py: Python<'py>, engine_hashes: Vec<u64>, tier: i32) -> PyResult<Bound<'py, PyAny>> {
+    fn removed<'py>(
+        &self,
+        py: Python<'py>,
+        engine_hashes: &Bound<'py, PyAny>,
+        tier: i32,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let engine_hashes = hashes(engine_hashes)?;
         self.record(py, engine_hashes.len(), |recorder| recorder.removed(&engine_hashes, tier))
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from kvrouter.mocker.engine.types import UNSCOPED, Cleared, Removed, Scope, Stored, pack_tokens
 
@@ -35,9 +37,9 @@ def test_events_name_parent_tokens_and_scope() -> None:
     assert isinstance(first, Stored)
     assert isinstance(second, Stored)
     assert (first.parent_hash, first.scope) == (None, UNSCOPED)
-    assert first.token_blocks == (pack_tokens(range(4)), pack_tokens(range(4, 8)))
+    assert first.tokens == pack_tokens(range(8))
     assert second.parent_hash == first.engine_hashes[1]
-    assert second.token_blocks == (pack_tokens(range(8, 12)),)
+    assert second.tokens == pack_tokens(range(8, 12))
 
 
 def test_blocks_are_cached_when_scheduled_also_for_later_requests_of_the_step() -> None:
@@ -83,7 +85,7 @@ def test_each_copy_is_removed_on_its_own() -> None:
     drive.run("b", range(8))  # 3 idle blocks, 7 empty ones
     _, twice = drive.engine.cached_blocks()
     drive.run("c", range(100, 132))  # 8 blocks: evicts one copy
-    assert drive.events[-2] == Removed((twice,))
+    assert drive.events[-2] == Removed(array("Q", [twice]))
     assert drive.engine.cached_blocks()[twice].copies == 1
     assert drive.run("d", range(9))[0].cached_tokens == 8
 

@@ -53,7 +53,7 @@ def test_host_memory_evicts_what_was_used_longest_ago_there_and_the_last_blocks_
     drive.run("b2", range(200, 205))
     removed = [each for each in of_tier(drive.events, CacheTier.HOST) if isinstance(each, Removed)]
     of_b = [each for each in of_tier(drive.events, CacheTier.HOST) if isinstance(each, Stored)][1]
-    assert [each.engine_hashes for each in removed] == [(of_b.engine_hashes[-1],)]
+    assert [[*each.engine_hashes] for each in removed] == [[of_b.engine_hashes[-1]]]
 
 
 def test_engines_read_each_others_shared_blocks() -> None:

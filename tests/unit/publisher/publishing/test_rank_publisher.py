@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -261,6 +263,16 @@ def test_signed_and_unsigned_hashes_are_one() -> None:
     rank.stored(token_ids=[5] * BLOCK, engine_hashes=[-1])
     assert rank.is_resident((1 << 64) - 1)
     rank.removed([(1 << 64) - 1])
+    assert rank.stats().blocks == 0
+
+
+@pytest.mark.parametrize("pack", [list, tuple, partial(array, "Q")])
+def test_hashes_come_in_any_sequence(pack: Callable[[list[int]], Sequence[int]]) -> None:
+    rank = publisher()
+    hashes = [1, (1 << 64) - 1]
+    rank.stored_hashes(local_hashes=local_hashes(range(2 * BLOCK), BLOCK), engine_hashes=pack(hashes))
+    assert all(map(rank.is_resident, hashes))
+    rank.removed(pack(hashes[::-1]))
     assert rank.stats().blocks == 0
 
 

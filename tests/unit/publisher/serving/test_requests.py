@@ -11,6 +11,7 @@ import grpc
 import pytest
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.publisher.errors import RequestRefused
+from kvrouter.publisher.serving.engine import packed_prompt
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.serving.requests import GenerateCall, RunningRequests
 from kvrouter.v1.errors import KvRouterError, TooMuchUnread
@@ -209,3 +210,9 @@ async def test_what_still_runs_at_the_end_is_aborted() -> None:
     await requests.close()
     assert engine.aborted == ["a", "b"]
     assert all(call.outputs[-1].finish_reason == ABORT for call in calls)
+
+
+@pytest.mark.parametrize("token_ids", [[], [7], [0, 1, (1 << 32) - 1]])
+def test_a_prompt_can_be_read_without_a_number_for_each_token(token_ids: list[int]) -> None:
+    packed = packed_prompt(WorkerServiceGenerateRequest(request_id="r", token_ids=token_ids))
+    assert [*memoryview(packed).cast("I")] == token_ids

@@ -22,13 +22,13 @@ from kvrouter.mocker.engine.types import (
     RequestRefused as EngineRefused,
     Scope,
     Stored,
-    pack_tokens,
 )
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.logprobs import Logprobs
 from kvrouter.mocker.tiers import TIERS
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
+from kvrouter.publisher.serving.engine import packed_prompt
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.v1.common_pb2 import LowerTiers, Stage
 from kvrouter.v1.errors_pb2 import ErrorReason
@@ -50,9 +50,9 @@ def publish_to(rank: Callable[[], RankPublisher]) -> Publish:
     def publish(events: Iterable[CacheEvent]) -> None:
         for event in events:
             match event:
-                case Stored(parent_hash, engine_hashes, token_blocks, scope, tier):
+                case Stored(parent_hash, engine_hashes, tokens, scope, tier):
                     rank().stored(
-                        token_ids=memoryview(b"".join(token_blocks)).cast("I"),
+                        token_ids=memoryview(tokens).cast("I"),
                         engine_hashes=engine_hashes,
                         parent=parent_hash,
                         scope=CoreScope(*scope),
@@ -166,7 +166,7 @@ def _engine_request(request: WorkerServiceGenerateRequest, output: tuple[int, ..
     scope, sampling, stop = request.scope, request.sampling_options, request.stop_conditions
     return EngineRequest(
         request_id=request.request_id,
-        prompt=pack_tokens(request.token_ids),
+        prompt=packed_prompt(request),
         max_tokens=stop.max_tokens,
         scope=Scope(scope.lora_name, scope.cache_salt, scope.tenant),
         stop_token_ids=frozenset(stop.stop_token_ids),

@@ -10,6 +10,7 @@ so their removals do not follow.
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
@@ -43,18 +44,24 @@ def engine_hash_of(value: EngineHash) -> int:
     return number & _U64
 
 
-def engine_hashes_of(values: Iterable[EngineHash]) -> list[int]:
-    """Returns the 64-bit patterns of hashes.
+def engine_hashes_of(values: Iterable[EngineHash]) -> Sequence[int]:
+    """Returns the 64-bit patterns of hashes, packed: a prompt has thousands.
 
     Raises:
         InvalidEvent: the values are not iterable, or one is no hash.
     """
     if isinstance(values, bytes | bytearray | str):
         raise InvalidEvent(f"expected a sequence of engine hashes, received {type(values).__name__}")
+    if isinstance(values, array) and values.typecode == "Q":
+        return values
     try:
-        return [engine_hash_of(value) for value in values]
+        given = list(values)
     except TypeError:
         raise InvalidEvent(f"expected a sequence of engine hashes, received {type(values).__name__}") from None
+    try:
+        return array("Q", given)  # type: ignore[arg-type] # raises for others than unsigned numbers
+    except (OverflowError, TypeError):
+        return array("Q", map(engine_hash_of, given))
 
 
 log = get_logger(__name__)

@@ -213,8 +213,8 @@ class ReferenceFleet:
 
 def _raw(event: CacheEvent, seed: int) -> RawEvent:
     match event:
-        case Stored(parent, hashes, pieces, scope, tier):
-            return (struct.pack(f"<{len(hashes)}Q", *hashes), parent, b"".join(pieces), root_hash(seed, scope), tier)
+        case Stored(parent, hashes, tokens, scope, tier):
+            return (struct.pack(f"<{len(hashes)}Q", *hashes), parent, tokens, root_hash(seed, scope), tier)
         case Removed(hashes, tier):
             return (struct.pack(f"<{len(hashes)}Q", *hashes), tier)
         case _:

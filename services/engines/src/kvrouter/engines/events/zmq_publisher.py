@@ -110,7 +110,7 @@ class ZmqPublisher:
         Raises:
             InvalidEvent: tokens and hashes do not match.
         """
-        hashes = engine_hashes_of(engine_hashes)
+        hashes = list(engine_hashes_of(engine_hashes))
         tokens = _tokens(token_ids)
         if len(tokens) != len(hashes) * self._block_size:
             raise InvalidEvent(
@@ -159,7 +159,7 @@ class ZmqPublisher:
         Raises:
             InvalidEvent: a hash does not fit into 64 bits, or the tier is unknown.
         """
-        hashes = engine_hashes_of(engine_hashes)
+        hashes = list(engine_hashes_of(engine_hashes))
         self._report({"type": "BlockRemoved", "block_hashes": hashes, "medium": _medium(tier), "group_idx": 0})
 
     def cleared(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import struct
+import sys
+from array import array
 from itertools import count
 
 from kvrouter.mocker.engine import _native
@@ -164,11 +165,12 @@ class NativeEngine:
     def _event(self, event: _native.Event) -> CacheEvent:
         if len(event) == 5:
             hashes, parent, tokens, root, tier = event
-            width = 4 * self.config.block_size
-            pieces = tuple([tokens[start : start + width] for start in range(0, len(tokens), width)])
-            return Stored(parent, _unpack(hashes), pieces, self._scopes[root], CacheTier(tier))
-        return Removed(_unpack(event[0]), CacheTier(event[1])) if event else Cleared()
+            return Stored(parent, _hashes(hashes), tokens, self._scopes[root], CacheTier(tier))
+        return Removed(_hashes(event[0]), CacheTier(event[1])) if event else Cleared()
 
 
-def _unpack(hashes: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(hashes) // 8}Q", hashes)
+def _hashes(packed: bytes) -> array[int]:
+    hashes = array("Q", packed)
+    if sys.byteorder == "big":
+        hashes.byteswap()
+    return hashes

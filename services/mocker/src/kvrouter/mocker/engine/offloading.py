@@ -10,6 +10,7 @@ one has stored.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvrouter.mocker.engine.block_pool import Block, BlockPool
@@ -55,7 +56,7 @@ class OffloadTier:
         own = self._own
         del missing[own.free :]
         if removed := own.take(len(missing)):
-            events.append(Removed(tuple(removed), self._tier))
+            events.append(Removed(array("Q", removed), self._tier))
         runs: list[list[int]] = []
         for i in missing:
             used += [(own, block) for block in own.store(chain, pieces, i, i + 1, scope)]
@@ -67,7 +68,7 @@ class OffloadTier:
             first, end = run[0], run[-1] + 1
             parent = chain[first] if first else None
             events.append(
-                Stored(parent, tuple(chain[first + 1 : end + 1]), tuple(pieces[first:end]), scope, self._tier)
+                Stored(parent, array("Q", chain[first + 1 : end + 1]), b"".join(pieces[first:end]), scope, self._tier)
             )
         for pool, block in reversed(used):  # the last ones are evicted first
             pool.release([block], 0)

@@ -37,6 +37,7 @@ Only its last token is computed, at the cost of decoding one. After a preemption
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
 from kvrouter.mocker.engine.block_pool import Block, BlockPool
@@ -348,7 +349,7 @@ class Engine:
     def _take(self, sequence: Sequence, count: int, events: list[CacheEvent]) -> None:
         removed = self._pool.take(count)
         if removed:
-            events.append(Removed(tuple(removed)))
+            events.append(Removed(array("Q", removed)))
         sequence.held += count
         sequence.room += count * self.config.block_size
 
@@ -361,7 +362,10 @@ class Engine:
         sequence.blocks += self._pool.store(chain, pieces, start, stop, scope)
         events.append(
             Stored(
-                chain[start] if start else None, tuple(chain[start + 1 : stop + 1]), tuple(pieces[start:stop]), scope
+                chain[start] if start else None,
+                array("Q", chain[start + 1 : stop + 1]),
+                b"".join(pieces[start:stop]),
+                scope,
             )
         )
         for tier in self._tiers:

@@ -107,10 +107,10 @@ class Stored:
 
     parent_hash: int | None
     """Engine hash of the parent of the first block; None at the start of a prompt."""
-    engine_hashes: tuple[int, ...]
-    """Opaque ids, u64."""
-    token_blocks: tuple[bytes, ...]
-    """Tokens of each block: block_size little-endian u32."""
+    engine_hashes: array[int]
+    """Opaque ids, u64: type code Q."""
+    tokens: bytes
+    """Tokens of all blocks, block_size little-endian u32 each."""
     scope: Scope
     tier: CacheTier = CacheTier.DEVICE
 
@@ -119,7 +119,7 @@ class Stored:
 class Removed:
     """One physical copy of each block was evicted, in this order. A hash may occur twice."""
 
-    engine_hashes: tuple[int, ...]
+    engine_hashes: array[int]
     tier: CacheTier = CacheTier.DEVICE
 
 

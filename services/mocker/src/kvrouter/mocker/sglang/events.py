@@ -69,11 +69,12 @@ class SglangPublisher:
         """Yields a store for each run of blocks of which there was no copy."""
         parent, run, tokens = event.parent_hash, list[int](), list[int]()
         run_parent = parent
-        for engine_hash, block in zip(event.engine_hashes, event.token_blocks, strict=True):
+        all_tokens, size = memoryview(event.tokens).cast("I"), self._block_size
+        for number, engine_hash in enumerate(event.engine_hashes):
             self._copies[event.tier, engine_hash] += 1
             if self._copies[event.tier, engine_hash] == 1:
                 run.append(engine_hash)
-                tokens += memoryview(block).cast("I")
+                tokens += all_tokens[number * size : (number + 1) * size]
             else:
                 if run:
                     yield self._store(event, run_parent, run, tokens)

@@ -37,10 +37,10 @@ def publish_to(publisher: ZmqPublisher, media: SimulatedMedia, block_size: int) 
                 match event:
                     case Stored(_, engine_hashes, tier=tier) if tier != CacheTier.DEVICE:
                         publisher.stored_in_tier(engine_hashes, tier=TIERS[tier])
-                    case Stored(parent_hash, engine_hashes, token_blocks, scope):
-                        tokens, starts = media.shown(memoryview(b"".join(token_blocks)).cast("I"), block_size)
+                    case Stored(parent_hash, engine_hashes, tokens, scope):
+                        shown, starts = media.shown(memoryview(tokens).cast("I"), block_size)
                         publisher.stored(
-                            token_ids=tokens,
+                            token_ids=shown,
                             engine_hashes=engine_hashes,
                             parent=parent_hash,
                             scope=CoreScope(*scope),
