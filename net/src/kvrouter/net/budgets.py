@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-PASS_US = 10_000
-"""Work of one pass, microseconds of CPU time as estimated by the readers. A pass should take at most 20 ms on a machine
-that is half as fast."""
+PASS_US = 4_000
+"""Work of one pass, microseconds of CPU time as estimated by the readers: a short request waits for less than 5 ms
+behind others' long messages."""
 
 
 class LoopBudget:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 from kvrouter.publisher.errors import InvalidEvent
-from kvrouter.publisher.events import engine_hash_of
+from kvrouter.publisher.events import engine_hash_of, engine_hashes_of
 from kvrouter.v1.common_pb2 import Tier
 
 Dialect = Literal["vllm", "sglang"]
@@ -222,7 +222,7 @@ def _stored(fields: Mapping[str, Any], dialect: Dialect) -> Stored:
         _malformed("kv_cache_spec_kind is not a string")
     parent = fields.get("parent_block_hash")
     return Stored(
-        block_hashes=[_hash(value) for value in _list(fields, "block_hashes")],
+        block_hashes=_hashes(_list(fields, "block_hashes")),
         parent=None if parent is None else _hash(parent),
         token_ids=_tokens(_list(fields, "token_ids")),
         block_size=_int(fields, "block_size") or 0,
@@ -251,6 +251,11 @@ def _removed(fields: Mapping[str, Any]) -> Removed:
     return Removed(hashes, malformed, _tier(fields), _int(fields, "group_idx"), _is_remote(fields))
 
 
+def _hashes(values: list[Any]) -> Sequence[int]:
+    # Nearly always numbers, all of which are checked at once.
+    return list(engine_hashes_of(values)) if {*map(type, values)} <= {int} else [_hash(value) for value in values]
+
+
 def _hash(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | bytes):
         _malformed(f"a block hash is of type {type(value).__name__}")
@@ -262,7 +267,7 @@ def _hash(value: object) -> int:
 
 def _tokens(values: list[Any]) -> list[int]:
     # Nearly always integers; their range is checked when they are hashed.
-    return values if {type(value) for value in values} <= {int} else [_token(value) for value in values]
+    return values if {*map(type, values)} <= {int} else [_token(value) for value in values]
 
 
 def _token(value: object) -> int:

@@ -21,7 +21,7 @@ _MESSAGE_US = 100
 """CPU time of a small message, microseconds, measured with one event of one block."""
 _BYTES_PER_US = 10
 """Bytes of events decoded and applied in a microsecond."""
-_LOOP_BYTES = 64 << 10
+_LOOP_BYTES = 32 << 10
 """Maximum size of a message applied on the event loop; a thread applies longer ones."""
 
 
