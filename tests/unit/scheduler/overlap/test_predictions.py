@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from kvrouter.scheduler.overlap.predictions import PredictionLimits
 from kvrouter.scheduler.request.options import RoutingOptions
@@ -58,6 +60,21 @@ async def test_predictions_are_bounded() -> None:
     assert held[0] == 0
     assert held[4] == 4
     assert sum(held) <= 10
+
+
+async def test_blocks_of_a_long_prompt_are_recorded_apart_from_its_decision() -> None:
+    parts, waiting = predicting(workers=1), list[Callable[[], None]]()
+    predictions = parts.router.predictions
+    assert predictions is not None
+    predictions.later = waiting.append
+    await parts.select(selecting("short", routing(6, seed=1)))
+    assert len(predictions) == 6
+    await parts.select(selecting("a", routing(5000)))
+    assert len(predictions) == 6
+    assert (await parts.select(selecting("b", routing(5000, tail=1)))).overlap_blocks == 5000, "recorded when needed"
+    for record in waiting:
+        record()
+    assert (len(waiting), len(predictions)) == (2, 5006)
 
 
 @pytest.mark.parametrize("booked_since", [False, True])

@@ -81,7 +81,10 @@ async def running(
     remote_indexers = RemoteIndexers(runtime.directory, runtime.instance_id, runtime.call_streams.client("indexer"))
     # Listed workers publish no events; their blocks are predicted only where that is asked for.
     predicts = listed is None or not settings.kv_events
-    predictions = Predictions(settings.prediction_limits(), clock, not settings.kv_events) if predicts else None
+    predictions = None
+    if predicts:
+        later = asyncio.get_running_loop().call_soon
+        predictions = Predictions(settings.prediction_limits(), clock, not settings.kv_events, later)
     conversations = Conversations(settings.conversations_kept, metrics, clock)
     conversations.follow(booking_table)
     if predictions is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from kvrouter.core import PredictedIndex, Rank
@@ -15,7 +16,7 @@ from kvrouter.scheduler.bookings.booking import Booked, Moved
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import NO_RANKS, Overlaps
-from kvrouter.scheduler.request.prompt import Prompt
+from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
 from kvrouter.scheduler.workers.candidates import ListedRanks
 from kvrouter.v1.names import ComponentName
 
@@ -28,8 +29,12 @@ class PredictionLimits:
     """Time for which a block is predicted after its last use."""
     max_blocks: int = 1 << 20
     """Maximum number of blocks over all ranks of a component; above it the least recently used are evicted."""
-    prune_ratio: float = 0.8
-    """Remaining share of ``max_blocks`` after an eviction."""
+    prune_ratio: float = 0.99
+    """Remaining share of ``max_blocks`` after an eviction, which takes a tenth of a microsecond for each block."""
+
+
+_LONG_HASHES = 4096 * HASH_BYTES
+"""Hashes that take about a millisecond to record."""
 
 
 @dataclass(slots=True)
@@ -47,12 +52,15 @@ class Predictions:
     """Predicts overlaps for every component. ``clock`` returns seconds.
 
     ``everywhere`` predicts those of all ranks; otherwise of those that publish no events, and of prompts with content
-    whose id only the engine knows.
+    whose id only the engine knows. ``later`` calls a function soon: the blocks of a long prompt are recorded then, or
+    before anything asks for them.
     """
 
     limits: PredictionLimits
     clock: Callable[[], float]
     everywhere: bool = True
+    later: Callable[[Callable[[], None]], object] = lambda record: record()
+    _unrecorded: Callable[[], None] | None = field(default=None, init=False)
     _predicted: dict[ComponentName, _Prediction] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
@@ -78,6 +86,7 @@ class Predictions:
 
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the predicted leading blocks of a prompt on each rank."""
+        self._settle()
         predicted = self._of(pool)
         listed = predicted.listed
         blocks = np.zeros(len(listed.place_of), np.int64)
@@ -97,7 +106,17 @@ class Predictions:
         if candidate is None or not booking.prompt.local_hashes:
             return
         if self.everywhere or not candidate.publishes_events or booking.prompt.indexed_blocks is not None:
-            self.record(booking.pool, booking.rank, candidate.incarnation, booking.prompt)
+            self._settle()
+            self._unrecorded = partial(self.record, booking.pool, booking.rank, candidate.incarnation, booking.prompt)
+            if len(booking.prompt.local_hashes) < _LONG_HASHES:
+                self._settle()
+            else:
+                self.later(self._settle)
+
+    def _settle(self) -> None:
+        record, self._unrecorded = self._unrecorded, None
+        if record is not None:
+            record()
 
     def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
         """Records the blocks of a request booked on a rank. A new incarnation drops the rank's earlier blocks."""
@@ -111,6 +130,7 @@ class Predictions:
 
     def expire(self) -> None:
         """Drops blocks older than ``ttl_seconds``."""
+        self._settle()
         now = self.clock()
         for predicted in self._predicted.values():
             predicted.index.expire(now)
