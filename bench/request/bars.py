@@ -11,6 +11,9 @@ ONE_PROCESS, SPLIT, PEER = "one process", "split", "Dynamo"
 FORWARDED, TOKENIZED, SGLANG, VLLM = "forwarded", "forwarded, tokenizer", "SGLang's router", "vLLM's router"
 PICKED, PICKED_TOKENIZED, ENVOY = "picker", "picker, tokenizer", "Envoy, round-robin"
 """Names of the systems whose engines have OpenAI APIs."""
+LONG_PROMPTS = ("128k ids", "500 kB of text", "500 kB chat", "500 kB, Messages", "500 kB, Responses")
+BESIDE = "1k, 50/s, beside 128k, 1/s"
+"""Rows of the part ``long``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,20 @@ BARS: tuple[Bar, ...] = (
     *(Bar("a streamed token, 64 at once: CPU", "token", system, "cpu_us", 12) for system in (ONE_PROCESS, SPLIT)),
     *_relative("a streamed token, 64 at once: CPU", "token", "cpu_us", {ONE_PROCESS: 1.1, SPLIT: 1.1}),
     Bar("engine's side, a token, 64 at once: CPU of the SDK", "engine", "SDK", "cpu_us", 8),
+    *_relative(
+        "128k in, 1 out, 1 at once: CPU", "128k, 1 at once, 4 workers", "cpu_us", {ONE_PROCESS: 0.8, SPLIT: 1.0}
+    ),
+    *_relative("128k in, 256 at once: CPU", "128k, 256 at once, 4 workers", "cpu_us", {ONE_PROCESS: 1.0, SPLIT: 1.3}),
+    *_relative("128k in: CPU of the engines", "128k, 1 at once, 4 workers", "engine_cpu_us", {ONE_PROCESS: 1.0}),
+    *(
+        Bar(f"{row}: longest callback, CPU", row, system, "longest_ms", 5, unit="ms")
+        for row in LONG_PROMPTS
+        for system in (ONE_PROCESS, SPLIT)
+    ),
+    *(
+        Bar("1k, 50/s: p99 that a prompt of 128k a second adds", BESIDE, system, "added_p99_ms", 20, unit="ms")
+        for system in (ONE_PROCESS, SPLIT)
+    ),
     *_relative("1k in, 1 out, alone: p50", "alone-1k", "p50_us", {ONE_PROCESS: 1.9, SPLIT: 3.1}),
     Bar("1k words of text, 768 of them shared, 16 at once: CPU", "text-1k", ONE_PROCESS, "cpu_us", 1000),
     *_relative("1k words of text, nothing shared: CPU", "text-1k, nothing shared", "cpu_us", {ONE_PROCESS: 1.1}),

@@ -27,6 +27,7 @@ import traffic
 import uvloop
 from bars import ONE_PROCESS, PEER, SPLIT
 from load import NoLoad, installed
+from long import long
 from memory import memory
 from overlap import overlap
 from rich.console import Console
@@ -39,7 +40,7 @@ HERE = Path(__file__).parent
 DEFAULT = ("requests", "stream", "overlap", "decisions", "emit")
 CORNERS = {f"corners-{workers}": workers for workers in traffic.CORNER_WORKERS}
 ROUTES = {"forward": FORWARDERS, "picker": PICKERS}
-LONG = ("text", *ROUTES, *CORNERS, "memory-one", "memory-split")
+NAMED = ("text", "long", *ROUTES, *CORNERS, "memory-one", "memory-split")
 
 
 async def main(options: argparse.Namespace, console: Console) -> Samples:
@@ -65,6 +66,7 @@ async def main(options: argparse.Namespace, console: Console) -> Samples:
         "requests": partial(over_http, traffic.requests),
         "stream": partial(over_http, traffic.stream),
         "text": partial(over_http, traffic.text),
+        "long": partial(over_http, long),
         "overlap": lambda directory: overlap(samples, directory, options.rounds, options.seconds, say),
         "decisions": decisions,
         "emit": lambda _: sending(samples, say),
@@ -105,7 +107,7 @@ def _revision() -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(DEFAULT), help=f"parts, by comma; further parts: {', '.join(LONG)}")
+    parser.add_argument("--only", default=",".join(DEFAULT), help=f"parts, by comma; further parts: {', '.join(NAMED)}")
     parser.add_argument("--systems", default=",".join((ONE_PROCESS, SPLIT, PEER)), help="systems, by comma")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row and system")
     parser.add_argument("--seconds", type=float, default=5, help="time of a run")
@@ -115,8 +117,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file for the samples")
     parser.add_argument("--before", type=Path, help="file with samples of an earlier run, to compare with")
     options = parser.parse_args(arguments)
-    if unknown := set(options.only.split(",")) - {*DEFAULT, *LONG}:
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join((*DEFAULT, *LONG))}")
+    if unknown := set(options.only.split(",")) - {*DEFAULT, *NAMED}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join((*DEFAULT, *NAMED))}")
     if unknown := set(options.systems.split(",")) - {ONE_PROCESS, SPLIT, PEER}:
         parser.error(f"no such system: {', '.join(sorted(unknown))}")
     return options

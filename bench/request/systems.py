@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -72,8 +72,19 @@ class Processes:
 
     directory: Path
     stack: AsyncExitStack
+    _: KW_ONLY
+    recorded: bool = False
+    """Whether the callbacks of kvrouter's event loops are recorded (``callbacks.py``)."""
+
+    @staticmethod
+    def recorded_file(directory: Path, name: str) -> Path:
+        """Returns where a process writes the callbacks that it recorded."""
+        return directory / f"{name}.callbacks.json"
 
     async def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ManagedProcess:
+        if self.recorded and arguments[1] == "-m":
+            recorder = (str(HERE / "callbacks.py"), str(self.recorded_file(self.directory, name)))
+            arguments = (arguments[0], *recorder, *arguments[2:])
         process = await ManagedProcess.start(Command(name, arguments, environment), self.directory)
         self.stack.push_async_callback(process.stop, _STOP_SECONDS)
         return process
@@ -94,20 +105,25 @@ def peer_home() -> Path | None:
 
 
 @asynccontextmanager
-async def running_servers(directory: Path) -> AsyncIterator[Servers]:
-    """Runs NATS and etcd, and stops whatever was started beside them first."""
+async def running_servers(directory: Path, *, recorded: bool = False) -> AsyncIterator[Servers]:
+    """Runs NATS and etcd, and stops whatever was started beside them first; ``recorded``: see ``Processes``."""
     nats, etcd = NatsServer(directory / "nats"), EtcdServer(directory / "etcd")
     try:
         await asyncio.gather(nats.start(), etcd.start())
         async with AsyncExitStack() as stack:
-            yield Servers(directory, stack, nats, etcd)
+            yield Servers(directory, stack, nats, etcd, recorded=recorded)
     finally:
         await asyncio.gather(nats.stop(), etcd.stop())
 
 
 @asynccontextmanager
 async def running_systems(
-    names: Sequence[str], engines: Engines, directory: Path, options: Sequence[str] = ()
+    names: Sequence[str],
+    engines: Engines,
+    directory: Path,
+    options: Sequence[str] = (),
+    *,
+    recorded: bool = False,
 ) -> AsyncIterator[list[System]]:
     """Runs systems beside each other. Only the one that is under load uses more than a few percent of a core.
 
@@ -116,8 +132,9 @@ async def running_systems(
         engines: The mock workers of each.
         directory: Receives logs and data; must exist.
         options: Options of the Scheduler of kvrouter.
+        recorded: Whether the callbacks of kvrouter's event loops are recorded.
     """
-    async with running_servers(directory) as servers:
+    async with running_servers(directory, recorded=recorded) as servers:
         starters = {ONE_PROCESS: _one_process, SPLIT: _split}
         yield [
             await (_dynamo(servers, engines) if name == PEER else starters[name](servers, engines, options))

@@ -65,6 +65,7 @@ def test_a_bar_is_met_missed_or_not_measured(bench: SimpleNamespace) -> None:
 
 def test_every_bar_over_http_has_work_that_measures_it(bench: SimpleNamespace) -> None:
     measured = {*bench.traffic.REQUESTS, *bench.traffic.STREAM, *bench.traffic.TEXT, "token"}
+    measured |= {f"{row}, 4 workers" for row in bench.traffic.CORNERS} | {*bench.bars.LONG_PROMPTS, bench.bars.BESIDE}
     assert {bar.row for bar in bench.bars.BARS if bar.system in {"one process", "split"}} <= {*measured, "memory"}
     routers = {*bench.routers.FORWARDERS, *bench.routers.PICKERS}
     assert {bar.row for bar in bench.bars.BARS if bar.system in routers} == {*ONE_TOKEN_OUT, "token of a chat"}
