@@ -46,10 +46,7 @@ class LoopBudget:
 
     def take(self, cost_us: int) -> bool:
         """Takes a turn in this pass if nobody waits and there is room for the work; returns whether it did."""
-        if self._waiting or not self._fits(cost_us):
-            return False
-        self._spend(cost_us)
-        return True
+        return not self._waiting and self._spend(cost_us)
 
     def call(self, cost_us: int, work: Callable[[], None]) -> None:
         """Does some work as soon as it is its turn. The work must not raise."""
@@ -58,21 +55,21 @@ class LoopBudget:
         else:
             self._waiting.append((work, cost_us))
 
-    def _fits(self, cost_us: int) -> bool:
-        return cost_us <= self._left_us or self._left_us == self._pass_us
-
-    def _spend(self, cost_us: int) -> None:
+    def _spend(self, cost_us: int) -> bool:
+        """Takes a part of this pass, unless it has no room; returns whether it did."""
+        if cost_us > self._left_us != self._pass_us:
+            return False
         self._left_us -= cost_us
         if not self._is_pass_open:
             self._is_pass_open = True
             asyncio.get_running_loop().call_soon(self._begin_pass)
+        return True
 
     def _begin_pass(self) -> None:
         self._is_pass_open = False
         self._left_us = self._pass_us
-        while self._waiting and self._fits(self._waiting[0][1]):
-            work, cost_us = self._waiting.popleft()
-            self._spend(cost_us)
+        while self._waiting and self._spend(self._waiting[0][1]):
+            work, _ = self._waiting.popleft()
             work()
 
 

@@ -8,10 +8,13 @@ from contextlib import asynccontextmanager, closing
 
 import pytest
 from kvrouter.devtools.system.ports import free_port
+from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
 from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineFailed
+from kvrouter.net.budgets import LoopBudget
 from kvrouter.net.calls import NotSent
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
+from multidict import CIMultiDict
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"Content-Length: 2\r\n\r\nhi"
@@ -229,3 +232,69 @@ async def test_a_connection_the_engine_ends_is_not_used_again() -> None:
         assert await body_of(connections, await post(connections, served)) == b"hi"
         assert await body_of(connections, await post(connections, served)) == b"hi"
         assert served.connections == 2
+
+
+class Reader(EventStream):
+    """A client, which may leave output unread."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    @property
+    def is_full(self) -> bool:
+        return not self.reads.is_set()
+
+    async def drain(self) -> None:
+        await self.reads.wait()
+
+
+def arrive(answer: EngineAnswer, part: bytes) -> None:
+    answer.unread.append(part)
+    answer.unread_bytes += len(part)
+    answer.arrived()
+
+
+async def until(is_done: Callable[[], bool]) -> None:
+    while not is_done():
+        await asyncio.sleep(0)
+
+
+async def test_parts_pass_in_the_step_in_which_they_arrive_while_the_client_reads() -> None:
+    answer, client = EngineAnswer(200, "OK", CIMultiDict(), lambda: None, LoopBudget()), Reader()
+    taken: list[bytes] = []
+    passing = asyncio.create_task(answer.pass_on(taken.append, client))
+    arrive(answer, b"1")
+    await until(lambda: len(taken) == 1)
+    await asyncio.sleep(0)
+    arrive(answer, b"2")
+    assert taken == [b"1", b"2"]
+    client.reads.clear()
+    arrive(answer, b"3")
+    await until(lambda: len(taken) == 3)  # The task takes it, and waits for the client.
+    arrive(answer, b"4")
+    arrive(answer, b"5")
+    await asyncio.sleep(0)
+    assert taken == [b"1", b"2", b"3"]
+    client.reads.set()
+    answer.end()
+    await passing
+    assert taken == [b"1", b"2", b"3", b"45"]
+
+
+async def test_an_error_of_the_receiver_ends_the_passing() -> None:
+    answer = EngineAnswer(200, "OK", CIMultiDict(), lambda: None, LoopBudget())
+    taken: list[bytes] = []
+
+    def take(part: bytes) -> None:
+        taken.append(part)
+        if len(taken) == 2:
+            raise DependencyAway("it is no chat")
+
+    passing = asyncio.create_task(answer.pass_on(take, None))
+    arrive(answer, b"1")
+    await until(lambda: len(taken) == 1)
+    await asyncio.sleep(0)
+    arrive(answer, b"2")
+    with pytest.raises(DependencyAway):
+        await passing

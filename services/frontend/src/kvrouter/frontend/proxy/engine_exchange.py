@@ -11,6 +11,7 @@ from typing import cast
 
 import httptools
 from kvrouter.engines.openai_server import os_error_words
+from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.net.budgets import LoopBudget, loop_budget
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 from multidict import CIMultiDict
@@ -50,11 +51,15 @@ class EngineAnswer:
         self.headers = headers
         self._read_on = read_on
         self._budget = budget
-        self._unread: list[bytes] = []
-        self._unread_bytes = 0
+        self.unread: list[bytes] = []
+        """Parts of the body that nobody has taken. Whoever appends one counts its bytes, and calls ``arrived``."""
+        self.unread_bytes = 0
         self._is_complete = False
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
+        self._pass: Callable[[bytes], None] | None = None
+        """Passes on a part in the step in which it arrives."""
+        self._client: EventStream | None = None
 
     @property
     def content_type(self) -> str:
@@ -64,7 +69,7 @@ class EngineAnswer:
     @property
     def is_read(self) -> bool:
         """Whether the body was taken to its end."""
-        return self._is_complete and not self._unread
+        return self._is_complete and not self.unread
 
     async def part(self) -> bytes:
         """Returns the next bytes of the body, in their turn on the event loop; empty at its end.
@@ -74,33 +79,60 @@ class EngineAnswer:
             DependencyAway: the body is not HTTP.
             DeadlineExceeded: the time is over.
         """
-        while not self._unread:
+        while not self.unread:
             if self._error is not None:
                 raise self._error
             if self._is_complete:
                 return b""
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-        part = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
-        self._unread.clear()
-        if self._unread_bytes > _MAX_UNREAD_BYTES:
+        if self.unread_bytes > _MAX_UNREAD_BYTES:
             self._read_on()
-        self._unread_bytes = 0
-        cost_us = _PART_US + len(part) // _BYTES_PER_US
+        cost_us = _PART_US + self.unread_bytes // _BYTES_PER_US
+        part = self._taken()
         if not self._budget.take(cost_us):
             await self._budget.turn(cost_us)
         return part
 
-    def add(self, data: bytes) -> None:
-        """Takes further bytes of the body; ``arrived`` must follow."""
-        self._unread.append(data)
-        self._unread_bytes += len(data)
+    async def pass_on(self, take: Callable[[bytes], None], client: EventStream | None) -> None:
+        """Passes on the parts of the body until its end, each in the step in which it arrives while the client reads.
+
+        Raises:
+            EngineFailed, DependencyAway, DeadlineExceeded: as for ``part``.
+            Exception: raised by ``take``, or by ``drain`` of the client.
+        """
+        while part := await self.part():
+            take(part)
+            if client is not None and client.is_full:
+                await client.drain()
+            self._pass, self._client = take, client
 
     def arrived(self) -> bool:
-        """Gives on what was added. Returns False if too much of it is unread."""
-        if self._unread:
+        """Gives on what was appended. Returns False if too much of it is unread."""
+        if self.unread and not self._passes_at_once():
             self._wake()
-        return self._unread_bytes <= _MAX_UNREAD_BYTES
+        return self.unread_bytes <= _MAX_UNREAD_BYTES
+
+    def _passes_at_once(self) -> bool:
+        """Passes on what has arrived if ``pass_on`` waits for it. Returns False if a task must do that."""
+        waiting, client = self._waiting, self._client
+        if self._pass is None or waiting is None or waiting.done() or (client is not None and client.is_full):
+            return False
+        if not self._budget.take(_PART_US + self.unread_bytes // _BYTES_PER_US):
+            return False
+        try:
+            self._pass(self._taken())
+        except Exception as error:
+            if not waiting.done():
+                waiting.set_exception(error)
+        return True
+
+    def _taken(self) -> bytes:
+        """Returns what is unread, which is taken then."""
+        part = self.unread[0] if len(self.unread) == 1 else b"".join(self.unread)
+        self.unread.clear()
+        self.unread_bytes = 0
+        return part
 
     def end(self, error: Exception | None = None) -> None:
         """Takes the end of the body, or the error that ended it."""
@@ -250,8 +282,10 @@ class EngineConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of the body."""
-        if self._answer is not None and not self._is_complete:
-            self._answer.add(body)
+        answer = self._answer
+        if answer is not None and not self._is_complete:
+            answer.unread.append(body)
+            answer.unread_bytes += len(body)
 
     def on_message_complete(self) -> None:
         """Takes the end of the body."""

@@ -329,9 +329,10 @@ class EngineCalls:
     async def _pass_stream(
         self, answer: EngineAnswer, receiver: WorkerAttempt, response: EngineResponse
     ) -> DetailedOutput:
-        while part := await answer.part():
+        def take(part: bytes) -> None:
             receiver.take(DetailedOutput(count_tokens(part), raw=response.take(part)))
-            await self._response.drain()
+
+        await answer.pass_on(take, self._response.stream)
         return DetailedOutput(raw=response.take(b"", ends=True))
 
     async def _pass_whole(

@@ -180,7 +180,11 @@ class WorkerAttempt:
 
     def take(self, output: DetailedOutput) -> None:
         """Passes a piece on that an engine has sent over its OpenAI API."""
-        if not self._has_finished():
+        is_between = self._has_output and not (self._over or self._finish_reason or output.finish_reason)
+        if is_between and self._limit.admits(output.tokens):
+            self._health.heard()
+            self._pass_on(output)
+        elif not self._has_finished():
             self._take(output)
 
     def _has_finished(self) -> bool:
