@@ -16,16 +16,16 @@ from ..harness import BLOCK, MODEL, POOL, Parts, ResidentBlocks, constraints, ke
 async def test_the_life_of_a_booking() -> None:
     parts = Parts(view(worker(1)), indexer=ResidentBlocks({(1, 0): 2}))
     await parts.select(selecting("a", routing(4)))
-    assert parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a"))).known
-    assert parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a"))).known
+    assert parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a")))
+    assert parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a")))
     assert parts.load(1) == (4, 0, 1)
-    assert parts.bookings.report_output(ReportOutputRequest(booking=key("a"), output_tokens=17)).known
+    assert parts.bookings.report_output(ReportOutputRequest(booking=key("a"), output_tokens=17))
     assert parts.load(1) == (6, 0, 1)
-    assert parts.bookings.free(FreeRequest(booking=key("a"))).known
-    assert not parts.bookings.free(FreeRequest(booking=key("a"))).known
-    assert not parts.bookings.free(FreeRequest(booking=key("b"))).known
-    assert not parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a"))).known
-    assert not parts.bookings.report_output(ReportOutputRequest(booking=key("a"), output_tokens=90)).known
+    assert parts.bookings.free(FreeRequest(booking=key("a")))
+    assert not parts.bookings.free(FreeRequest(booking=key("a")))
+    assert not parts.bookings.free(FreeRequest(booking=key("b")))
+    assert not parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a")))
+    assert not parts.bookings.report_output(ReportOutputRequest(booking=key("a"), output_tokens=90))
     assert parts.idle()
 
 
@@ -97,7 +97,7 @@ async def test_a_booking_that_was_freed_while_it_was_selected_is_not_made() -> N
     parts = Parts(view(worker(1)), indexer=indexer)
     call = asyncio.create_task(parts.select(selecting("a")))
     await indexer.queried()
-    assert not parts.bookings.free(FreeRequest(booking=key("a"))).known
+    assert not parts.bookings.free(FreeRequest(booking=key("a")))
     indexer.may_answer.set()
     with pytest.raises(RequestIdReused, match="freed already"):
         await call

@@ -169,14 +169,14 @@ class Cluster(RuleBasedStateMachine):
             parts, request = called
             request.prefilled |= parts.bookings.mark_prefill_complete(
                 MarkPrefillCompleteRequest(booking=request.booking)
-            ).known
+            )
 
     @rule(number=numbers, elsewhere=st.none() | nodes, tokens=st.integers(1, 3 * BLOCK))
     def output(self, number: int, elsewhere: str | None, tokens: int) -> None:
         called = self._called(number, elsewhere)
         if called is not None:
             parts, request = called
-            if parts.bookings.report_output(ReportOutputRequest(booking=request.booking, output_tokens=tokens)).known:
+            if parts.bookings.report_output(ReportOutputRequest(booking=request.booking, output_tokens=tokens)):
                 request.output = max(request.output, tokens)
 
     @rule(number=numbers, elsewhere=st.none() | nodes, twice=st.booleans())

@@ -37,16 +37,16 @@ def checked_key(booking: BookingKey) -> Key:
     Raises:
         BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
     """
-    if not booking.request_id:
+    key = key_of(booking)
+    request_id, _, stage = key
+    if not request_id:
         raise BadRequest(
             "the request id is empty", field="booking.request_id", advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes."
         )
-    check_request_id(booking.request_id, MAX_REQUEST_ID_BYTES, "booking.request_id")
-    if booking.stage not in _STAGES:
-        raise BadRequest(
-            f"unknown stage {booking.stage}", field="booking.stage", advice="Send a stage of the contract."
-        )
-    return key_of(booking)
+    check_request_id(request_id, MAX_REQUEST_ID_BYTES, "booking.request_id")
+    if stage not in _STAGES:
+        raise BadRequest(f"unknown stage {stage}", field="booking.stage", advice="Send a stage of the contract.")
+    return key
 
 
 class OfRank(Protocol):

@@ -62,7 +62,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return self.bookings.mark_prefill_complete(request)
+        return pb.MarkPrefillCompleteResponse(known=self.bookings.mark_prefill_complete(request))
 
     async def report_output(self, request: pb.ReportOutputRequest, *, deadline: Deadline) -> pb.ReportOutputResponse:
         """Records how many tokens a booking has generated.
@@ -70,7 +70,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return self.bookings.report_output(request)
+        return pb.ReportOutputResponse(known=self.bookings.report_output(request))
 
     async def free(self, request: pb.FreeRequest, *, deadline: Deadline) -> pb.FreeResponse:
         """Ends a booking.
@@ -78,7 +78,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return self.bookings.free(request)
+        return pb.FreeResponse(known=self.bookings.free(request))
 
     def open_session(
         self, request: pb.OpenSessionRequest, *, deadline: Deadline, connection: Connection | None = None

@@ -28,24 +28,24 @@ class BookingUpdates:
     metrics: SchedulerMetrics
     clock: Callable[[], float]
 
-    def mark_prefill_complete(self, request: pb.MarkPrefillCompleteRequest) -> pb.MarkPrefillCompleteResponse:
-        """Records the end of a booking's prefill."""
+    def mark_prefill_complete(self, request: pb.MarkPrefillCompleteRequest) -> bool:
+        """Records the end of a booking's prefill. Returns whether the booking is known."""
         booking = self._find(request.booking)
         if booking is not None:
             if request.HasField("handover_us") and not booking.prefilled:
                 _note_handover(booking, request.handover_us)
             self.booking_table.prefill_complete(booking)
-        return pb.MarkPrefillCompleteResponse(known=booking is not None)
+        return booking is not None
 
-    def report_output(self, request: pb.ReportOutputRequest) -> pb.ReportOutputResponse:
-        """Records how many tokens a booking has generated."""
+    def report_output(self, request: pb.ReportOutputRequest) -> bool:
+        """Records how many tokens a booking has generated. Returns whether the booking is known."""
         booking = self._find(request.booking)
         if booking is not None:
             self.booking_table.generated(booking, request.output_tokens)
-        return pb.ReportOutputResponse(known=booking is not None)
+        return booking is not None
 
-    def free(self, request: pb.FreeRequest) -> pb.FreeResponse:
-        """Releases a booking."""
+    def free(self, request: pb.FreeRequest) -> bool:
+        """Releases a booking. Returns whether it was known."""
         cached_tokens = request.cached_tokens if request.HasField("cached_tokens") else None
         booking = self.booking_table.free(
             checked_key(request.booking),
@@ -56,7 +56,7 @@ class BookingUpdates:
         )
         if booking is None:
             self.metrics.unknown_frees.inc()
-        return pb.FreeResponse(known=booking is not None)
+        return booking is not None
 
     def reassert(self, request: pb.ReassertBooking, session_id: str) -> None:
         """Takes a live booking over into an open session, whoever made it. A freed one stays freed.

@@ -83,7 +83,10 @@ class Pool:
             requests: Bookings of each rank.
             now: Seconds, by the clock of load reports.
         """
-        return free_slots(self._slots_and_ahead(), self.worker_set.slots, requests, self.reports.others(now))
+        slots = self.worker_set.slots
+        if not self.worker_set.knows_slots:
+            return slots
+        return free_slots(self._slots_and_ahead(), slots, requests, self.reports.others(now))
 
     def judged_load(self, now: float) -> Load:
         """Returns the load of each rank to compare with thresholds. ``now``: seconds, by the clock of load reports."""
@@ -191,10 +194,12 @@ class Pools:
 
     def _current(self, view: ComponentView) -> Pool:
         pool = self._pools.get(view.name)
+        if pool is not None and view is pool.view:
+            return pool
         # Another block size makes another component; the owners of bookings in the old one free them.
         if pool is None or pool.booked_load.block_size != view.descriptor.block_size:
             pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age)
-        elif view is not pool.view:
+        else:
             pool.follow(view)
         return pool
 

@@ -252,6 +252,8 @@ class WorkerSet:
         self._draining = self._those_where(candidate.draining for candidate in candidates)
         self.accepting: Mask = ~self._draining
         """Which candidates accept new requests."""
+        self.knows_slots = bool(np.isfinite(self.slots).any())
+        """Whether the slots of any candidate are known."""
         self.limits_requests = bool(self.accepting.any() and np.isfinite(self.slots[self.accepting]).all())
         """Whether any candidate accepts requests, and all accepting ones have known slots."""
         self.accepted_slots = float(self.slots[self.accepting].sum())
