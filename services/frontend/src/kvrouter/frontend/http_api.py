@@ -388,7 +388,8 @@ class HttpApi:
         if access is not None:
             check_salted(access, routed, pools)
         routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
-        passed = await self._with_token_ids(routed, passed, pools)
+        if self._settings.forward_token_ids:
+            passed = await self._with_token_ids(routed, passed, pools)
         routed_on = routed.routed_on(view)
         response = (
             ForwardedResponse(request, self._writer, routed_on)
@@ -423,7 +424,7 @@ class HttpApi:
 
     async def _with_token_ids(self, routed: RoutedBody, body: bytes, pools: Sequence[ComponentView]) -> bytes:
         """Returns the body for an engine, with the token ids of its text if all engines of the model take them."""
-        if not (self._settings.forward_token_ids and routed.is_one_text and routed.is_tokenized):
+        if not (routed.is_one_text and routed.is_tokenized):
             return body
         if any(worker.engine not in TAKE_TOKEN_IDS for view in pools for worker in view.workers.values()):
             return body

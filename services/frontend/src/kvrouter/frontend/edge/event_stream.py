@@ -21,6 +21,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.base_protocol import BaseProtocol
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.errors import TooLarge
+from multidict import CIMultiDict
 
 STREAM_TYPE = "text/event-stream"
 _EVENT_HEADERS = {"Content-Type": STREAM_TYPE, "Cache-Control": "no-cache"}
@@ -126,9 +127,9 @@ class EventStream(web.StreamResponse):
         """Whether the head of the response is written."""
         self._added: dict[str, str] = {}
         self.add_headers(headers)
-        names = {name.lower(): value for name, value in headers.items()}
-        has_length = "content-length" in names
-        self.is_events = names.get("content-type", "").startswith(STREAM_TYPE) and not has_length
+        named = CIMultiDict(headers)
+        has_length = "Content-Length" in named
+        self.is_events = named.get("Content-Type", "").startswith(STREAM_TYPE) and not has_length
         """Whether it is a stream of events without a fixed length."""
         self._request = request
         self._protocol = request.protocol

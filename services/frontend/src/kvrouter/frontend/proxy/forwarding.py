@@ -85,14 +85,16 @@ def generate_request(
         request_id: Its id.
         pools: Components of its model, whose workers are excluded that may not run it.
     """
-    request = FrontendServiceGenerateRequest(model=body.model, request_id=request_id, priority=body.priority)
+    request = FrontendServiceGenerateRequest(
+        model=body.model, request_id=request_id, priority=body.priority, conversation_id=body.conversation_id
+    )
     request.stop_conditions.max_tokens = body.max_output_tokens
     if body.sequences > 1:
         request.sampling_options.n = body.sequences
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
-    request.conversation_id = body.conversation_id
-    request.multimodal_hashes.extend(() if body.media is None else body.media.hashes)
+    if body.media is not None:
+        request.multimodal_hashes.extend(body.media.hashes)
     if body.dp_rank is not None:
         request.constraints.dp_rank = body.dp_rank
     if body.salted_path:
@@ -186,7 +188,9 @@ class EngineCalls:
         params = request.transfer_params if request.HasField("transfer_params") else None
         body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
         read = self._read_prefill if is_prefill else self._pass_on
-        attempt.start(lambda receiver: asyncio.create_task(self._call(worker, dispatch, body, read, receiver)))
+        # asyncio.create_task names the task besides.
+        start = asyncio.get_running_loop().create_task
+        attempt.start(lambda receiver: start(self._call(worker, dispatch, body, read, receiver)))
         return attempt
 
     async def answers(self, endpoint: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
-from kvrouter.frontend.request.attempt_budget import remaining
+from kvrouter.frontend.request.attempt_budget import is_inexact, remaining
 from kvrouter.frontend.request.current_choice import choice_text
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
@@ -15,7 +15,7 @@ from kvrouter.runtime.requests import content_in_blocks, set_local_hashes
 from kvrouter.v1.common_pb2 import AvoidedWorker, KvSource, Rank, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
-from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import SamplingOptions, TransferParams, WorkerServiceGenerateRequest
 
 # Reading one from its enum takes over a microsecond.
 _WHOLE, _DECODE = Stage.STAGE_WHOLE, Stage.STAGE_DECODE
@@ -30,7 +30,7 @@ def routing_info(
     added_us: int,
     earlier_ranks: Sequence[Rank],
     migrations: int,
-    inexact: bool,
+    sampling: SamplingOptions,
     prefill: PrefillStage | None,
 ) -> RoutingInfo:
     """Returns how an attempt was routed.
@@ -42,7 +42,7 @@ def routing_info(
         added_us: Time since the arrival of the request or the failure of the worker before, microseconds.
         earlier_ranks: Ranks of the attempts before.
         migrations: Migrations before.
-        inexact: Whether a continuation on another worker may differ from the output the first one would have had.
+        sampling: Its sampling options, which say whether the output of a continuation may differ.
         prefill: The prefill stage; None if the pool is not disaggregated.
     """
     routing = RoutingInfo(
@@ -69,7 +69,7 @@ def routing_info(
     if earlier_ranks:
         routing.earlier_ranks.extend(earlier_ranks)
         routing.migrations = migrations
-        routing.inexact_continuation = migrations > 0 and inexact
+        routing.inexact_continuation = migrations > 0 and is_inexact(sampling)
     if prefill is not None:
         routing.prefill_reason = prefill.reason
         routing.prefill_us = prefill.spent_ns // 1000
@@ -90,30 +90,31 @@ def routing_request(
 
     ``is_estimated``: whether the number of prompt tokens is an estimate.
     """
+    sampling, descriptor = request.sampling_options, view.descriptor
     routing = RoutingRequest(
         model=request.model,
-        component=view.descriptor.component,
+        component=descriptor.component,
         prompt_tokens=prompt_tokens,
-        block_size=view.descriptor.block_size,
+        block_size=descriptor.block_size,
         conversation_id=request.conversation_id,
         priority=request.priority,
         expected_output_tokens=(request.expected_output_tokens if request.HasField("expected_output_tokens") else None),
         max_output_tokens=request.stop_conditions.max_tokens,
         length_is_estimated=is_estimated,
-        sequences=request.sampling_options.n if request.sampling_options.n > 1 else None,
+        sequences=sampling.n if sampling.n > 1 else None,
         model_choice=choice_text(),
     )
     set_local_hashes(routing.local_hashes, local_hashes)
     media = request.multimodal_hashes
     if media and (unindexed := [item for item in media if item.unindexed]):
-        routing.indexed_blocks = min(block for block, _ in content_in_blocks(unindexed, view.descriptor.block_size))
+        routing.indexed_blocks = min(block for block, _ in content_in_blocks(unindexed, descriptor.block_size))
     if request.HasField("scope"):
         routing.scope.CopyFrom(request.scope)
     if request.HasField("overrides"):
         routing.overrides.CopyFrom(request.overrides)
     if request.HasField("constraints"):
         routing.constraints.CopyFrom(request.constraints)
-    if request.sampling_options.HasField("structured_output"):
+    if sampling.HasField("structured_output"):
         unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
         routing.constraints.excluded_worker_ids.extend(unable)
     return routing

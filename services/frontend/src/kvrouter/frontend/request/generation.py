@@ -15,7 +15,7 @@ import time
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.recorder import Outline
-from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait, is_inexact
+from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait
 from kvrouter.frontend.request.attempt_input import AttemptInput, routing_info
 from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, span_attributes
 from kvrouter.frontend.request.model_pools import can_take
@@ -420,7 +420,7 @@ class Generation:
             added_us=added_us,
             earlier_ranks=self._earlier_ranks,
             migrations=self._budget.migrations,
-            inexact=is_inexact(self._request.sampling_options),
+            sampling=self._request.sampling_options,
             prefill=self._prefill,
         )
         self._earlier_ranks.append(selection.rank)

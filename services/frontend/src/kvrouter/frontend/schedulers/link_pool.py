@@ -171,7 +171,7 @@ class SchedulerLinks:
         return link is not None and link.ready
 
     def _is_sharded(self, component: _Component) -> bool:
-        return component.sharding.active(self._clock()) and self._source.count() > 1
+        return self._source.count() > 1 and component.sharding.active(self._clock())
 
     def _link(self, name: ComponentName, component: _Component, shard: int) -> SchedulerLink:
         link = component.links.get(shard)

@@ -132,9 +132,11 @@ class WorkerAttempt:
 
         Returns None for any other worker.
         """
+        if not self._health.missed_probes:
+            return None
         ended = self.ended
         timed_out = ended.done() and not ended.cancelled() and isinstance(ended.result(), DeadlineExceeded)
-        return self._health.fate() if self._health.missed_probes and (timed_out or not self._over) else None
+        return self._health.fate() if timed_out or not self._over else None
 
     @property
     def is_unattributed(self) -> bool:
