@@ -18,6 +18,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, Processin
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER
 from kvrouter.frontend.proxy.endpoint_picker import responses
+from kvrouter.frontend.proxy.endpoint_picker.engines import Pick
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayRequest
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.endpoint_picker.responses import code_details, header_values, served_endpoint
@@ -190,15 +191,10 @@ class Exchange:
     async def _route(self, *, end_of_stream: bool) -> None:
         """Picks an endpoint for the complete request and passes the request on, or refuses it."""
         choosing = asyncio.create_task(self._request.choose())
-        self._reading = asyncio.ensure_future(self._context.read())
         try:
-            both = {choosing, self._reading}
-            patience = _SHORT_SECONDS if self._keeps_body else None
-            if not (await asyncio.wait(both, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
-                await self._context.write(responses.more_time(self._timeout_seconds))
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if self._reading.done() and self._reading.result() is not grpc.aio.EOF:
-                await asyncio.wait([choosing])
+            await asyncio.sleep(0)
+            if not choosing.done():  # Beside a Scheduler in this process most choices are.
+                await self._await_choice(choosing)
         finally:
             if not choosing.done():
                 choosing.cancel()
@@ -220,6 +216,17 @@ class Exchange:
         for piece in responses.request_body(self._request.body, end_of_stream=end_of_stream):
             await self._context.write(piece)
         self._request.body = bytearray()
+
+    async def _await_choice(self, choosing: asyncio.Task[Pick]) -> None:
+        """Returns when an endpoint is chosen, or the gateway has left."""
+        self._reading = asyncio.ensure_future(self._context.read())
+        both = {choosing, self._reading}
+        patience = _SHORT_SECONDS if self._keeps_body else None
+        if not (await asyncio.wait(both, timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
+            await self._context.write(responses.more_time(self._timeout_seconds))
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if self._reading.done() and self._reading.result() is not grpc.aio.EOF:
+            await asyncio.wait([choosing])
 
     async def _send_to(self, endpoints: Sequence[str], headers: Mapping[str, str]) -> None:
         added, removed = self._header_changes(headers)
