@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -46,14 +46,14 @@ class JsonRequestHandler(RequestHandler):
         answer.force_close()
         return answer
 
-    async def finish_response(
+    def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
+    ) -> Coroutine[Any, Any, tuple[web.StreamResponse, bool]]:
         """Sends a response. The refusal of an expectation, which no middleware sees, is an error as all others."""
         if isinstance(resp, web.HTTPExpectationFailed):
             cause = "the header Expect may only be 100-continue"
             resp = self.handle_error(request, HTTPStatus.EXPECTATION_FAILED, message=cause)
-        return await super().finish_response(request, resp, start_time)
+        return super().finish_response(request, resp, start_time)
 
 
 def error(status: int, cause: str = "") -> bytes:

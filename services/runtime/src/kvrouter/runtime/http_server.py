@@ -200,7 +200,8 @@ class _Connections:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Marks the connection as busy while it serves a request."""
-        connection = self._by_handler.get(request.protocol)
+        protocol = request.protocol
+        connection = self._by_handler.get(protocol)
         if connection is None:
             return await handler(request)
         self._end_waiting(connection)
@@ -209,7 +210,7 @@ class _Connections:
             return await handler(request)
         finally:
             connection.end_request(drops_body=not request.content.is_eof())
-            if request.protocol in self._by_handler:
+            if protocol in self._by_handler:
                 self._wait(connection)
 
 
