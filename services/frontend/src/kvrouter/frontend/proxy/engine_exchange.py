@@ -108,18 +108,17 @@ class EngineAnswer:
             self._pass, self._client = take, client
 
     def arrived(self) -> bool:
-        """Gives on what was appended. Returns False if too much of it is unread."""
-        if self.unread and not self._passes_at_once():
-            self._wake()
-        return self.unread_bytes <= _MAX_UNREAD_BYTES
-
-    def _passes_at_once(self) -> bool:
-        """Passes on what has arrived if ``pass_on`` waits for it. Returns False if a task must do that."""
-        waiting, client = self._waiting, self._client
-        if self._pass is None or waiting is None or waiting.done() or (client is not None and client.is_full):
-            return False
-        if not self._budget.take(_PART_US + self.unread_bytes // _BYTES_PER_US):
-            return False
+        """Gives on what was appended, at once if ``pass_on`` waits. Returns False if too much of it is unread."""
+        waiting, client, size = self._waiting, self._client, self.unread_bytes
+        if not size or waiting is None or waiting.done():
+            return size <= _MAX_UNREAD_BYTES
+        if (
+            self._pass is None
+            or (client is not None and client.is_full)
+            or not self._budget.take(_PART_US + size // _BYTES_PER_US)
+        ):
+            waiting.set_result(None)
+            return size <= _MAX_UNREAD_BYTES
         try:
             self._pass(self._taken())
         except Exception as error:
