@@ -15,7 +15,7 @@ def test_defaults_are_those_of_the_documents() -> None:
     assert settings.routing() == RoutingOptions("forecast", 1.0, 0.0, Thresholds(None, None))
     assert settings.accounting() == Accounting(True, True, True)
     assert settings.kv_events
-    assert settings.prediction_limits() == PredictionLimits(120.0, 1 << 20, 0.8)
+    assert settings.prediction_limits() == PredictionLimits(120.0, 1 << 20, 0.99)
     assert settings.ignored_options() == []
 
 
