@@ -61,6 +61,7 @@ COMPOSING = frozenset({"cli", "development", "router"})
 
 FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "net": {
+        "backoff": (),
         "budgets": (),
         "logs": (),
         "model_files": (),
@@ -71,11 +72,11 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "secret_files": ("logs",),
         "span_context": ("trace_context",),
         "tls": ("logs", "secret_files"),
-        "etcd": ("decoding", "logs", "secret_files", "tls"),
+        "etcd": ("backoff", "decoding", "logs", "secret_files", "tls"),
         "nats": ("budgets", "logs", "secret_files", "tls"),
         "local": ("etcd",),
         "http2": ("budgets", "tls"),
-        "calls": ("budgets", "http2", "logs", "tls"),
+        "calls": ("backoff", "budgets", "http2", "logs", "tls"),
         "auth": ("calls", "logs", "secret_files", "tls"),
         "rpc": ("budgets", "calls", "http2", "logs", "tls", "trace_context"),
     },

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 
+from kvrouter.net.backoff import Backoff
 from kvrouter.net.calls.client_connection import ClientConnection, StreamEnded
 from kvrouter.net.calls.errors import NotSent
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
@@ -22,8 +22,8 @@ HEARTBEAT_TIMEOUT_SECONDS = 2.0
 _LASTING_SECONDS = 1.0
 """A healthy stream lasts this long: it is opened again without a pause."""
 
-_LONGEST_PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
-"""Longest pause after each attempt that opened no lasting stream, seconds."""
+_RETRY_SECONDS = (0.05, 2.0)
+"""First and longest pause after an attempt that opened no lasting stream, seconds."""
 _MAX_RETIRED = 8
 """Streams finishing their calls while another one takes the new ones. Beyond, the oldest is closed."""
 
@@ -182,14 +182,13 @@ class CallStreamClient:
     async def run(self) -> None:
         """Keeps a stream open until cancelled."""
         async with asyncio.TaskGroup() as streams:
-            failures = 0
+            backoff = Backoff(*_RETRY_SECONDS)
             while True:
                 try:
                     await self._keep_stream(streams)
-                    failures = 0
+                    backoff.succeeded()
                 except _NotOpened:
-                    await asyncio.sleep(random.uniform(0.0, _LONGEST_PAUSES[min(failures, len(_LONGEST_PAUSES) - 1)]))
-                    failures += 1
+                    await asyncio.sleep(backoff.failed())
 
     async def wait_open(self, time_left: float | None = None) -> float | None:
         """Waits for an opening stream. Returns the time left.

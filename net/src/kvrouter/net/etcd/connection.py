@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +15,8 @@ from kvrouter.net.etcd.access import EtcdAccess
 
 CALL_SECONDS = 3.0
 """Timeout of a call."""
-_RETRY_SECONDS = (0.25, 2.0)  # first and maximum pause; random, so that a fleet does not reconnect at one moment
+RETRY_SECONDS = (0.25, 2.0)
+"""First and longest pause after a failed attempt, seconds."""
 _PROBE = b"kvrouter-probe"
 _FORBIDDEN = "permission denied"
 _CHANNEL_OPTIONS = {
@@ -82,12 +82,6 @@ def is_forbidden(error: BaseException) -> bool:
 
 def _reason(error: BaseException) -> str:
     return (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else str(error)
-
-
-async def pause(failures: int) -> None:
-    """Waits before the next attempt, longer after each consecutive failure."""
-    first, longest = _RETRY_SECONDS
-    await asyncio.sleep(min(longest, first * 2.0 ** min(failures - 1, 16)) * random.uniform(0.5, 1.5))
 
 
 class EtcdRefused(aetcd.ClientError):  # type: ignore[misc]  # aetcd is not typed

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
 import aetcd
+from kvrouter.net.backoff import Backoff
 from kvrouter.net.etcd.access import EtcdAccess
-from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, connect, pause
+from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, RETRY_SECONDS, connect
 from kvrouter.net.logs import get_logger
 
 log = get_logger(__name__)
@@ -77,7 +78,7 @@ class LeasedKeys:
         self._registered = asyncio.Event()
         self._announce = False
         self._stopping = False
-        self._failures = 0
+        self._backoff = Backoff(*RETRY_SECONDS)
         self.registrations = 0
         """Number of times all keys were written under a new lease."""
 
@@ -125,12 +126,11 @@ class LeasedKeys:
                     async with connect(self._access) as client:
                         await self._keep(client)
                 except AWAY as error:
-                    if not self._failures:
+                    if not self._backoff.failures:
                         log.warning("etcd.unreachable", endpoints=str(self._access), error=str(error))
-                    self._failures += 1
                     if time.monotonic() >= self._expires:
                         self._registered.clear()
-                    await pause(self._failures)
+                    await asyncio.sleep(self._backoff.failed())
         finally:
             self._registered.clear()
             with contextlib.suppress(*AWAY):
@@ -141,9 +141,8 @@ class LeasedKeys:
             await self._renew(client)
             await self._write(client)
             await self._check_companions(client)
-            if self._failures:
-                log.info("etcd.reachable", endpoints=str(self._access), failures=self._failures)
-                self._failures = 0
+            if failures := self._backoff.succeeded():
+                log.info("etcd.reachable", endpoints=str(self._access), failures=failures)
             # ``_write`` clears the event, which ``stop`` may have set just before.
             if self._stopping:
                 return

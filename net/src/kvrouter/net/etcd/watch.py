@@ -12,9 +12,10 @@ from typing import Any
 import aetcd
 import grpc
 from aetcd import rpc
+from kvrouter.net.backoff import Backoff
 from kvrouter.net.decoding import Quarantine, Undecodable, decode_text, printable
 from kvrouter.net.etcd.access import EtcdAccess
-from kvrouter.net.etcd.connection import AWAY, EtcdAway, connect, pause
+from kvrouter.net.etcd.connection import AWAY, RETRY_SECONDS, EtcdAway, connect
 from kvrouter.net.logs import get_logger
 
 log = get_logger(__name__)
@@ -77,14 +78,14 @@ async def watch_prefix(
         InvalidEndpoint: an endpoint is malformed.
     """
     keys = _Keys(prefix, Quarantine() if quarantine is None else quarantine)
-    failures = 0
+    backoff = Backoff(*RETRY_SECONDS)
     while True:
         began = time.monotonic()
         try:
             async with connect(target) as client:
                 listing = await client.get_prefix(prefix.encode())
-                if failures:
-                    log.info("etcd.watch_resumed", prefix=prefix, failures=failures)
+                if backoff.failures:
+                    log.info("etcd.watch_resumed", prefix=prefix, failures=backoff.failures)
                 on_contact()
                 yield Snapshot(keys.listed({pair.key: pair.value for pair in listing}))
                 async with contextlib.aclosing(
@@ -93,11 +94,12 @@ async def watch_prefix(
                     async for change in changes:
                         yield change
         except AWAY as error:
-            if not failures:
+            if not backoff.failures:
                 log.warning("etcd.watch_interrupted", prefix=prefix, error=str(error))
         # A listing costs etcd more than a watch, so a watch that fails at once is repeated only after a pause.
-        failures = 1 if time.monotonic() - began > _LASTING_SECONDS else failures + 1
-        await pause(failures)
+        if time.monotonic() - began > _LASTING_SECONDS:
+            backoff.succeeded()
+        await asyncio.sleep(backoff.failed())
 
 
 class _Keys:

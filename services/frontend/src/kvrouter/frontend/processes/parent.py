@@ -21,9 +21,9 @@ from aiohttp import web
 from kvrouter.frontend.access.quotas import shared_file
 from kvrouter.frontend.processes.child import Assignment, Report
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.net.backoff import Backoff
 from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.net.tls import Tls
-from kvrouter.runtime.deadline import Backoff
 from kvrouter.runtime.http_connections import nobody
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.runtime.process.hosting import shared_port

@@ -9,7 +9,8 @@ import asyncio
 import json
 
 from kvrouter.frontend.workers.failures import WorkerFailure
-from kvrouter.runtime.deadline import Backoff, Deadline
+from kvrouter.net.backoff import Backoff
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 _STRUCTURED = frozenset(

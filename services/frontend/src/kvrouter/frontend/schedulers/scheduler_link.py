@@ -21,8 +21,9 @@ from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice, Sched
 from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
 from kvrouter.net import trace_context
+from kvrouter.net.backoff import Backoff
 from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
-from kvrouter.runtime.deadline import Backoff, Deadline
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, LowerTiers, RoutingRequest

@@ -13,7 +13,7 @@ from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer
 from kvrouter.indexer.ingest.read_position import Position, Recreate, StreamView, is_behind, is_caught_up, plan
-from kvrouter.runtime.deadline import Backoff
+from kvrouter.net.backoff import Backoff
 
 log = structlog.get_logger(component="indexer")
 

@@ -28,10 +28,10 @@ from kvrouter.indexer.snapshots.format import Snapshot
 from kvrouter.indexer.snapshots.lock import AcquiredLock, LockLost, acquired, live_replicas, read_pointer
 from kvrouter.indexer.snapshots.rules import SnapshotAges, is_due, purge_up_to
 from kvrouter.indexer.snapshots.store import SnapshotFiles, SnapshotStore, stream_message
+from kvrouter.net.backoff import Backoff
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import AWAY as ETCD_AWAY, EtcdAccess, connect
 from kvrouter.net.snapshot_format import InvalidSnapshot
-from kvrouter.runtime.deadline import Backoff
 from kvrouter.runtime.process.lifecycle import StartRefused
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder
+from kvrouter.net.backoff import Backoff
 from kvrouter.net.logs import get_logger
 from kvrouter.net.nats.client import or_cancelled
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway
@@ -18,8 +19,8 @@ from kvrouter.publisher.publishing.transport import MessageRefused, Transport, T
 log = get_logger(__name__)
 
 _TRIES_BEFORE_WARNING = 4
-_LONGEST_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
-"""Longest pause after each failed attempt, seconds."""
+_RETRY_SECONDS = (0.1, 2.0)
+"""First and longest pause after a failed attempt, seconds."""
 _REPEATED = (1.7, 2.0)
 """Time before a heartbeat is repeated, in heartbeat intervals."""
 
@@ -121,16 +122,16 @@ class BatchSender:
         events = after - first
         # Includes the last event's id: a relay that resumes may send events again in batches of other sizes.
         message_id = f"{self._secret}.{first}-{after - 1}" if events else None
-        failures = 0
+        backoff = Backoff(*_RETRY_SECONDS)
         try:
             while True:
                 try:
                     await or_cancelled(transport.send(self.subject, payload, message_id))
                     break
                 except TransportAway as error:
-                    failures += 1
-                    self._note_retry(error, failures)
-                    await asyncio.sleep(random.uniform(0.0, _LONGEST_PAUSES[min(failures, len(_LONGEST_PAUSES)) - 1]))
+                    pause = backoff.failed()
+                    self._note_retry(error, backoff.failures)
+                    await asyncio.sleep(pause)
         except MessageRefused as error:
             self._end_wait()
             self.refused += events

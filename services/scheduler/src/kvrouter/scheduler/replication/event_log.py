@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvrouter.runtime.deadline import Backoff
+from kvrouter.net.backoff import Backoff
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
 from kvrouter.scheduler.replication.announcer import AnnouncedBookings
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent, SyncHeartbeat

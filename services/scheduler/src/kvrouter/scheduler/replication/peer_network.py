@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import structlog
+from kvrouter.net.backoff import Backoff
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Replica, Stream
-from kvrouter.runtime.deadline import Backoff, Deadline
+from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.requests import component_name
 from kvrouter.runtime.rpc import not_awaited_by_drain, open_channel, remote
 from kvrouter.scheduler.identifiers import component_message

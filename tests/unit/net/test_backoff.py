@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 from hypothesis import given, strategies as st
-from kvrouter.runtime.deadline import Backoff
+from kvrouter.net.backoff import Backoff
 
 
 @given(st.integers(0, 1000), st.integers(1, 2000))
