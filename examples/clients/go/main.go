@@ -128,7 +128,7 @@ func (c client) manualLifeCycle(ctx context.Context) error {
 			Request: &kv.RoutingRequest{
 				Model:           c.model,
 				Prompt:          &kv.RoutingRequest_TokenIds{TokenIds: &kv.TokenIds{Ids: prompt()}},
-				MaxOutputTokens: 16,
+				MaxOutputTokens: proto.Uint32(16),
 			},
 			Booking: booking,
 		})
