@@ -17,12 +17,13 @@ from unittest.mock import MagicMock
 
 from transformers.utils import is_torchvision_available
 
-assert not is_torchvision_available()  # remembered, so that nothing looks for more of what stands in for it
 # The cache needs none of them; modules beside it import them.
 for missing in ("IPython", "IPython.display", "gguf"):
     sys.modules[missing] = MagicMock()
-for missing in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
-    sys.modules[missing] = MagicMock()
+# The result is remembered, so that nothing looks for more of what stands in for it.
+if not is_torchvision_available():
+    for missing in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
+        sys.modules[missing] = MagicMock()
 
 from sglang.srt.disaggregation.kv_events import KVEventBatch, ZmqEventPublisher  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams  # noqa: E402
