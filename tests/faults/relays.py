@@ -122,10 +122,10 @@ class RelayedNode(EngineNode):
 
 def _as_json(event: CacheEvent) -> list[Any]:
     match event:
-        case Stored(parent, names, blocks, _):
-            return ["stored", parent, names, b"".join(blocks).hex()]
+        case Stored(parent, names, tokens, _):
+            return ["stored", parent, list(names), tokens.hex()]
         case Removed(names):
-            return ["removed", names]
+            return ["removed", list(names)]
         case _:
             return ["cleared"]
 
