@@ -250,8 +250,7 @@ class Reader(EventStream):
 
 
 def arrive(answer: EngineAnswer, part: bytes) -> None:
-    answer.unread.append(part)
-    answer.unread_bytes += len(part)
+    answer.add(part)
     answer.arrived()
 
 

@@ -173,13 +173,8 @@ class EventStream(web.StreamResponse):
 
     def write_bytes(self, data: bytes) -> None:
         """Writes bytes of any kind."""
-        if not data:
-            return
-        text = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
-        if self.begun and self._transport is not None:
-            self._writer.write(self._transport, text)
-        else:
-            self._send(text)
+        if data:
+            self._send(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def _send(self, text: bytes) -> None:
         if self._transport is None:

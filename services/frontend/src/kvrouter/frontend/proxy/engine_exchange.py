@@ -51,9 +51,8 @@ class EngineAnswer:
         self.headers = headers
         self._read_on = read_on
         self._budget = budget
-        self.unread: list[bytes] = []
-        """Parts of the body that nobody has taken. Whoever appends one counts its bytes, and calls ``arrived``."""
-        self.unread_bytes = 0
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
         self._is_complete = False
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
@@ -69,7 +68,7 @@ class EngineAnswer:
     @property
     def is_read(self) -> bool:
         """Whether the body was taken to its end."""
-        return self._is_complete and not self.unread
+        return self._is_complete and not self._unread
 
     async def part(self) -> bytes:
         """Returns the next bytes of the body, in their turn on the event loop; empty at its end.
@@ -79,16 +78,16 @@ class EngineAnswer:
             DependencyAway: the body is not HTTP.
             DeadlineExceeded: the time is over.
         """
-        while not self.unread:
+        while not self._unread:
             if self._error is not None:
                 raise self._error
             if self._is_complete:
                 return b""
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-        if self.unread_bytes > _MAX_UNREAD_BYTES:
+        if self._unread_bytes > _MAX_UNREAD_BYTES:
             self._read_on()
-        cost_us = _PART_US + self.unread_bytes // _BYTES_PER_US
+        cost_us = _PART_US + self._unread_bytes // _BYTES_PER_US
         part = self._taken()
         if not self._budget.take(cost_us):
             await self._budget.turn(cost_us)
@@ -107,18 +106,24 @@ class EngineAnswer:
                 await client.drain()
             self._pass, self._client = take, client
 
+    def add(self, data: bytes) -> None:
+        """Takes further bytes of the body; ``arrived`` must follow."""
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+
     def arrived(self) -> bool:
-        """Gives on what was appended, at once if ``pass_on`` waits. Returns False if too much of it is unread."""
-        waiting, client, size = self._waiting, self._client, self.unread_bytes
-        if not size or waiting is None or waiting.done():
-            return size <= _MAX_UNREAD_BYTES
-        if (
-            self._pass is None
-            or (client is not None and client.is_full)
-            or not self._budget.take(_PART_US + size // _BYTES_PER_US)
-        ):
-            waiting.set_result(None)
-            return size <= _MAX_UNREAD_BYTES
+        """Gives on what was added. Returns False if too much of it is unread."""
+        if self._unread and not self._passes_at_once():
+            self._wake()
+        return self._unread_bytes <= _MAX_UNREAD_BYTES
+
+    def _passes_at_once(self) -> bool:
+        """Passes on what has arrived if ``pass_on`` waits for it. Returns False if a task must do that."""
+        waiting, client = self._waiting, self._client
+        if self._pass is None or waiting is None or waiting.done() or (client is not None and client.is_full):
+            return False
+        if not self._budget.take(_PART_US + self._unread_bytes // _BYTES_PER_US):
+            return False
         try:
             self._pass(self._taken())
         except Exception as error:
@@ -128,9 +133,9 @@ class EngineAnswer:
 
     def _taken(self) -> bytes:
         """Returns what is unread, which is taken then."""
-        part = self.unread[0] if len(self.unread) == 1 else b"".join(self.unread)
-        self.unread.clear()
-        self.unread_bytes = 0
+        part = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
+        self._unread.clear()
+        self._unread_bytes = 0
         return part
 
     def end(self, error: Exception | None = None) -> None:
@@ -281,10 +286,8 @@ class EngineConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of the body."""
-        answer = self._answer
-        if answer is not None and not self._is_complete:
-            answer.unread.append(body)
-            answer.unread_bytes += len(body)
+        if self._answer is not None and not self._is_complete:
+            self._answer.add(body)
 
     def on_message_complete(self) -> None:
         """Takes the end of the body."""

@@ -185,10 +185,7 @@ class WorkerAttempt:
         is_between = self._has_output and not (self._over or self._finish_reason or output.finish_reason)
         if is_between and self._limit.admits(output.tokens):
             self._health.heard()
-            try:
-                self._on_output(output)
-            except Exception as error:
-                self._receiver_failed(error)
+            self._pass_on(output)
         elif not self._has_finished():
             self._take(output)
 
