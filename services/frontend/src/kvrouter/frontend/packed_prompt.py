@@ -42,8 +42,7 @@ def hash_prompt(
     ``known`` has the hashes of the first blocks, which are not hashed again.
     """
     blocks = len(known) // _HASH_BYTES
-    named = request.scope
-    scope = Scope(named.lora_name, named.cache_salt, named.tenant)
+    scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
     content = content_in_blocks(request.multimodal_hashes, block_size)
     multimodal = [(block - blocks, content_hash) for block, content_hash in content if block >= blocks]
     return known + local_hashes(prompt[blocks * block_size * TOKEN_BYTES :], block_size, scope, multimodal)

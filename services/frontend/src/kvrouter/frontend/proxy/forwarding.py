@@ -188,9 +188,7 @@ class EngineCalls:
         params = request.transfer_params if request.HasField("transfer_params") else None
         body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
         read = self._read_prefill if is_prefill else self._pass_on
-        # asyncio.create_task names the task besides.
-        start = asyncio.get_running_loop().create_task
-        attempt.start(lambda receiver: start(self._call(worker, dispatch, body, read, receiver)))
+        attempt.start(lambda receiver: asyncio.create_task(self._call(worker, dispatch, body, read, receiver)))
         return attempt
 
     async def answers(self, endpoint: str) -> bool:

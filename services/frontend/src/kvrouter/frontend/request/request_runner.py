@@ -33,7 +33,6 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
-_UNLESS_COMPLETE = suppress(OutputComplete)
 _FORWARDED = "it was forwarded as it is: the tokens of its output are not known"
 
 
@@ -172,7 +171,7 @@ class RequestRunner:
                 is_estimated=is_estimated,
                 operation=operation,
             )
-            with _UNLESS_COMPLETE:
+            with suppress(OutputComplete):
                 await generation.run(receiver, deadline=deadline)
             generation.observe_success()
             code = "OK"

@@ -32,8 +32,8 @@ class Selector:
     router: Router
     queued: QueuedRequests
     metrics: SchedulerMetrics
-    _under_way: dict[Key, asyncio.Future[None]] = field(default_factory=dict, init=False)
-    """Running selections, each with a future that is done at its end."""
+    _under_way: dict[Key, asyncio.Event] = field(default_factory=dict, init=False)
+    """Running selections, each with the event of its end."""
 
     async def select(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Chooses a rank, and books it if the request names a booking.
@@ -74,13 +74,13 @@ class Selector:
                 return earlier
             if (under_way := self._under_way.get(key)) is None:
                 break
-            await asyncio.wait((under_way,))  # Which a cancelled caller does not cancel.
-        ended = self._under_way[key] = asyncio.get_running_loop().create_future()
+            await under_way.wait()
+        ended = self._under_way[key] = asyncio.Event()
         try:
             return await self._dispatch(context, request, deadline)
         finally:
             del self._under_way[key]
-            ended.set_result(None)
+            ended.set()
 
     async def _dispatch(
         self, context: RequestContext, request: pb.SelectWorkerRequest, deadline: Deadline

@@ -148,8 +148,6 @@ class Weighed(NamedTuple):
 
 _COST_TERMS = Weighed._fields.index("own")
 """Number of the first columns, whose sum is the cost."""
-_TERMS = tuple(f"{name}_ms" for name in Weighed._fields[:_COST_TERMS])
-_NEW_TOKENS = Weighed._fields.index("new_tokens")
 
 
 class ForecastPolicy(Policy):
@@ -163,7 +161,7 @@ class ForecastPolicy(Policy):
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
         columns = weigh_natively(context) if NATIVE is not None else np.array(weigh(context, used_shares(context)))
-        costs = np.add.reduce(columns[:_COST_TERMS])
+        weighed, costs = Weighed(*columns), np.add.reduce(columns[:_COST_TERMS])
         slots, is_kept = context.free_slots, context.is_kept
         # A method such as ``any`` takes three times as long.
         is_limited = bool(np.count_nonzero(is_kept))
@@ -173,7 +171,6 @@ class ForecastPolicy(Policy):
         index = draw_lowest(weighed_costs, rng)
 
         def formula(index: int) -> str:
-            weighed = Weighed(*columns)
             kept = ", room is kept for other tenants" if is_kept[index] else ""
             full = ", no free slot" if slots[index] < 1 else kept
             return (
@@ -185,10 +182,19 @@ class ForecastPolicy(Policy):
                 f"({int(weighed.new_tokens[index])} tokens to compute{full})"
             )
 
-        terms = dict(zip(_TERMS, columns, strict=False))
-        terms |= {"new_tokens": columns[_NEW_TOKENS], "relative_latency": context.relative_latency, "free_slots": slots}
-        forecast, *_, own, relative, new, is_fit = columns[:, index].tolist()
-        new_tokens = int(new)
+        terms = {
+            "forecast_ms": weighed.forecast,
+            "batch_ms": weighed.batch,
+            "work_ms": weighed.work,
+            "output_ms": weighed.output,
+            "shortage_ms": weighed.shortage,
+            "eviction_ms": weighed.eviction,
+            "copies_ms": weighed.copies,
+            "new_tokens": weighed.new_tokens,
+            "relative_latency": context.relative_latency,
+            "free_slots": slots,
+        }
+        new_tokens = int(weighed.new_tokens[index])
         total, free_slots = int(context.total_blocks[index]), float(slots[index])
         added = context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size
         slot = int(total * context.block_size / max(1.0, free_slots + int(context.active_requests[index])))
@@ -200,7 +206,7 @@ class ForecastPolicy(Policy):
             return Wait(
                 index,
                 Explanation(reason, costs, terms, formula),
-                prefill_ms=float(own * context.relative_latency[index]),
+                prefill_ms=float(weighed.own[index] * context.relative_latency[index]),
                 room_tokens=added if has_slot else new_tokens,
                 use_tokens=use_tokens,
                 rank=context.ranks[index],
@@ -209,13 +215,13 @@ class ForecastPolicy(Policy):
                 keeps_room=is_limited and not has_slot,
             )
         reason = "lowest cost" if is_open is None else "lowest cost of the ranks with a free slot"
-        forecast_ms = forecast / relative
+        forecast_ms = float(weighed.forecast[index] / weighed.relative[index])
         return Choice(
             index,
             Explanation(reason, costs, terms, formula),
             use_tokens,
             prefill_tokens=new_tokens,
-            forecast_ms=forecast_ms if is_fit else None,
+            forecast_ms=forecast_ms if weighed.fit[index] else None,
             idle_forecast_ms=None if context.head_prefill_tokens[index] else forecast_ms,
         )
 
