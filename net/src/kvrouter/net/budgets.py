@@ -56,8 +56,8 @@ class LoopBudget:
             self._waiting.append((work, cost_us))
 
     def _spend(self, cost_us: int) -> bool:
-        """Takes a part of this pass, unless it has no room; returns whether it did."""
-        if cost_us > self._left_us != self._pass_us:
+        """Takes a part of this pass if there is room, or if it is the first; returns whether it did."""
+        if cost_us > self._left_us and self._left_us < self._pass_us:
             return False
         self._left_us -= cost_us
         if not self._is_pass_open:

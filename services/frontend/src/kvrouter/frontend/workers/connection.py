@@ -162,15 +162,19 @@ class WorkerConnection:
             self._pending -= 1
         return Probe.ANSWERED
 
+    async def _is_ping_answered(self) -> bool:
+        pong = self.ping()
+        return pong is not None and await asyncio.shield(pong)
+
     async def _answers_ping(self) -> bool | None:
         """Returns whether a ping was answered in time; None if the worker cannot be asked this way."""
         try:
             async with asyncio.timeout(_PING_SECONDS):
                 # A server that shuts down answers on the stream of its running calls, and accepts no new one.
-                if (pong := self.ping()) is not None and await asyncio.shield(pong):
+                if await self._is_ping_answered():
                     return True
                 await self._stream.wait_open()
-                return ((pong := self.ping()) is not None and await asyncio.shield(pong)) or None
+                return await self._is_ping_answered() or None
         except NotSent:
             return None
         except TimeoutError:

@@ -248,16 +248,16 @@ class WorkerHealth:
         self.reclassify(worker)
 
     def is_watched(self, endpoint: str) -> bool:
-        """Returns whether a worker has running calls or left its last probe unanswered, so it is probed often."""
+        """Returns whether a worker is known and watched; see ``ObservedWorker.is_watched``."""
         worker = self._workers.get(endpoint)
-        return worker is not None and bool(worker.calls or worker.missed)
+        return worker is not None and worker.is_watched
 
     def take_unheard(self, endpoints: Iterable[str]) -> list[str]:
         """Returns those of known workers that are watched and sent nothing since they were last passed here."""
         unheard: list[str] = []
         for endpoint in endpoints:
             worker = self._workers[endpoint]
-            if (worker.calls or worker.missed) and not worker.heard:
+            if worker.is_watched and not worker.heard:
                 unheard.append(endpoint)
             worker.heard = False
         return unheard

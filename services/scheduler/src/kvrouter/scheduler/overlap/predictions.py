@@ -52,15 +52,16 @@ class Predictions:
     """Predicts overlaps for every component. ``clock`` returns seconds.
 
     ``everywhere`` predicts those of all ranks; otherwise of those that publish no events, and of prompts with content
-    whose id only the engine knows. ``later`` calls a function soon: the blocks of a long prompt are recorded then, or
-    before anything asks for them.
+    whose id only the engine knows. ``later`` calls a function soon: it records the blocks of a long prompt, unless
+    an overlap is asked for first.
     """
 
     limits: PredictionLimits
     clock: Callable[[], float]
     everywhere: bool = True
     later: Callable[[Callable[[], None]], object] = lambda record: record()
-    _unrecorded: Callable[[], None] | None = field(default=None, init=False)
+    _waiting: Callable[[], None] | None = field(default=None, init=False)
+    """Records the blocks of the last long prompt, unless they are recorded."""
     _predicted: dict[ComponentName, _Prediction] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
@@ -86,7 +87,7 @@ class Predictions:
 
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the predicted leading blocks of a prompt on each rank."""
-        self._settle()
+        self._record_waiting()
         predicted = self._of(pool)
         listed = predicted.listed
         blocks = np.zeros(len(listed.place_of), np.int64)
@@ -106,15 +107,15 @@ class Predictions:
         if candidate is None or not booking.prompt.local_hashes:
             return
         if self.everywhere or not candidate.publishes_events or booking.prompt.indexed_blocks is not None:
-            self._settle()
-            self._unrecorded = partial(self.record, booking.pool, booking.rank, candidate.incarnation, booking.prompt)
+            self._record_waiting()
+            self._waiting = partial(self.record, booking.pool, booking.rank, candidate.incarnation, booking.prompt)
             if len(booking.prompt.local_hashes) < _LONG_HASHES:
-                self._settle()
+                self._record_waiting()
             else:
-                self.later(self._settle)
+                self.later(self._record_waiting)
 
-    def _settle(self) -> None:
-        record, self._unrecorded = self._unrecorded, None
+    def _record_waiting(self) -> None:
+        record, self._waiting = self._waiting, None
         if record is not None:
             record()
 
@@ -130,7 +131,7 @@ class Predictions:
 
     def expire(self) -> None:
         """Drops blocks older than ``ttl_seconds``."""
-        self._settle()
+        self._record_waiting()
         now = self.clock()
         for predicted in self._predicted.values():
             predicted.index.expire(now)
