@@ -89,11 +89,19 @@ pub fn words<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u64]>> {
     }
 }
 
-/// Returns hashes as integers: those of a buffer of unsigned 64-bit integers, or of another sequence.
-pub fn hashes<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [u64]>> {
-    match object.cast::<PyList>() {
-        Ok(list) => Ok(Cow::Owned(list.extract()?)),
-        Err(_) => words(object).or_else(|_| Ok(Cow::Owned(object.extract()?))),
+/// Hashes of a list, of a buffer of unsigned 64-bit integers, or of another sequence.
+pub struct Hashes(pub Vec<u64>);
+
+impl<'py> FromPyObject<'_, 'py> for Hashes {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if !object.is_instance_of::<PyList>()
+            && let Ok(packed) = words(&object)
+        {
+            return Ok(Self(packed.into_owned()));
+        }
+        Ok(Self(object.extract()?))
     }
 }
 

@@ -8,7 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::{hashes, immutable, pack, words};
+use super::buffers::{Hashes, immutable, pack, words};
 use super::dump::DumpChunks;
 use super::exclusive::Exclusive;
 use super::interface;
@@ -58,11 +58,10 @@ impl EventRecorder {
         self.record(py, 0, |_| Ok(()))
     }
 
-    fn resident(&self, py: Python<'_>, engine_hashes: &Bound<'_, PyAny>, tier: i32) -> PyResult<Vec<u64>> {
-        let engine_hashes = hashes(engine_hashes)?;
-        let resident = self.recorder.with(py, engine_hashes.len() > LONG, |recorder| {
+    fn resident(&self, py: Python<'_>, engine_hashes: Hashes, tier: i32) -> PyResult<Vec<u64>> {
+        let resident = self.recorder.with(py, engine_hashes.0.len() > LONG, |recorder| {
             let is_resident = |hash: &u64| recorder.state().is_resident(*hash, tier).map(|yes| yes.then_some(*hash));
-            engine_hashes.iter().filter_map(|hash| is_resident(hash).transpose()).collect::<Result<_, _>>()
+            engine_hashes.0.iter().filter_map(|hash| is_resident(hash).transpose()).collect::<Result<_, _>>()
         });
         resident.map_err(|error| raised(py, error))
     }
@@ -81,7 +80,7 @@ impl EventRecorder {
     fn stored<'py>(
         &self,
         py: Python<'py>,
-        engine_hashes: &Bound<'py, PyAny>,
+        engine_hashes: Hashes,
         local_hashes: &Bound<'py, PyAny>,
         parent: Option<u64>,
         tier: i32,
@@ -89,7 +88,7 @@ impl EventRecorder {
         new_copies: bool,
         parts: u32,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let engine_hashes = hashes(engine_hashes)?;
+        let engine_hashes = engine_hashes.0;
         let locals = words(local_hashes).map_err(|error| match error.is_instance_of::<PyValueError>(py) {
             true => raised(py, Error::Invalid(error.value(py).to_string())),
             false => error,
@@ -100,24 +99,12 @@ impl EventRecorder {
         })
     }
 
-    fn stored_in_tier<'py>(
-        &self,
-        py: Python<'py>,
-        engine_hashes: &Bound<'py, PyAny>,
-        tier: i32,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let engine_hashes = hashes(engine_hashes)?;
-        self.record(py, engine_hashes.len(), |recorder| recorder.stored_in_tier(&engine_hashes, tier))
+    fn stored_in_tier<'py>(&self, py: Python<'py>, engine_hashes: Hashes, tier: i32) -> PyResult<Bound<'py, PyAny>> {
+        self.record(py, engine_hashes.0.len(), |recorder| recorder.stored_in_tier(&engine_hashes.0, tier))
     }
 
-    fn removed<'py>(
-        &self,
-        py: Python<'py>,
-        engine_hashes: &Bound<'py, PyAny>,
-        tier: i32,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let engine_hashes = hashes(engine_hashes)?;
-        self.record(py, engine_hashes.len(), |recorder| recorder.removed(&engine_hashes, tier))
+    fn removed<'py>(&self, py: Python<'py>, engine_hashes: Hashes, tier: i32) -> PyResult<Bound<'py, PyAny>> {
+        self.record(py, engine_hashes.0.len(), |recorder| recorder.removed(&engine_hashes.0, tier))
     }
 
     fn cleared<'py>(&self, py: Python<'py>, tier: i32) -> PyResult<Bound<'py, PyAny>> {
