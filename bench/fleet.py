@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 import tempfile
@@ -30,7 +29,6 @@ from nats.aio.msg import Msg
 sys.path.insert(0, str(Path(__file__).parent / "request"))
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import ManagedProcess
-from kvrouter.devtools.system.stack import service_environment
 from restart import until
 from systems import Servers, running_servers
 from usage import cpu_ns, resident_bytes
@@ -77,10 +75,7 @@ class Fleet:
         return known, time.monotonic() - began
 
     async def _start(self, name: str, module: str, *arguments: str) -> None:
-        self.ops[name] = f"127.0.0.1:{free_port()}"
-        where = ("--etcd", self.servers.etcd.endpoint, "--nats", self.servers.nats.url, "--http-bind", self.ops[name])
-        command = (sys.executable, "-m", module, *where, *arguments)
-        self.processes[name] = await self.servers.start(name, command, service_environment(os.environ))
+        self.processes[name], self.ops[name] = await self.servers.start_service(name, module, *arguments)
 
     async def _is_up(self, service: str) -> bool:
         try:

@@ -27,7 +27,6 @@ import aiohttp
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "request")]
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import ManagedProcess
-from kvrouter.devtools.system.stack import service_environment
 from restart import answers, until, until_answered
 from systems import Servers, running_servers
 
@@ -71,10 +70,8 @@ class System:
             await self.servers.start("burner", burner, os.environ)
 
     async def _start(self, name: str, module: str, *arguments: str) -> None:
-        self.ops[name] = f"127.0.0.1:{free_port()}"
-        where = ("--etcd", self.servers.etcd.endpoint, "--nats", self.servers.nats.url, "--http-bind", self.ops[name])
-        command = (sys.executable, "-m", module, *where, "--log-format", "json", *arguments)
-        self.processes[name] = await self.servers.start(name, command, service_environment(os.environ))
+        json_logs = ("--log-format", "json")
+        self.processes[name], self.ops[name] = await self.servers.start_service(name, module, *json_logs, *arguments)
 
     async def _serves(self) -> bool:
         return await answers(self.session, f"{self.url}/health") and bool(self.sessions())
@@ -151,8 +148,8 @@ async def measure(options: argparse.Namespace, directory: Path) -> None:
         await asyncio.wait({loading})
         await until(system.has_no_bookings)
         failed = sum(not request.ok for request in system.requests if request.waited)
-        blind = await system.metric("kvrouter_scheduler_load_only_total")
-        print(f"{len(system.requests)} requests, {failed} failed, {blind:.0f} decisions without overlaps")
+        load_only = await system.metric("kvrouter_scheduler_load_only_total")
+        print(f"{len(system.requests)} requests, {failed} failed, {load_only:.0f} decisions without overlaps")
 
 
 async def _is_longer(system: System, before: int) -> bool:

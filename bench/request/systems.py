@@ -97,6 +97,13 @@ class Servers(Processes):
     nats: NatsServer
     etcd: EtcdServer
 
+    async def start_service(self, name: str, module: str, *arguments: str) -> tuple[ManagedProcess, str]:
+        """Starts a service of kvrouter. Returns its process, and its address for health and metrics, host:port."""
+        address = f"127.0.0.1:{free_port()}"
+        where = ("--etcd", self.etcd.endpoint, "--nats", self.nats.url, "--http-bind", address)
+        command = (sys.executable, "-m", module, *where, *arguments)
+        return await self.start(name, command, service_environment(os.environ)), address
+
 
 def peer_home() -> Path | None:
     """Returns where Dynamo is installed; None if PEERS_WORK does not say, or it is not there."""
