@@ -46,10 +46,10 @@ def observed(streams: Sequence[Stream]) -> str:
     """What a report says of the streams."""
     unavailable = sum(stream.unavailable for stream in streams)
     longest = max((stream.ended or stream.began) - stream.began for stream in streams)
-    blind, decisions = sum(stream.load_only for stream in streams), sum(len(stream.workers) for stream in streams)
+    load_only, decisions = sum(stream.load_only for stream in streams), sum(len(stream.workers) for stream in streams)
     return (
         f"{len(streams)} streams, {unavailable} unavailable, longest {longest:.1f} s, "
-        f"{blind} of {decisions} decisions without overlaps"
+        f"{load_only} of {decisions} decisions without overlaps"
     )
 
 

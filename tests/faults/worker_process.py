@@ -43,8 +43,8 @@ class BlockHashes:
         for event in events:
             if isinstance(event, Stored):
                 parent = None if event.parent_hash is None else self._known[event.parent_hash][1]
-                locals_ = memoryview(local_hashes(event.tokens, self._block_size)).cast("Q")
-                for engine_hash, local in zip(event.engine_hashes, locals_, strict=True):
+                block_hashes = memoryview(local_hashes(event.tokens, self._block_size)).cast("Q")
+                for engine_hash, local in zip(event.engine_hashes, block_hashes, strict=True):
                     parent = local if parent is None else _chained(parent, local)
                     self._known[engine_hash] = local, parent
 

@@ -83,6 +83,11 @@ async def system(engines: list[EngineServer], tmp_path: Path) -> AsyncIterator[N
         yield running
 
 
+async def holders(system: NoBroker, prompt: int) -> set[str]:
+    """Returns the workers whose blocks in the index may hold a prompt of so many tokens."""
+    return {f"{worker}:0" for worker, rank in (await system.ranks()).items() if rank.blocks >= prompt // BLOCK}
+
+
 async def settled(system: NoBroker, body: dict[str, Any], *, path: str = "/v1/chat/completions") -> Seen:
     """Sends a request until it finds what the requests before have left, which both engines may hold by then."""
     seen = await ask(system, path, body)
@@ -106,13 +111,15 @@ async def test_an_image_sent_again_is_predicted_as_the_engine_reports_it(system:
     assert first.routed_on == "estimate", "the length of its image was not known"
     second = await settled(system, body)
     assert second.routed_on == "tokens"
+    assert second.worker in await holders(system, second.prompt)
     assert second.cached == (second.prompt - 1) // BLOCK * BLOCK
 
 
 async def test_another_image_shares_only_what_is_before_it(system: NoBroker) -> None:
-    await settled(system, chat(BEFORE, image(embedded("PNG")), AFTER))
+    known = await settled(system, chat(BEFORE, image(embedded("PNG")), AFTER))
     other = await ask(system, "/v1/chat/completions", chat(BEFORE, image(embedded("grey PNG")), AFTER))
     assert other.routed_on == "tokens", "an image of the same size has the same length"
+    assert other.worker in await holders(system, known.prompt)
     assert other.predicted == other.cached == len(f"<|user|>\n{BEFORE}") // BLOCK * BLOCK
 
 
@@ -124,6 +131,7 @@ async def test_a_conversation_with_several_images_is_followed(system: NoBroker) 
         before = await settled(system, chat(*parts))
         parts += [image(embedded(name)), AFTER]
         longer = await settled(system, chat(*parts))
+        assert longer.worker in await holders(system, longer.prompt)
         assert longer.cached == (longer.prompt - 1) // BLOCK * BLOCK > before.cached
 
 
@@ -138,6 +146,7 @@ async def test_messages_and_responses_find_the_image_of_a_chat(system: NoBroker)
     messages = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
     seen = await ask(system, "/v1/messages", messages)
     assert (seen.routed_on, seen.predicted, seen.prompt) == ("tokens", known.predicted, known.prompt)
+    assert seen.worker in await holders(system, known.prompt)
     url = f"http://{system.http}/v1/messages/count_tokens"
     async with system.session.post(url, json={"model": "m", "messages": messages["messages"]}) as response:
         assert await response.json() == {"input_tokens": known.prompt}
@@ -152,6 +161,7 @@ async def test_messages_and_responses_find_the_image_of_a_chat(system: NoBroker)
         headers = response.headers
         assert int(headers["x-kvrouter-overlap-blocks"]) * BLOCK == known.predicted
         assert headers["x-kvrouter-routed-on"] == "tokens"
+        assert headers["x-kvrouter-worker"] in await holders(system, known.prompt)
 
 
 async def test_a_stream_is_learned_from_too(system: NoBroker) -> None:
