@@ -22,7 +22,7 @@ from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.publishing.rank_stats import RankStats
 from kvrouter.publisher.publishing.transport import TransportAway
 from kvrouter.publisher.registration import EtcdAndNats, System
-from kvrouter.publisher.serving.engine import Engine, PublishOnly, StepEngine
+from kvrouter.publisher.serving.engine import Engine, PublishOnly, StepEngine, packed_prompt
 from kvrouter.publisher.serving.outputs import RequestOutput
 from kvrouter.publisher.snapshots.rank_file import Recovered
 from kvrouter.publisher.snapshots.resume import claimed, files, recover_worker
@@ -43,6 +43,7 @@ __all__ = [
     "StepEngine",
     "Worker",
     "WorkerConfig",
+    "packed_prompt",
     "running",
 ]
 

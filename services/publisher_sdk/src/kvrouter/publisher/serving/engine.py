@@ -18,7 +18,7 @@ from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest
 
 
 def packed_prompt(request: WorkerServiceGenerateRequest) -> bytes:
-    """Returns a prompt as little-endian u32, in a twentieth of the time that its token ids take one by one."""
+    """Returns the token ids of a request as little-endian u32, in a twentieth of the time of ``request.token_ids``."""
     return PackedWorkerPrompt.FromString(request.SerializeToString()).token_ids
 
 
