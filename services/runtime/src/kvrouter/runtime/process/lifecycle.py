@@ -34,7 +34,7 @@ class StartRefused(Exception):
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's ``mallopt``."""
 _KEPT_BYTES = 16 << 20
-"""The copies of a few prompts of 128k tokens: 0.5 MB each, and 0.8 MB as JSON."""
+"""Room for the copies of a few prompts of 128k tokens, each 0.5 MB packed and 0.8 MB as JSON."""
 _YOUNG_OBJECTS = 20_000
 """New objects after which young garbage is collected."""
 
@@ -92,9 +92,9 @@ def _collect_rarely() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Lets glibc keep freed memory: each copy of a long prompt else gets new pages, which the kernel must clear.
+    """Makes glibc keep up to ``_KEPT_BYTES`` of freed memory, unless the environment configures its allocator.
 
-    It keeps ``_KEPT_BYTES`` of an arena. Who sets its variables has other plans.
+    Otherwise each copy of a long prompt gets new pages from the kernel, which must clear them.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
