@@ -6,7 +6,8 @@ For each number of workers, etcd, NATS, Indexer, Scheduler, Frontend and simulat
 the start of the workers' processes, which take part of them, until the Frontend knows all of them, and until the
 Indexer has compared all. Then the processes rest, and their CPU and messages are counted; then ``--requests``
 completions of 1k tokens are sent at a steady rate. The CPU of a request is that of the services under load less that
-at rest. With several numbers of workers, a linear fit gives what each worker adds to a request.
+at rest; latencies are upper bounds of buckets of the services' histograms. With several numbers of workers, a linear
+fit gives what each worker adds to a request.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ SERVICES = ("indexer", "scheduler", "frontend")
 BLOCK_SIZE = 16
 PROMPT = 1024
 SHARED = 768
+LATENCIES = {
+    "selection": ("scheduler", "kvrouter_scheduler_select_seconds"),
+    "arrival to dispatch": ("frontend", "kvrouter_frontend_added_seconds"),
+}
+"""Histograms: of the Scheduler, the Indexer's answer included, and of the Frontend until a request leaves it."""
 _POLL_SECONDS = 0.25
 """Pause between two looks at a service, each of which costs it as much as some requests."""
 SETTLE_SECONDS = 15.0
@@ -104,6 +110,14 @@ class Fleet:
         async with self.session.get(f"http://{self.ops[service]}/metrics") as response:
             return _samples(await response.text(), prefix)
 
+    async def latencies(self) -> dict[str, Counter[float]]:
+        """Returns the cumulative counts of the histograms in LATENCIES, by upper bound in seconds."""
+        counts: dict[str, Counter[float]] = {}
+        for name, (service, metric) in LATENCIES.items():
+            buckets = await self.metrics(service, f"{metric}_bucket")
+            counts[name] = Counter({float(key.split('le="')[1].split('"')[0]): int(n) for key, n in buckets.items()})
+        return counts
+
     def cpu(self) -> dict[str, float]:
         """Returns the CPU seconds of each service, and of its surroundings."""
         spent = {name: cpu_ns(process.pid) / 1e9 for name, process in self.processes.items()}
@@ -127,6 +141,16 @@ class Fleet:
 def _samples(text: str, prefix: str) -> dict[str, float]:
     lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith(prefix))
     return {name: float(value) for name, _, value in lines}
+
+
+def quantile(counts: Counter[float], share: float) -> float:
+    """Returns the upper bound of the bucket that holds a quantile.
+
+    Args:
+        counts: Cumulative counts, by upper bound.
+        share: The quantile, from 0 to 1.
+    """
+    return min(bound for bound, count in counts.items() if count >= share * counts[float("inf")])
 
 
 async def count_subjects(url: str, seconds: float) -> Counter[str]:
@@ -192,14 +216,20 @@ async def measure(workers: int, options: argparse.Namespace, directory: Path) ->
         if not options.requests:
             return {}
         await send(session, fleet.url, min(200, options.requests), options.rate, 0)
-        before_cpu, began = fleet.cpu(), time.monotonic()
+        latencies, before_cpu, began = await fleet.latencies(), fleet.cpu(), time.monotonic()
         failed = await send(session, fleet.url, options.requests, options.rate, 1)
-        seconds = time.monotonic() - began
-        cost = {
-            name: 1e6 * (fleet.cpu()[name] - before_cpu[name] - rest[name] * seconds) / options.requests
-            for name in SERVICES
+        seconds, spent = time.monotonic() - began, fleet.cpu()
+        costs = {
+            name: 1e6 * (after - before_cpu[name] - rest[name] * seconds) / options.requests
+            for name, after in spent.items()
         }
-        print(f"  µs of a request: {_shown(cost, 0)}, {failed} failed", flush=True)
+        cost = {name: costs[name] for name in SERVICES}
+        print(f"  µs of a request: {_shown(costs, 0)}; {options.requests / seconds:.1f}/s, {failed} failed", flush=True)
+        for name, after in (await fleet.latencies()).items():
+            bounds = (f"p{share} ≤ {1e3 * quantile(after - latencies[name], share / 100):.2f} ms" for share in (50, 99))
+            print(f"  {name}: {', '.join(bounds)}", flush=True)
+        memory = {name: resident_bytes(fleet.processes[name].pid) / 1e6 for name in SERVICES}
+        print(f"  resident MB: {_shown(memory, 0)}", flush=True)
         return cost
 
 
