@@ -300,7 +300,10 @@ class NoWorkers(
     advice="Start a suitable worker, or retry after the given time.",
     retry_after_ms=1000,
 ):
-    """The component has no worker that is eligible for the request."""
+    """The component has no worker that is eligible for the request.
+
+    The resource is the component if it has none for any request.
+    """
 
 
 class AllBusy(

@@ -34,3 +34,13 @@ def test_a_pool_restarts_for_a_while_after_it_lost_its_last_worker() -> None:
     assert not pools.is_restarting(POOL, 10)
     pools.update({})
     assert not pools.is_restarting(POOL, 10)
+
+
+def test_a_pool_restarts_if_a_scheduler_knows_first_of_the_loss() -> None:
+    pools = RestartingPools()
+    assert not pools.is_restarting(POOL, 10, is_empty=True), "it never had a worker"
+    pools.update(view())
+    assert not pools.is_restarting(POOL, 10, is_empty=True)
+    pools.update(view(WorkerRegistration(worker_id=1)))
+    assert not pools.is_restarting(POOL, 10)
+    assert pools.is_restarting(POOL, 10, is_empty=True)

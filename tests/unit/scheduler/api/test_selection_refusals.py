@@ -20,6 +20,7 @@ from kvrouter.v1.errors import (
     UnknownModel,
     UnknownWorker,
 )
+from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 from ..harness import Parts, constraints, overrides, routing, selecting, tokens, view, worker
 
@@ -79,10 +80,17 @@ async def test_leases_have_bounds(lease_ms: int) -> None:
     assert refused.value.field == "lease_ms"
 
 
-async def test_no_workers_at_all() -> None:
+@pytest.mark.parametrize(
+    ("workers", "missing"), [([], True), ([worker(1, draining=True)], True), ([worker(1), worker(2)], False)]
+)
+async def test_a_refusal_names_the_component_if_it_has_no_worker_for_any_request(
+    workers: list[WorkerRegistration], missing: bool
+) -> None:
+    parts = Parts(view(*workers))
     with pytest.raises(NoWorkers) as refused:
-        await Parts(view()).select(selecting("a"))
+        await parts.select(selecting("a", routing(constraints=constraints(excluded_worker_ids=[1, 2]))))
     assert refused.value.info.retry_after_ms
+    assert bool(refused.value.info.resource_name) == missing
 
 
 async def test_an_unknown_session_is_lost() -> None:

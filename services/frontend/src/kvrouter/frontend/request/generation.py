@@ -293,7 +293,8 @@ class Generation:
             self._refused.add(self._input.component)
             if self._pools is not None and self._pools.others(self._refused):
                 raise _TryAgain from None
-            if not isinstance(error, AllBusy) and await self._await_restart(deadline):
+            is_empty = bool(error.info.resource_name)
+            if not isinstance(error, AllBusy) and await self._await_restart(deadline, is_empty=is_empty):
                 raise _TryAgain from None
             if not isinstance(error, NoWorkers):
                 raise error if failure is None else self._after(failure, error) from None
@@ -375,14 +376,16 @@ class Generation:
                 self._link.free(booking, None)
         return (selection, booking) if served else await self._book(attempt, _WHOLE, deadline)
 
-    async def _await_restart(self, deadline: Deadline) -> bool:
+    async def _await_restart(self, deadline: Deadline, *, is_empty: bool = False) -> bool:
         """Waits a moment if the pool restarts as a whole, and lets all of its workers be tried again.
+
+        ``is_empty``: whether the Scheduler knows no worker of the pool.
 
         Returns whether it did. It does not if the pool has other reasons to refuse the request.
         """
         restart = self._restart
         is_restarting = restart.has_lost_workers or self._workers.health.restarting_pools.is_restarting(
-            self._input.component, restart.limit_seconds
+            self._input.component, restart.limit_seconds, is_empty=is_empty
         )
         if not is_restarting or not await restart.pause(deadline):
             return False

@@ -9,7 +9,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.names import ComponentName
 
 _SETTLING_SECONDS = 5.0
-"""Time after the first worker's return in which a busy Scheduler may not have discovered it, seconds."""
+"""Time after the first worker's return in which a busy Scheduler may not have discovered it."""
 
 
 class RestartingPools:
@@ -36,10 +36,18 @@ class RestartingPools:
             elif name in self._lost_at and self._lost_at[name] is None:
                 self._lost_at[name] = now
 
-    def is_restarting(self, name: ComponentName, seconds: float) -> bool:
-        """Returns whether a pool lost its last worker within so many seconds, or has just got the first one back."""
+    def is_restarting(self, name: ComponentName, seconds: float, *, is_empty: bool = False) -> bool:
+        """Returns whether a pool lost its last worker within so many seconds, or has just got the first one back.
+
+        Args:
+            name: The pool.
+            seconds: Time that a restart may take.
+            is_empty: Whether a Scheduler knows no worker of the pool. It may learn of a loss first.
+        """
         now = self._clock()
         lost_at = self._lost_at.get(name)
         if lost_at is not None:
             return now - lost_at < seconds
+        if is_empty:
+            return name in self._lost_at
         return name in self._back_at and now - self._back_at[name] < _SETTLING_SECONDS

@@ -70,7 +70,7 @@ class Router:
         if booking.key is not None:
             self.booking_ownership.check_bookable(booking.key, booking.session_id, booking.opening_number)
         if not pool.candidates:
-            raise NoWorkers(f"{pool.name} has no live worker")
+            raise NoWorkers(f"{pool.name} has no live worker", resource_name=pool.name)
         check_pinned(pool.candidates, context.constraints, pool.name)
 
     async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool | None = None) -> Overlaps:

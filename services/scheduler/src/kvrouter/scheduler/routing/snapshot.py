@@ -148,9 +148,10 @@ class CandidateSnapshot(NamedTuple):
         if len(self.fit):
             return AllBusy(RETRY_AFTER_MS)
         if not len(self.worker_set):
-            return NoWorkers(f"{component} has no live worker")
+            return NoWorkers(f"{component} has no live worker", resource_name=component)
         reasons = sorted(set(self.excluded().values()))
-        return NoWorkers(f"no worker of {component} fits the request: {'; '.join(reasons[:4])}")
+        missing = "" if self.worker_set.accepting.any() else component
+        return NoWorkers(f"no worker of {component} fits the request: {'; '.join(reasons[:4])}", resource_name=missing)
 
 
 def snapshot(
