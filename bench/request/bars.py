@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from samples import Samples
 
-ONE_PROCESS, SPLIT, PEER = "one process", "split", "Dynamo"
+ONE_PROCESS, SPLIT, SPLIT_IN_TWO, PEER = "one process", "split", "split with 2 Frontend processes", "Dynamo"
 """Names of the systems whose engines are workers."""
 FORWARDED, TOKENIZED, SGLANG, VLLM = "forwarded", "forwarded, tokenizer", "SGLang's router", "vLLM's router"
 PICKED, PICKED_TOKENIZED, ENVOY = "picker", "picker, tokenizer", "Envoy, round-robin"

@@ -25,7 +25,7 @@ from pathlib import Path
 import report
 import traffic
 import uvloop
-from bars import ONE_PROCESS, PEER, SPLIT
+from bars import ONE_PROCESS, PEER, SPLIT, SPLIT_IN_TWO
 from load import NoLoad, installed
 from long import long
 from memory import memory
@@ -37,6 +37,7 @@ from sending import sending
 from systems import peer_home
 
 HERE = Path(__file__).parent
+DEFAULT_SYSTEMS = (ONE_PROCESS, SPLIT, PEER)
 DEFAULT = ("requests", "stream", "overlap", "decisions", "emit")
 CORNERS = {f"corners-{workers}": workers for workers in traffic.CORNER_WORKERS}
 ROUTES = {"forward": FORWARDERS, "picker": PICKERS}
@@ -108,7 +109,9 @@ def _revision() -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(DEFAULT), help=f"parts, by comma; further parts: {', '.join(NAMED)}")
-    parser.add_argument("--systems", default=",".join((ONE_PROCESS, SPLIT, PEER)), help="systems, by comma")
+    parser.add_argument(
+        "--systems", default=",".join(DEFAULT_SYSTEMS), help=f"systems, by comma; a further one: {SPLIT_IN_TWO}"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row and system")
     parser.add_argument("--seconds", type=float, default=5, help="time of a run")
     parser.add_argument("--requests", type=int, default=1_000_000, help="requests of the memory parts")
@@ -119,7 +122,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if unknown := set(options.only.split(",")) - {*DEFAULT, *NAMED}:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join((*DEFAULT, *NAMED))}")
-    if unknown := set(options.systems.split(",")) - {ONE_PROCESS, SPLIT, PEER}:
+    if unknown := set(options.systems.split(",")) - {*DEFAULT_SYSTEMS, SPLIT_IN_TWO}:
         parser.error(f"no such system: {', '.join(sorted(unknown))}")
     return options
 

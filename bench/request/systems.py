@@ -8,11 +8,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import aiohttp
-from bars import ONE_PROCESS, PEER, SPLIT
+from bars import ONE_PROCESS, PEER, SPLIT, SPLIT_IN_TWO
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.processes import Command, ManagedProcess
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
@@ -135,14 +136,14 @@ async def running_systems(
     """Runs systems beside each other. Only the one that is under load uses more than a few percent of a core.
 
     Args:
-        names: ONE_PROCESS, SPLIT or PEER, each at most once.
+        names: ONE_PROCESS, SPLIT, SPLIT_IN_TWO or PEER, each at most once.
         engines: The mock workers of each.
         directory: Receives logs and data; must exist.
         options: Options of the Scheduler of kvrouter.
         recorded: Whether the callbacks of kvrouter's event loops are recorded.
     """
     async with running_servers(directory, recorded=recorded) as servers:
-        starters = {ONE_PROCESS: _one_process, SPLIT: _split}
+        starters = {ONE_PROCESS: _one_process, SPLIT: _split, SPLIT_IN_TWO: partial(_split, processes=2)}
         yield [
             await (_dynamo(servers, engines) if name == PEER else starters[name](servers, engines, options))
             for name in names
@@ -155,14 +156,15 @@ async def _one_process(servers: Servers, engines: Engines, options: Sequence[str
     return await _kvrouter(servers, engines, ONE_PROCESS, http, grpc, {"all": (*arguments, *options)})
 
 
-async def _split(servers: Servers, engines: Engines, options: Sequence[str]) -> System:
+async def _split(servers: Servers, engines: Engines, options: Sequence[str], processes: int = 1) -> System:
     http, grpc = free_port(), free_port()
     parts = {
         "indexer": ("kvrouter.indexer",),
         "scheduler": ("kvrouter.scheduler", *options),
-        "frontend": ("kvrouter.frontend", *_frontend(http, grpc)),
+        "frontend": ("kvrouter.frontend", "--processes", str(processes), *_frontend(http, grpc)),
     }
-    return await _kvrouter(servers, engines, SPLIT, http, grpc, parts)
+    name = SPLIT if processes == 1 else SPLIT_IN_TWO
+    return await _kvrouter(servers, engines, name, http, grpc, parts)
 
 
 def _frontend(http: int, grpc: int) -> tuple[str, ...]:
