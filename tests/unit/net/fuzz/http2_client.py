@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import grpc
 from kvrouter.net.http2.frames import PREFACE
-from kvrouter.net.http2.http2_call import Flood, Http2Call, Http2Violation
+from kvrouter.net.http2.http2_call import Http2Call
+from kvrouter.net.http2.side import Flood, Http2Violation
 
 from .http2_scripts import corpus, cut, frames_of, random_script
 
@@ -39,7 +40,7 @@ def run_script(chunks: list[bytes], sent_by_client: int) -> Outcome:
             break
         written += call.take()
         assert call.ended is not None or len(call._unread) < 9 + (1 << 14)
-        assert len(call._message) <= MESSAGE_BYTES + 5 + (1 << 14)
+        assert len(call._messages) <= MESSAGE_BYTES + 5 + (1 << 14)
     outcome.ended = call.ended
     call.cancel()
     written += call.take()

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 import uvloop
 from kvrouter.net.budgets import PASS_US
-from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, connection
+from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, connection, endpoint
 from kvrouter.net.http2.frames import Kind, frame
 
 from .http2_server import data, ended, opened, prefixed
@@ -196,7 +196,7 @@ def test_an_error_of_the_user_ends_the_call(run: Run, side: str) -> None:
 
 
 def test_a_server_that_answers_no_ping_is_given_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(endpoint, "_CHECK_SECONDS", 0.01)
     pinged = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -23,7 +23,8 @@ from kvrouter.net.http2.frames import (
     settings,
     window_update,
 )
-from kvrouter.net.http2.http2_call import Flood, Http2Call, Http2Violation, MessageTooLong
+from kvrouter.net.http2.http2_call import Http2Call
+from kvrouter.net.http2.side import Flood, Http2Violation, MessageTooLong
 
 from .http2_server import data, ended, headers, opened, prefixed, read
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, connection
+from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, connection, endpoint
 from kvrouter.net.http2.frames import (
     END_HEADERS,
     END_STREAM,
@@ -203,7 +203,7 @@ async def test_slow_headers_are_waited_for(client: Callable[[str], Awaitable[Res
 
 
 async def test_both_give_a_server_up_that_answers_no_ping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(endpoint, "_CHECK_SECONDS", 0.05)
     keepalive = {
         "grpc.keepalive_time_ms": 500,
         "grpc.keepalive_timeout_ms": 200,

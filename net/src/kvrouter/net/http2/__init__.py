@@ -5,7 +5,9 @@ itself. A call stream lasts for hours and has all calls between two processes, s
 The server is an ordinary gRPC server.
 """
 
-from kvrouter.net.http2.connection import ConnectionLost, GrpcConnection
-from kvrouter.net.http2.http2_call import Http2Violation, Metadata
+from kvrouter.net.http2.connection import GrpcConnection
+from kvrouter.net.http2.endpoint import ConnectionLost
+from kvrouter.net.http2.http2_call import Metadata
+from kvrouter.net.http2.side import Http2Violation
 
 __all__ = ["ConnectionLost", "GrpcConnection", "Http2Violation", "Metadata"]

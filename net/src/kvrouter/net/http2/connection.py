@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
-from kvrouter.net.budgets import loop_budget
 from kvrouter.net.http2.connecting import addresses_of, first_connection, host_and_port
-from kvrouter.net.http2.http2_call import Http2Call, Http2Violation, Metadata
-from kvrouter.net.http2.options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
+from kvrouter.net.http2.endpoint import ConnectionLost, Endpoint
+from kvrouter.net.http2.http2_call import Http2Call, Metadata
+from kvrouter.net.http2.side import Http2Violation
 from kvrouter.net.tls.tls import Tls
 
-_CHECK_SECONDS = KEEPALIVE_TIMEOUT_MS / 1000
-_CHECKS_TO_PING = KEEPALIVE_MS // KEEPALIVE_TIMEOUT_MS
 _CONNECT_SECONDS = 2.0
-_SLICE_BYTES = 16 << 10
-_READ_US = 20
-"""CPU time of a small read, microseconds."""
-_BYTES_PER_US = 4
-"""Bytes processed in a microsecond, when they are the outputs of an engine's step."""
 _MAX_EARLY = 16
 """Messages a server may send after its first one before the client has processed it."""
 
 
-class ConnectionLost(Exception):
-    """The connection could not be made, or it or its call has ended."""
-
-    def __init__(self, cause: str, *, never_processed: bool = False) -> None:
-        """``never_processed``: the server said so of the call."""
-        super().__init__(cause)
-        self.never_processed = never_processed
-
-
-class GrpcConnection(asyncio.Protocol):
+class GrpcConnection(Endpoint):
     """A connection with one call, which begins with a message of each side."""
 
     def __init__(self, call: Http2Call) -> None:
         """Connects nothing yet; see ``open``."""
+        super().__init__()
         self._call = call
         call.on_message = self._receive_first
         self.on_going_away: Callable[[], None] = _ignore
         """Called when ``going_away`` becomes true."""
-        self._loop = asyncio.get_running_loop()
-        self._budget = loop_budget()
-        self._unread: deque[bytes] = deque()
-        """Input in wait for its turn. No more is read meanwhile."""
-        self._lost: Exception | None = None
-        """Cause of the loss of the connection, reported after the input."""
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._answered: asyncio.Future[None] = self._loop.create_future()
         """Done when the server has sent its first frames."""
@@ -60,13 +37,7 @@ class GrpcConnection(asyncio.Protocol):
         self._early: list[bytes] = []
         """Messages between the server's first one and ``start``."""
         self._next_message: Callable[[], bytes | None] = lambda: None
-        self._transport: asyncio.Transport | None = None
-        self._writing_paused = False
-        self._woken = False
         self._reported_going_away = False
-        self._heard = True
-        self._silent_checks = 0
-        self._check: asyncio.TimerHandle | None = None
 
     @classmethod
     async def open(
@@ -157,12 +128,6 @@ class GrpcConnection(asyncio.Protocol):
             self.end(error)
         self.wake()
 
-    def wake(self) -> None:
-        """Sends the messages of ``next_message``, after the ready callbacks, so they share a message."""
-        if not self._woken:
-            self._woken = True
-            self._loop.call_soon(self._flush)
-
     async def wait_ended(self) -> None:
         """Waits for the end of the call.
 
@@ -211,51 +176,10 @@ class GrpcConnection(asyncio.Protocol):
             # Whoever connected has given up.
             cast(asyncio.Transport, transport).abort()
             return
-        self._transport = cast(asyncio.Transport, transport)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-            connected: socket.socket = transport.get_extra_info("socket")
-            # A peer that vanished acknowledges nothing. TCP alone would wait a quarter of an hour.
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, KEEPALIVE_TIMEOUT_MS)
-        self._check_later()
-        self._flush()
+        super().connection_made(transport)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Implements asyncio.Protocol."""
-        self._lost = ConnectionLost(f"UNAVAILABLE: the connection was lost: {exc or 'closed by the server'}")
-        if not self._unread:
-            self.end(self._lost)
-
-    def pause_writing(self) -> None:
-        """Implements asyncio.Protocol."""
-        self._writing_paused = True
-
-    def resume_writing(self) -> None:
-        """Implements asyncio.Protocol."""
-        self._writing_paused = False
-        self.wake()
-
-    def data_received(self, data: bytes) -> None:
-        """Implements asyncio.Protocol."""
-        self._heard = True
-        if len(data) <= _SLICE_BYTES and not self._unread and self._budget.take(_cost_us(data)):
-            self._receive(data)
-            return
-        if not self._unread and self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-        is_waiting = bool(self._unread)
-        self._unread.extend(data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES))
-        if not is_waiting:
-            self._budget.call(_cost_us(self._unread[0]), self._receive_waiting)
-
-    def _receive_waiting(self) -> None:
-        """Processes the next slice of the input."""
-        self._receive(self._unread.popleft())
-        if self._unread:
-            self._budget.call(_cost_us(self._unread[0]), self._receive_waiting)
-        elif self._lost is not None:
-            self.end(self._lost)
-        elif self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+    def _ping(self) -> None:
+        self._call.ping()
 
     def _receive(self, data: bytes) -> None:
         if self._ended.done():
@@ -302,23 +226,6 @@ class GrpcConnection(asyncio.Protocol):
         except Exception as error:
             self.end(error)
 
-    def _check_heard(self) -> None:
-        """Detects a vanished server, as gRPC's keepalive does."""
-        self._silent_checks = 0 if self._heard else self._silent_checks + 1
-        self._heard = False
-        if self._silent_checks > _CHECKS_TO_PING:
-            self.end(ConnectionLost("UNAVAILABLE: the server does not answer pings"))
-            return
-        if self._silent_checks == _CHECKS_TO_PING:
-            self._call.ping()
-            self.wake()
-        self._check_later()
-
-    def _check_later(self) -> None:
-        # Rounded, so that the checks of many connections wake the process together.
-        step = _CHECK_SECONDS / 10
-        self._check = self._loop.call_at(round(self._loop.time() / step) * step + _CHECK_SECONDS, self._check_heard)
-
 
 def _cause(failed: ExceptionGroup[Exception]) -> Exception:
     """Returns one error for the failed attempts at all addresses: a violation rather than others."""
@@ -327,10 +234,6 @@ def _cause(failed: ExceptionGroup[Exception]) -> Exception:
         if error not in lost:
             return error
     return lost[0] if len(lost) == 1 else ConnectionLost("; ".join(map(str, lost)))
-
-
-def _cost_us(data: bytes) -> int:
-    return _READ_US + len(data) // _BYTES_PER_US
 
 
 def _ignore() -> None:

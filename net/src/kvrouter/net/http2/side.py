@@ -1,0 +1,330 @@
+"""What both sides of an HTTP/2 connection with gRPC calls do with frames. Does no I/O.
+
+Sources: RFC 9113 (HTTP/2), RFC 7541 (HPACK, by the library hpack) and gRPC's "gRPC over HTTP2". Only the parts calls
+need are here: messages not compressed, no priorities, no push.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import hpack
+from kvrouter.net.budgets import FloodBudget
+from kvrouter.net.http2.frames import (
+    ACK,
+    END_HEADERS,
+    HEADER_BYTES,
+    INITIAL_WINDOW_BYTES,
+    LEAST_MAX_FRAME_BYTES,
+    MAX_31_BITS,
+    MOST_MAX_FRAME_BYTES,
+    PADDED,
+    PRIORITY,
+    Kind,
+    Setting,
+    frame,
+    read_frame_header,
+    read_settings,
+)
+
+MAX_HEADER_BYTES: Final = 16 << 10
+"""Size of a header block, encoded and decoded, as gRPC limits it."""
+_MOST_KNOWN_BLOCKS: Final = 8
+_MAX_REPLY_BYTES: Final = 64 << 10
+"""Size of unsent answers to settings and pings at which the peer is flooding."""
+_FLOOD_ITEMS: Final = 1_000
+_FLOOD_SECONDS: Final = 10.0
+"""Frames without a message a peer may send in this time. They take some 20 ms of a core to read."""
+_HEADER_ITEM_BYTES: Final = 16
+"""Bytes of a header block per item of a flood: HPACK takes about 1 µs a byte."""
+_FRAME_ITEM_BYTES: Final = 64
+"""The same for other frames without a message."""
+_LEAST_USEFUL_BYTES: Final = 256
+"""Frames with data, and reads, below this size count as items of a flood, unless they complete a message."""
+_PREFIX: Final = struct.Struct(">BI")
+"""Prefix of a gRPC message: compression and length."""
+_PREFIX_BYTES: Final = _PREFIX.size
+
+_OF_CONNECTION: Final = frozenset({Kind.SETTINGS, Kind.PING, Kind.GOAWAY})
+"""Kinds of frames outside of streams."""
+_OF_STREAMS: Final = frozenset({Kind.HEADERS, Kind.PRIORITY, Kind.RST_STREAM, Kind.PUSH_PROMISE, Kind.CONTINUATION})
+_SIZES: Final[Mapping[int, int]] = {Kind.PRIORITY: 5, Kind.RST_STREAM: 4, Kind.PING: 8, Kind.WINDOW_UPDATE: 4}
+
+
+class Http2Violation(Exception):
+    """The peer broke a rule of HTTP/2 or of gRPC."""
+
+    reason = "http2"
+    """Label for metrics."""
+
+
+class MessageTooLong(Http2Violation):
+    """A message of the peer is longer than is accepted."""
+
+    reason = "too_long"
+
+
+class Flood(Http2Violation):
+    """The peer floods with frames without a message."""
+
+    reason = "flood"
+
+
+def prefixed(message: bytes) -> bytes:
+    """Returns a gRPC message with its prefix."""
+    return _PREFIX.pack(0, len(message)) + message
+
+
+class MessageReader:
+    """Cuts the data of one call into its messages."""
+
+    __slots__ = ("_begun", "_max_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        """``max_bytes`` is the maximum size of a message."""
+        self._begun = bytearray()
+        self._max_bytes = max_bytes
+
+    def __len__(self) -> int:
+        """Returns the size of the message that has begun, bytes."""
+        return len(self._begun)
+
+    def take(self, payload: bytes, deliver: Callable[[bytes], None]) -> None:
+        """Calls ``deliver`` with each message ending in further data.
+
+        Raises:
+            Http2Violation: a message is compressed, or too long.
+        """
+        begun = self._begun
+        if not begun and len(payload) >= _PREFIX_BYTES and self._size(payload) == len(payload):
+            deliver(payload[_PREFIX_BYTES:])
+            return
+        begun += payload
+        while len(begun) >= _PREFIX_BYTES and len(begun) >= (size := self._size(begun)):
+            message = bytes(begun[_PREFIX_BYTES:size])
+            del begun[:size]
+            deliver(message)
+
+    def _size(self, data: bytes | bytearray) -> int:
+        """Returns the size of a message with its prefix."""
+        compressed, length = _PREFIX.unpack_from(data)
+        if compressed:
+            raise Http2Violation("expected messages that are not compressed, received a compressed one")
+        if length > self._max_bytes:
+            raise MessageTooLong(f"expected messages of at most {self._max_bytes} bytes, received {length}")
+        return int(length) + _PREFIX_BYTES
+
+
+class Http2Side(ABC):
+    """The frames of a connection, and what they allow. Subclasses know its calls."""
+
+    def __init__(self) -> None:
+        self._flood = FloodBudget(_FLOOD_ITEMS, _FLOOD_SECONDS)
+        self._decoder = hpack.Decoder(max_header_list_size=MAX_HEADER_BYTES)
+        self._unread = b""
+        """The first part of a frame."""
+        self._headers: bytearray | None = None
+        """The first part of a header block continued."""
+        self._known_blocks: dict[bytes, dict[bytes, bytes]] = {}
+        """Blocks decoded since the table of HPACK changed: the calls of a client have equal ones."""
+        self._headers_flags = 0
+        self._headers_stream = 0
+        self._max_frame = LEAST_MAX_FRAME_BYTES
+        self._initial_window = INITIAL_WINDOW_BYTES
+        """Bytes the peer accepts on a new stream."""
+        self._connection_window = INITIAL_WINDOW_BYTES
+        self._consumed = 0
+        """Bytes read since the peer was last allowed more on the connection."""
+        self._replies: list[bytes] = []
+
+    def ping(self) -> None:
+        """Requests an answer of the peer's HTTP/2 library."""
+        self._replies.append(frame(Kind.PING, bytes(8)))
+
+    def receive(self, data: bytes) -> None:
+        """Processes bytes of the peer.
+
+        Raises:
+            Http2Violation: the peer broke a rule, or floods.
+        """
+        if len(data) < _LEAST_USEFUL_BYTES:
+            self._spend(1)
+        buffer = self._unread + data if self._unread else data
+        position, end = 0, len(buffer)
+        while end - position >= HEADER_BYTES and not self._is_over():
+            length, kind, flags, stream = read_frame_header(buffer, position)
+            if length > LEAST_MAX_FRAME_BYTES:
+                raise Http2Violation(f"expected frames of at most {LEAST_MAX_FRAME_BYTES} bytes, received {length}")
+            start = position + HEADER_BYTES
+            position = start + length
+            if position > end:
+                position = start - HEADER_BYTES
+                break
+            if kind == Kind.DATA:
+                payload = buffer[start:position]
+                if self._headers is not None or not self._takes_data(stream):
+                    raise Http2Violation(f"received data on stream {stream}, where none was expected")
+                self._consumed += length
+                if flags & PADDED:
+                    payload = _unpadded(payload)
+                if len(payload) < _LEAST_USEFUL_BYTES:
+                    self._spend(1)
+                self._take_data(stream, flags, payload, length)
+            elif kind == Kind.WINDOW_UPDATE and length == _SIZES[kind] and self._headers is None:
+                # A peer sends several for each short message.
+                self._spend(1)
+                self._take_window(stream, int.from_bytes(buffer[start:position], "big") & MAX_31_BITS)
+            else:
+                self._take_frame(kind, stream, flags, buffer[start:position])
+        self._unread = buffer[position:]
+
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """Returns whether further frames have no meaning."""
+
+    @abstractmethod
+    def _takes_data(self, stream: int) -> bool:
+        """Returns whether the peer may send data on a stream."""
+
+    @abstractmethod
+    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:
+        """Takes data of a call; ``length`` is its size with padding."""
+
+    @abstractmethod
+    def _check_opening(self, stream: int) -> None:
+        """Checks that headers may come on a stream."""
+
+    @abstractmethod
+    def _take_headers(self, stream: int, flags: int, headers: dict[bytes, bytes]) -> None:
+        """Takes whole headers."""
+
+    @abstractmethod
+    def _take_window(self, stream: int, more: int) -> None:
+        """Takes permission for more bytes on a stream, or on the connection."""
+
+    @abstractmethod
+    def _widen(self, more: int) -> None:
+        """Changes the windows of the streams since the initial one has changed."""
+
+    @abstractmethod
+    def _take_reset(self, stream: int, code: int) -> None:
+        """Takes the end of a stream by the peer."""
+
+    @abstractmethod
+    def _take_goaway(self, payload: bytes) -> None:
+        """Takes the peer's announcement that the connection will end."""
+
+    def _spend(self, items: int) -> None:
+        if not self._flood.spend(items):
+            raise Flood("the peer sends many frames that carry no message")
+
+    def _take_frame(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
+        if self._headers is not None and kind != Kind.CONTINUATION:
+            raise Http2Violation("expected the rest of a header block, received another frame")
+        if kind in (_OF_STREAMS if stream == 0 else _OF_CONNECTION):
+            raise Http2Violation(f"received a frame of kind {kind} on stream {stream}, where none is defined")
+        if kind in _SIZES and len(payload) != _SIZES[kind]:
+            raise Http2Violation(f"expected {_SIZES[kind]} bytes in a frame of kind {kind}, received {len(payload)}")
+        in_headers = kind in {Kind.HEADERS, Kind.CONTINUATION}
+        self._spend(1 + len(payload) // (_HEADER_ITEM_BYTES if in_headers else _FRAME_ITEM_BYTES))
+        try:
+            match kind:
+                case Kind.HEADERS:
+                    self._begin_headers(stream, flags, payload)
+                case Kind.CONTINUATION:
+                    self._continue_headers(stream, flags, payload)
+                case Kind.SETTINGS:
+                    self._take_settings(flags, payload)
+                case Kind.PING:
+                    if not flags & ACK:
+                        self._reply(frame(Kind.PING, payload, flags=ACK))
+                case Kind.RST_STREAM:
+                    self._take_reset(stream, int.from_bytes(payload, "big"))
+                case Kind.GOAWAY:
+                    self._take_goaway(payload)
+                case Kind.PUSH_PROMISE:
+                    raise Http2Violation("received a push, which is disabled")
+                case _:
+                    pass  # Priorities and kinds that are not defined have no effect.
+        except (struct.error, IndexError):
+            raise Http2Violation(f"received a frame of kind {kind} that is cut off") from None
+
+    def _reply(self, reply: bytes) -> None:
+        self._replies.append(reply)
+        if len(self._replies) * len(reply) > _MAX_REPLY_BYTES:
+            raise Http2Violation("the peer sends settings or pings, and does not read their answers")
+
+    def _begin_headers(self, stream: int, flags: int, payload: bytes) -> None:
+        self._check_opening(stream)
+        if flags & PADDED:
+            payload = _unpadded(payload)
+        if flags & PRIORITY:
+            payload = payload[5:]
+        self._headers, self._headers_flags, self._headers_stream = bytearray(), flags, stream
+        self._add_headers(flags, payload)
+
+    def _continue_headers(self, stream: int, flags: int, payload: bytes) -> None:
+        if stream != self._headers_stream or self._headers is None:
+            raise Http2Violation("received the rest of a header block without its beginning")
+        self._add_headers(flags, payload)
+
+    def _add_headers(self, flags: int, payload: bytes) -> None:
+        assert self._headers is not None, "a block has begun"  # noqa: S101
+        self._headers += payload
+        if len(self._headers) > MAX_HEADER_BYTES:
+            raise Http2Violation(f"expected headers of at most {MAX_HEADER_BYTES} bytes, received more")
+        if flags & END_HEADERS:
+            block, self._headers = bytes(self._headers), None
+            known = self._known_blocks.get(block)
+            self._take_headers(
+                self._headers_stream, self._headers_flags, self._decoded(block) if known is None else known
+            )
+
+    def _decoded(self, block: bytes) -> dict[bytes, bytes]:
+        table = self._decoder.header_table
+        before = table.maxsize, *table.dynamic_entries
+        try:
+            headers = dict(self._decoder.decode(block, raw=True))
+        except hpack.HPACKError as error:
+            raise Http2Violation(f"received headers that cannot be decoded: {error}") from None
+        if before != (table.maxsize, *table.dynamic_entries):
+            self._known_blocks.clear()
+        elif len(self._known_blocks) < _MOST_KNOWN_BLOCKS:
+            self._known_blocks[block] = headers
+        return headers
+
+    def _take_settings(self, flags: int, payload: bytes) -> None:
+        if flags & ACK:
+            return
+        for setting, value in read_settings(payload):
+            if setting == Setting.INITIAL_WINDOW_SIZE:
+                if value > MAX_31_BITS:
+                    raise Http2Violation(f"received an initial window of {value} bytes, which is too large")
+                self._widen(value - self._initial_window)
+                self._initial_window = value
+            elif setting == Setting.MAX_FRAME_SIZE:
+                if not LEAST_MAX_FRAME_BYTES <= value <= MOST_MAX_FRAME_BYTES:
+                    raise Http2Violation(f"received a maximum frame size of {value} bytes, which is not possible")
+                self._max_frame = value
+        self._reply(frame(Kind.SETTINGS, flags=ACK))
+
+
+def widened(window: int, more: int) -> int:
+    """Returns a window with permission for more bytes.
+
+    Raises:
+        Http2Violation: it is too large.
+    """
+    if window + more > MAX_31_BITS:
+        raise Http2Violation(f"received a window of {window + more} bytes, which is too large")
+    return window + more
+
+
+def _unpadded(payload: bytes) -> bytes:
+    padding = payload[0] if payload else 0
+    if padding >= len(payload):
+        raise Http2Violation("received a frame that is shorter than its padding")
+    return payload[1 : len(payload) - padding]
