@@ -50,6 +50,7 @@ class Setting(IntEnum):
     """Identifiers of settings."""
 
     ENABLE_PUSH = 0x2
+    MAX_CONCURRENT_STREAMS = 0x3
     INITIAL_WINDOW_SIZE = 0x4
     MAX_FRAME_SIZE = 0x5
     MAX_HEADER_LIST_SIZE = 0x6

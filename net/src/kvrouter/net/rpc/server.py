@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -22,6 +22,13 @@ class BindFailed(Exception):
 
     def __init__(self, address: str) -> None:
         super().__init__(f"cannot listen on {address}: it is in use, or not an address of this machine")
+
+
+class Handlers(Protocol):
+    """What takes the handlers of a service: a server before its start."""
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None:
+        """Adds handlers."""
 
 
 class GrpcServer:
@@ -120,7 +127,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
-    def register(self, server: grpc.aio.Server) -> None:
+    def register(self, server: Handlers) -> None:
         """Adds the service to a gRPC server before its start."""
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
@@ -166,7 +173,7 @@ V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 """Full name of version 1, of which grpcio-reflection has no descriptor: it is served but not listed."""
 
 
-def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
+def add_reflection(server: Handlers, services: Iterable[str]) -> None:
     """Serves the descriptors of a server's services to tools such as grpcurl and buf.
 
     grpcio-reflection serves v1alpha only; the messages of v1 have the same encoding, so one servicer answers both.

@@ -2,7 +2,7 @@
 
 from kvrouter.net.tls.certificates import ClientAuth, InvalidCertificate, InvalidTls, TlsOptions
 from kvrouter.net.tls.channel import open_channel
-from kvrouter.net.tls.tls import Tls, add_port, warn_if_exposed
+from kvrouter.net.tls.tls import Tls, add_port, check_port, warn_if_exposed
 
 __all__ = [
     "ClientAuth",
@@ -11,6 +11,7 @@ __all__ = [
     "Tls",
     "TlsOptions",
     "add_port",
+    "check_port",
     "open_channel",
     "warn_if_exposed",
 ]

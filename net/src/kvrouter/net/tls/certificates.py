@@ -41,6 +41,8 @@ class Certificates:
     """Unix time at which the certificate expires; infinity without one."""
     server_context: ssl.SSLContext | None
     """For HTTP servers; None without a certificate."""
+    calls_context: ssl.SSLContext | None
+    """For gRPC servers on the event loop; None without a certificate."""
     client_context: ssl.SSLContext
     """For HTTP clients and NATS."""
     call_context: ssl.SSLContext
@@ -115,16 +117,17 @@ class CertificateFiles:
         content = self._contents()
         client, call = _client_context(options), _client_context(options)
         call.set_alpn_protocols(["h2"])
-        server, expires = None, float("inf")
+        server, calls, expires = None, None, float("inf")
         if options.cert_file:
             expires = _expiry(options, content[0] or b"")
-            server = _server_context(options)
+            server = _server_context(options, "http/1.1", options.http_client_auth)
+            calls = _server_context(options, "h2", options.client_auth)
             _load_pair(client, options)
             _load_pair(call, options)
         # The library reads files itself. Both readings must have seen the same content.
         if self._contents() != content:
             raise InvalidCertificate(f"{', '.join(self._files())}: changed while they were read")
-        return Certificates(generation, *content, expires, server, client, call)
+        return Certificates(generation, *content, expires, server, calls, client, call)
 
     def _contents(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         options = self._options
@@ -152,14 +155,14 @@ def _client_context(options: TlsOptions) -> ssl.SSLContext:
     return context
 
 
-def _server_context(options: TlsOptions) -> ssl.SSLContext:
+def _server_context(options: TlsOptions, protocol: str, client_auth: ClientAuth) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     _load_pair(context, options)
     if options.ca_file:
         context.load_verify_locations(options.ca_file)
-    context.verify_mode = _VERIFY_MODES[options.http_client_auth]
+    context.verify_mode = _VERIFY_MODES[client_auth]
     return context
 
 

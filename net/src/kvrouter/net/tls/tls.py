@@ -57,17 +57,22 @@ class Tls:
             require_client_authentication=self.options.client_auth == "required",
         )
 
-    def server_context(self) -> ssl.SSLContext:
-        """Returns a context for an HTTP server."""
-        context = self.files.current().server_context
+    def server_context(self, *, grpc: bool = False) -> ssl.SSLContext:
+        """Returns a context for an HTTP server, or for a gRPC server on the event loop."""
+
+        def newest() -> ssl.SSLContext | None:
+            used = self.files.current()
+            return used.calls_context if grpc else used.server_context
+
+        context = newest()
         assert context is not None  # noqa: S101 - callers ask for ``serves`` first
 
         def choose(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             """Called before each handshake."""
             self.handshakes += 1
-            newest = self.files.current().server_context
-            if newest is not None:
-                connection.context = newest
+            chosen = newest()
+            if chosen is not None:
+                connection.context = chosen
 
         context.sni_callback = choose
         return context
@@ -103,12 +108,19 @@ def add_port(server: grpc.aio.Server, bind: str, tls: Tls | None) -> int:
         InvalidTls: TLS is enabled without a certificate.
         RuntimeError: the port is in use or the address is not one of this machine's.
     """
+    check_port(bind, tls)
+    return server.add_insecure_port(bind) if tls is None else server.add_secure_port(bind, tls.server_credentials())
+
+
+def check_port(bind: str, tls: Tls | None) -> None:
+    """Checks that a gRPC server may listen on an address, and warns if everybody can read what it serves.
+
+    Raises:
+        InvalidTls: TLS is enabled without a certificate.
+    """
     warn_if_exposed(bind, tls)
-    if tls is None:
-        return server.add_insecure_port(bind)
-    if not tls.serves:
+    if tls is not None and not tls.serves:
         raise InvalidTls("tls_ca_file is set: a server also needs tls_cert_file and tls_key_file")
-    return server.add_secure_port(bind, tls.server_credentials())
 
 
 def warn_if_exposed(bind: str, tls: Tls | None) -> None:

@@ -118,11 +118,8 @@ class Exchange:
                     self._reading.cancel()
 
     async def _read(self) -> ProcessingRequest | None:
-        if self._reading is None:
-            # A task of its own: if the gateway leaves, the read is cancelled, but not the check of its engine.
-            self._reading = asyncio.ensure_future(self._context.read())
-        message = await self._reading
-        self._reading = None
+        reading, self._reading = self._reading, None
+        message = await (self._context.read() if reading is None else reading)
         return None if message is grpc.aio.EOF else message
 
     async def _process(self, kind: str | None, message: ProcessingRequest) -> None:

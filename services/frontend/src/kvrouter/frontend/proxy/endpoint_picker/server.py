@@ -16,11 +16,11 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from kvrouter.frontend.proxy.endpoint_picker.exchange import Context, Exchange, PickerMetrics
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
-from kvrouter.net.http2.options import SERVER_OPTIONS
 from kvrouter.net.rpc.call_gate import CallGate
+from kvrouter.net.rpc.loop_server import MAX_RECEIVED_BYTES, LoopServer
 from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
-from kvrouter.net.rpc.server import HEALTH_SERVICE, BindFailed, HealthService, add_reflection
-from kvrouter.net.tls import Tls, add_port
+from kvrouter.net.rpc.server import HEALTH_SERVICE, HealthService, add_reflection
+from kvrouter.net.tls import Tls
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.telemetry.connection_metrics import expose_conduct
 from kvrouter.v1.errors import KvRouterError
@@ -120,22 +120,19 @@ async def serving_picker(picker: Picker, registry: CollectorRegistry, tls: Tls |
     """
     bind, drain_seconds = picker.settings.endpoint_picker_bind, picker.settings.drain_seconds
     gate = CallGate(admits=False)
-    server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
+    server = LoopServer(gate)
     service = EndpointPickerService(picker, PickerMetrics(registry), gate.conduct)
     expose_conduct(registry, lambda: [gate.conduct])
     bounds = bounds_of(registry)
+    bounds.add("picker_received_bytes", lambda: server.received.bytes, MAX_RECEIVED_BYTES)
     bounds.add("picker_opening_streams", lambda: len(service.opening), _MOST_OPENING, when_full="evicts")
     add_ExternalProcessorServicer_to_server(service, server)
     health = HealthService()
     health.register(server)
     add_reflection(server, [SERVICE, HEALTH_SERVICE])
-    try:
-        port = gate.conduct.port = add_port(server, bind, tls)
-    except RuntimeError:
-        raise BindFailed(bind) from None
     health.set(_LIVENESS, True)
     _publish(health, ready=False)
-    await server.start()
+    port = gate.conduct.port = await server.start(bind, tls)
     address = f"{bind.rpartition(':')[0]}:{port}"
     log.info("grpc.listening", address=address, services=[SERVICE], encrypted=tls is not None)
     following = [

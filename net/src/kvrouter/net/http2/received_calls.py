@@ -1,0 +1,414 @@
+"""The server's side of the gRPC calls of one HTTP/2 connection. Does no I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final, Never
+from urllib.parse import quote
+
+import grpc
+import grpc.aio
+import hpack
+from kvrouter.net.http2.frames import (
+    END_HEADERS,
+    END_STREAM,
+    INITIAL_WINDOW_BYTES,
+    PREFACE,
+    ErrorCode,
+    Kind,
+    Setting,
+    frame,
+    frame_header,
+    settings,
+    window_update,
+)
+from kvrouter.net.http2.options import CONNECTION_CALLS, MAX_MESSAGE_BYTES
+from kvrouter.net.http2.side import MAX_HEADER_BYTES, Http2Side, Http2Violation, MessageReader, prefixed, widened
+
+_WINDOW_BYTES: Final = 256 << 10
+"""Bytes a client may send on a call before they are read, unless the handler waits for the rest of a message."""
+_CONNECTION_WINDOW_BYTES: Final = 4 << 20
+_MAX_UNWRITTEN_BYTES: Final = 256 << 10
+"""Output ready for the socket beyond which calls wait with theirs."""
+MAX_RECEIVED_BYTES: Final = 256 << 20
+"""Bytes of messages a server holds until their handlers read them. Beyond it, a call that receives more fails."""
+_ITEMS_OF_FIRST_MESSAGE: Final = 256
+"""Headers of a call, its windows and its end are items of a flood, which its first message makes up for."""
+_ITEMS_OF_MESSAGE: Final = 4
+"""A message, sent alone, comes in a read and a frame, with window updates of stream and connection."""
+_BEGINNING: Final = hpack.Encoder().encode(
+    [hpack.NeverIndexedHeaderTuple(":status", "200"), hpack.NeverIndexedHeaderTuple("content-type", "application/grpc")]
+)
+_MAX_DETAILS: Final = 1024
+
+_Trailing = Sequence[tuple[str, str | bytes]]
+
+
+class Received:
+    """Bytes of messages all connections of a server hold."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+class ReceivedCall:
+    """One call, as its handler sees it: what grpc.aio.ServicerContext has of it."""
+
+    __slots__ = (
+        "_code",
+        "_details",
+        "_half_closed",
+        "_has_begun",
+        "_has_message",
+        "_messages",
+        "_queued",
+        "_reader",
+        "_room",
+        "_side",
+        "_trailing",
+        "_unallowed",
+        "_waiter",
+        "headers",
+        "is_over",
+        "number",
+        "on_cancelled",
+        "parse",
+        "path",
+        "serialize",
+        "unsent",
+        "window",
+    )
+
+    def __init__(self, side: ReceivedCalls, number: int, headers: dict[bytes, bytes], window: int) -> None:
+        """``window`` is what the client accepts at first, bytes."""
+        self.number = number
+        self.headers = headers
+        self.path = headers.get(b":path", b"").decode("ascii", "replace")
+        self.parse: Callable[[bytes], Any] | None = None
+        """Parses messages; None passes them as bytes."""
+        self.serialize: Callable[[Any], bytes] | None = None
+        self.on_cancelled: Callable[[], object] = lambda: None
+        """Called when the client leaves the call."""
+        self.is_over = False
+        """Whether the call has ended, so that nothing is read or written any more."""
+        self.unsent = b""
+        """Data that waits for the client's windows, or for the socket."""
+        self.window = window
+        """Bytes the client accepts."""
+        self._side = side
+        self._messages: deque[bytes] = deque()
+        self._reader = MessageReader(MAX_MESSAGE_BYTES)
+        self._waiter: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._unallowed = 0
+        """Bytes received since the client was last allowed more."""
+        self._queued = 0
+        """Bytes of ``_messages``."""
+        self._has_message = False
+        self._half_closed = False
+        self._has_begun = False
+        self._code = grpc.StatusCode.OK
+        self._details = ""
+        self._trailing: _Trailing = ()
+
+    async def read(self) -> Any:
+        """Returns the next message; grpc.aio.EOF if the client sends no more."""
+        while not self._messages:
+            if self._half_closed:
+                return grpc.aio.EOF
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._allow()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._messages.popleft()
+        self._queued -= len(message)
+        self._side.received.bytes -= len(message)
+        self._allow()
+        return message if self.parse is None else self.parse(message)
+
+    async def requests(self) -> AsyncIterator[Any]:
+        """Yields the messages."""
+        while (message := await self.read()) is not grpc.aio.EOF:
+            yield message
+
+    async def write(self, message: Any) -> None:
+        """Sends a message, and waits until the connection has room for it."""
+        encoded = message if self.serialize is None else self.serialize(message)
+        if self.is_over:
+            return
+        self.unsent += prefixed(encoded)
+        self._begin()
+        self._side.send(self)
+        while self.unsent and not self.is_over:
+            self._room = asyncio.get_running_loop().create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: _Trailing = ()) -> Never:
+        """Ends the handler, and the call with a status."""
+        self._code, self._details, self._trailing = code, details, trailing_metadata
+        raise grpc.aio.AbortError
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Sets the code of the status."""
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        """Sets the message of the status."""
+        self._details = details
+
+    def set_trailing_metadata(self, trailing_metadata: _Trailing) -> None:
+        """Sets the metadata sent with the status."""
+        self._trailing = trailing_metadata
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Returns the client's metadata."""
+        return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in self.headers.items())
+
+    def peer(self) -> str:
+        """Returns the client's address, as gRPC names it."""
+        return self._side.peer
+
+    def finish(self) -> None:
+        """Sends the status."""
+        if self.is_over:
+            return
+        self._side.drop(self)
+        side = self._side
+        side.append(frame(Kind.HEADERS, self._status(), flags=END_HEADERS | END_STREAM, stream=self.number))
+        if not self._half_closed:
+            side.append(frame(Kind.RST_STREAM, bytes(4), stream=self.number))
+
+    def _status(self) -> bytes:
+        if self._code is grpc.StatusCode.OK and self._has_begun:
+            return _OK
+        fields = [("grpc-status", str(self._code.value[0]))]
+        if self._details:
+            fields.append(("grpc-message", quote(self._details[:_MAX_DETAILS], safe=" !#$&'()*+,/:;=?@[]")))
+        for name, value in self._trailing:
+            text = base64.b64encode(value).decode().rstrip("=") if isinstance(value, bytes) else value
+            fields.append((name, text))
+        encoded = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields])
+        return encoded if self._has_begun else _BEGINNING + encoded
+
+    def take(self, payload: bytes, length: int, *, ends: bool) -> None:
+        """Takes data of the client; ``length`` is its size with padding."""
+        self._unallowed += length
+        received, held = self._side.received, len(self._reader)
+        self._reader.take(payload, self._queue)
+        self._half_closed = ends
+        received.bytes += len(self._reader) - held
+        if received.bytes > MAX_RECEIVED_BYTES:
+            self._code, self._details = grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages"
+            self.finish()
+            self.on_cancelled()
+        elif self._waiter is not None:
+            if (self._messages or ends) and not self._waiter.done():
+                self._waiter.set_result(None)
+            else:
+                self._allow()
+
+    def cancelled(self) -> None:
+        """Ends the call because the client left it, or the connection is lost."""
+        self._side.drop(self)
+        self.on_cancelled()
+
+    def closed(self) -> None:
+        """Forgets what was received and not read."""
+        self.is_over = True
+        self._side.received.bytes -= self._queued + len(self._reader)
+        self._queued = 0
+        self._messages.clear()
+        self._reader = MessageReader(MAX_MESSAGE_BYTES)
+        self.written()
+
+    def written(self) -> None:
+        """Wakes the writer: nothing is unsent."""
+        self.unsent = b""
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def _queue(self, message: bytes) -> None:
+        side, size = self._side, len(message)
+        side.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE)
+        self._has_message = True
+        self._messages.append(message)
+        self._queued += size
+        side.received.bytes += size
+
+    def _allow(self) -> None:
+        if self._unallowed > _WINDOW_BYTES // 2 and not (self._half_closed or self.is_over):
+            self._side.append(window_update(self.number, self._unallowed))
+            self._unallowed = 0
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._side.append(frame(Kind.HEADERS, _BEGINNING, flags=END_HEADERS, stream=self.number))
+
+
+_OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")])
+
+
+class ReceivedCalls(Http2Side):
+    """The calls of one connection. ``take`` returns the bytes to write, ``receive`` processes those read."""
+
+    def __init__(self, peer: str, received: Received, begin: Callable[[ReceivedCall], None]) -> None:
+        """Prepares the connection.
+
+        Args:
+            peer: Address of the client, as gRPC names it.
+            received: What all connections of the server hold.
+            begin: Called with each new call.
+        """
+        super().__init__()
+        self.peer = peer
+        self.received = received
+        self.has_begun = False
+        """Whether the client has shown that it speaks HTTP/2."""
+        self.calls: dict[int, ReceivedCall] = {}
+        """The running calls."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called when ``take`` may return bytes."""
+        self._begin = begin
+        self._last = 0
+        self._is_draining = False
+        self._waiting: dict[ReceivedCall, None] = {}
+        self._unwritten = 0
+        self._replies += (
+            settings(
+                {
+                    Setting.MAX_CONCURRENT_STREAMS: CONNECTION_CALLS,
+                    Setting.INITIAL_WINDOW_SIZE: _WINDOW_BYTES,
+                    Setting.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
+                }
+            ),
+            window_update(0, _CONNECTION_WINDOW_BYTES - INITIAL_WINDOW_BYTES),
+        )
+
+    def receive(self, data: bytes) -> None:
+        """Processes bytes of the client.
+
+        Raises:
+            Http2Violation: the client broke a rule, or floods the server.
+        """
+        if not self.has_begun:
+            begun = self._unread + data
+            if not begun.startswith(PREFACE[: len(begun)]):
+                raise Http2Violation("expected the beginning of HTTP/2, received other bytes")
+            if len(begun) < len(PREFACE):
+                self._unread = begun
+                return
+            self.has_begun, self._unread, data = True, b"", begun[len(PREFACE) :]
+        super().receive(data)
+        if self._consumed > _CONNECTION_WINDOW_BYTES // 2:
+            self.append(window_update(0, self._consumed))
+            self._consumed = 0
+        if self._replies:
+            self.wake()
+
+    def take(self) -> bytes:
+        """Returns the bytes to write now, and forgets them."""
+        taken, self._replies, self._unwritten = b"".join(self._replies), [], 0
+        self._send_waiting()
+        return taken
+
+    def append(self, encoded: bytes) -> None:
+        """Adds a frame to the bytes to write."""
+        self._replies.append(encoded)
+        self._unwritten += len(encoded)
+        self.wake()
+
+    def send(self, call: ReceivedCall) -> None:
+        """Adds the unsent data of a call to the bytes to write, as far as there is room."""
+        data, start, end = call.unsent, 0, len(call.unsent)
+        while start < end:
+            room = _MAX_UNWRITTEN_BYTES - self._unwritten
+            size = min(end - start, call.window, self._connection_window, self._max_frame, room)
+            if size <= 0:
+                call.unsent = data[start:]
+                self._waiting[call] = None
+                return
+            call.window -= size
+            self._connection_window -= size
+            self.append(frame_header(size, Kind.DATA, 0, call.number) + data[start : start + size])
+            start += size
+        call.written()
+
+    def earn(self, items: int) -> None:
+        """Restores a part of the budget of frames without a message."""
+        self._flood.earn(items)
+
+    def drain(self) -> None:
+        """Refuses new calls, and says so."""
+        self._is_draining = True
+        self.append(frame(Kind.GOAWAY, self._last.to_bytes(4, "big") + ErrorCode.NO_ERROR.to_bytes(4, "big")))
+
+    def drop(self, call: ReceivedCall) -> None:
+        """Forgets a call."""
+        self.calls.pop(call.number, None)
+        self._waiting.pop(call, None)
+        call.closed()
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for call in waiting:
+            self.send(call)
+
+    def _is_over(self) -> bool:
+        return False
+
+    def _takes_data(self, stream: int) -> bool:
+        return stream <= self._last and bool(stream & 1)
+
+    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:
+        call = self.calls.get(stream)
+        if call is not None:
+            call.take(payload, length, ends=bool(flags & END_STREAM))
+
+    def _check_opening(self, stream: int) -> None:
+        if not stream & 1 or (stream <= self._last and stream not in self.calls):
+            raise Http2Violation(f"received headers on stream {stream}, which cannot be opened")
+
+    def _take_headers(self, stream: int, flags: int, headers: dict[bytes, bytes]) -> None:
+        ends = bool(flags & END_STREAM)
+        if stream <= self._last:
+            self.calls[stream].take(b"", 0, ends=True)  # Trailers of a client, which gRPC has none of.
+            return
+        self._last = stream
+        if self._is_draining or len(self.calls) >= CONNECTION_CALLS:
+            self.append(frame(Kind.RST_STREAM, ErrorCode.REFUSED_STREAM.to_bytes(4, "big"), stream=stream))
+            return
+        call = self.calls[stream] = ReceivedCall(self, stream, headers, self._initial_window)
+        self._begin(call)
+        if ends:
+            call.take(b"", 0, ends=True)
+
+    def _take_window(self, stream: int, more: int) -> None:
+        if not more:
+            raise Http2Violation("received a window update of 0 bytes, which is not possible")
+        if stream == 0:
+            self._connection_window = widened(self._connection_window, more)
+        elif (call := self.calls.get(stream)) is not None:
+            call.window = widened(call.window, more)
+        if self._waiting:
+            self._send_waiting()
+
+    def _widen(self, more: int) -> None:
+        for call in self.calls.values():
+            call.window = widened(call.window, more)
+        self._send_waiting()
+
+    def _take_reset(self, stream: int, code: int) -> None:  # noqa: ARG002 - whatever the reason
+        if (call := self.calls.get(stream)) is not None:
+            call.cancelled()
+
+    def _take_goaway(self, payload: bytes) -> None:
+        pass  # The client's calls go on.

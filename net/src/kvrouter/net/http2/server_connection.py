@@ -1,0 +1,83 @@
+"""The I/O of one connection of a gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvrouter.net.http2.endpoint import ConnectionLost, Endpoint
+from kvrouter.net.http2.received_calls import Received, ReceivedCall, ReceivedCalls
+from kvrouter.net.http2.side import Http2Violation
+
+_MOST_IDLE_CHECKS = 30
+"""Checks without a call after which a connection is closed; clients connect again when they call."""
+
+
+class ServerConnection(Endpoint):
+    """One connection."""
+
+    def __init__(
+        self, connections: set[ServerConnection], received: Received, begin: Callable[[ReceivedCall], None]
+    ) -> None:
+        """Waits for ``connection_made``.
+
+        Args:
+            connections: The open connections of the server, this one while it is open.
+            received: What all of them hold.
+            begin: Called with each new call.
+        """
+        super().__init__()
+        self.calls = ReceivedCalls("", received, begin)
+        """The calls."""
+        self.calls.wake = self.wake
+        self._connections = connections
+        self._idle_checks = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Implements asyncio.Protocol."""
+        self._connections.add(self)
+        host, port = transport.get_extra_info("peername")[:2]
+        self.calls.peer = f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        super().connection_made(transport)
+
+    def end(self, error: Exception) -> None:
+        """Ends all calls, and closes the connection."""
+        self._connections.discard(self)
+        if self._check is not None:
+            self._check.cancel()
+        for call in list(self.calls.calls.values()):
+            call.cancelled()
+        transport, self._transport = self._transport, None
+        if transport is not None and not transport.is_closing():
+            if isinstance(error, Http2Violation):
+                self.calls.drain()
+            transport.write(self.calls.take())
+            if transport.get_write_buffer_size():
+                # The client does not read, so the rest would wait for good.
+                transport.abort()
+            else:
+                transport.close()
+
+    def _receive(self, data: bytes) -> None:
+        if self._transport is not None:
+            try:
+                self.calls.receive(data)
+            except Http2Violation as violation:
+                self.end(violation)
+
+    def _flush(self) -> None:
+        self._woken = False
+        transport = self._transport
+        while transport is not None and not self._writing_paused and (data := self.calls.take()):
+            transport.write(data)
+
+    def _ping(self) -> None:
+        self.calls.ping()
+
+    def _check_heard(self) -> None:
+        self._idle_checks = 0 if self.calls.calls else self._idle_checks + 1
+        if not self.calls.has_begun or self._idle_checks > _MOST_IDLE_CHECKS:
+            self.calls.drain()
+            self.end(ConnectionLost("it is idle"))
+            return
+        super()._check_heard()
