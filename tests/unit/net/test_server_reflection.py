@@ -10,6 +10,8 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
+from kvrouter.net.rpc.call_gate import CallGate
+from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.net.rpc.server import add_reflection
 from kvrouter.v1 import worker_pb2
 
@@ -19,14 +21,13 @@ VERSIONS = ["v1", "v1alpha"]
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[str]:
-    server = grpc.aio.server()
+    server = LoopServer(CallGate())
     add_reflection(server, [SERVICE])
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    port = await server.start("127.0.0.1:0", None)
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        await server.stop(None)
+        await server.stop(0.0)
 
 
 async def answer(version: str, request: ServerReflectionRequest) -> ServerReflectionResponse:

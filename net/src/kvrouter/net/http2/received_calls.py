@@ -26,7 +26,15 @@ from kvrouter.net.http2.frames import (
     window_update,
 )
 from kvrouter.net.http2.options import CONNECTION_CALLS, MAX_MESSAGE_BYTES
-from kvrouter.net.http2.side import MAX_HEADER_BYTES, Http2Side, Http2Violation, MessageReader, prefixed, widened
+from kvrouter.net.http2.side import (
+    MAX_HEADER_BYTES,
+    Http2Side,
+    Http2Violation,
+    MessageReader,
+    MessageTooLong,
+    prefixed,
+    widened,
+)
 
 _WINDOW_BYTES: Final = 256 << 10
 """Bytes a client may send on a call before they are read, unless the handler waits for the rest of a message."""
@@ -202,18 +210,29 @@ class ReceivedCall:
         """Takes data of the client; ``length`` is its size with padding."""
         self._unallowed += length
         received, held = self._side.received, len(self._reader)
-        self._reader.take(payload, self._queue)
+        try:
+            self._reader.take(payload, self._queue)
+        except MessageTooLong as error:
+            self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            return
+        except Http2Violation as error:
+            self._fail(grpc.StatusCode.UNIMPLEMENTED, str(error))
+            return
+        finally:
+            received.bytes += len(self._reader) - held
         self._half_closed = ends
-        received.bytes += len(self._reader) - held
         if received.bytes > MAX_RECEIVED_BYTES:
-            self._code, self._details = grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages"
-            self.finish()
-            self.on_cancelled()
+            self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages")
         elif self._waiter is not None:
             if (self._messages or ends) and not self._waiter.done():
                 self._waiter.set_result(None)
             else:
                 self._allow()
+
+    def _fail(self, code: grpc.StatusCode, details: str) -> None:
+        self._code, self._details = code, details
+        self.finish()
+        self.on_cancelled()
 
     def cancelled(self) -> None:
         """Ends the call because the client left it, or the connection is lost."""

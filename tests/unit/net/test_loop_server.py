@@ -1,0 +1,217 @@
+"""The gRPC server on the event loop, with gRPC's own client and with peers that break rules."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc.aio
+import pytest
+from kvrouter.net.http2 import received_calls
+from kvrouter.net.http2.frames import Kind, Setting, frame, settings
+from kvrouter.net.rpc.call_gate import CallGate
+from kvrouter.net.rpc.loop_server import LoopServer
+
+from ...hostile_peer import HostilePeer, hostile_peer, message_head, request_headers
+
+ECHO = "/test.Service/Echo"
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class Echo:
+    """Answers each message with itself."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.cancelled = 0
+
+    async def __call__(self, _incoming: object, context: Context) -> None:
+        self.running += 1
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                if message == b"fail":
+                    context.set_trailing_metadata((("reason", "a"), ("more-bin", b"\x00\xff")))
+                    await context.abort(grpc.StatusCode.ABORTED, "as you wish: 100% ü", (("reason", "a"),))
+                if message == b"break":
+                    raise RuntimeError("broken")
+                await context.write(message)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+class Serving:
+    def __init__(self, server: LoopServer, echo: Echo, address: str) -> None:
+        self.server = server
+        self.echo = echo
+        self.address = address
+
+    def channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Serving]:
+    server, echo = LoopServer(CallGate()), Echo()
+    handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = await server.start("127.0.0.1:0", None)
+    try:
+        yield Serving(server, echo, f"127.0.0.1:{port}")
+    finally:
+        await server.stop(0.0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def call(channel: grpc.aio.Channel, path: str = ECHO) -> Any:
+    return channel.stream_stream(path)()
+
+
+async def test_messages_of_every_size_are_answered() -> None:
+    async with serving() as running, running.channel() as channel:
+        echo = call(channel)
+        for size in (0, 1, 5, 16_000, 20_000, 70_000, 400_000, 3_000_000):
+            message = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+            await echo.write(message)
+            assert await echo.read() == message
+        await echo.done_writing()
+        assert await echo.read() is grpc.aio.EOF
+        assert await echo.code() is grpc.StatusCode.OK
+        assert running.server.received.bytes == 0
+
+
+async def test_many_calls_share_a_connection() -> None:
+    async def one(channel: grpc.aio.Channel, number: int) -> None:
+        echo = call(channel)
+        for _ in range(20):
+            await echo.write(b"%d" % number * number)
+            assert await echo.read() == b"%d" % number * number
+        await echo.done_writing()
+        assert await echo.code() is grpc.StatusCode.OK
+
+    async with serving() as running, running.channel() as channel:
+        await asyncio.gather(*(one(channel, number) for number in range(1, 100)))
+        assert running.echo.running == 0
+
+
+async def test_a_status_reaches_the_client_with_its_details() -> None:
+    async with serving() as running, running.channel() as channel:
+        echo = call(channel)
+        await echo.write(b"first")
+        assert await echo.read() == b"first"
+        await echo.write(b"fail")
+        assert (await echo.code(), await echo.details()) == (grpc.StatusCode.ABORTED, "as you wish: 100% ü")
+        assert ("reason", "a") in tuple(await echo.trailing_metadata())
+        echo = call(channel)
+        await echo.write(b"break")
+        assert await echo.code() is grpc.StatusCode.UNKNOWN
+        assert await call(channel, "/test.Service/Other").code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_call_that_its_client_leaves_is_cancelled() -> None:
+    async with serving() as running, running.channel() as channel:
+        echo = call(channel)
+        await echo.write(b"first")
+        await echo.read()
+        echo.cancel()
+        await until(lambda: running.echo.cancelled == 1)
+
+
+async def test_messages_that_cannot_be_taken_end_their_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(received_calls, "MAX_RECEIVED_BYTES", 1 << 20)
+    async with serving() as running, running.channel() as channel:
+        good = call(channel)
+        await good.write(b"first")
+        assert await good.read() == b"first"
+        packed = channel.stream_stream(ECHO)(compression=grpc.Compression.Gzip)
+        await packed.write(bytes(10_000))
+        assert await packed.code() is grpc.StatusCode.UNIMPLEMENTED
+        large = call(channel)
+        with suppress(grpc.aio.AioRpcError):
+            await large.write(bytes(2 << 20))
+        assert await large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert running.server.received.bytes == 0
+        await good.write(b"second")
+        assert await good.read() == b"second"
+
+
+async def test_a_call_waits_for_a_client_that_does_not_read() -> None:
+    async with serving() as running, hostile_peer(running.address, reads=False) as peer:
+        stream = peer.open(ECHO)
+        for _ in range(64):
+            peer.data(stream, message_head(16_000) + bytes(16_000))
+            await asyncio.sleep(0)
+        await until(lambda: running.server.received.bytes > 100_000)
+        assert running.server.received.bytes < 1 << 20
+        peer.writer.transport.abort()
+        await until(lambda: running.server.received.bytes == 0 and running.echo.running == 0)
+
+
+def rapid_resets(peer: HostilePeer) -> None:
+    stream = peer.open(ECHO)
+    peer.send(frame(Kind.RST_STREAM, struct.pack(">I", 8), stream=stream))
+
+
+def parts(peer: HostilePeer) -> None:
+    if not peer.sent or peer.sent < 200:
+        peer.open(ECHO)
+        peer.data(1, message_head(1 << 20))
+    peer.data(1, b"x")
+
+
+def continuations(peer: HostilePeer) -> None:
+    if peer.sent < 100:
+        peer.send(frame(Kind.HEADERS, request_headers(ECHO), stream=1))
+    peer.send(frame(Kind.CONTINUATION, bytes(4000), stream=1))
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        rapid_resets,
+        parts,
+        continuations,
+        lambda peer: peer.send(frame(Kind.PING, b"12345678")),
+        lambda peer: peer.send(settings({Setting.INITIAL_WINDOW_SIZE: 70_000})),
+        lambda peer: peer.send(frame(Kind.WINDOW_UPDATE, b"\0\0\0\x01")),
+        lambda peer: peer.send(b"GET / HTTP/1.1\r\n\r\n"),
+        lambda peer: peer.send(frame(Kind.HEADERS, request_headers(ECHO), stream=2)),
+        lambda peer: peer.send(frame(Kind.DATA, b"x", stream=9)),
+    ],
+)
+async def test_a_peer_that_breaks_rules_loses_its_connection(attack: Callable[[HostilePeer], None]) -> None:
+    async with serving() as running, running.channel() as channel:
+        async with hostile_peer(running.address) as peer:
+            with suppress(ConnectionError):
+                while not peer.reader.at_eof():
+                    attack(peer)
+                    await peer.writer.drain()
+                    await asyncio.sleep(0)
+        await until(lambda: running.echo.running == 0)
+        echo = call(channel)
+        await echo.write(b"others are served")
+        assert await echo.read() == b"others are served"
+
+
+async def test_a_stopping_server_lets_its_calls_end() -> None:
+    async with serving() as running, running.channel() as channel:
+        echo = call(channel)
+        await echo.write(b"first")
+        await echo.read()
+        stopping = asyncio.create_task(running.server.stop(20.0))
+        await asyncio.sleep(0)
+        await echo.write(b"last")
+        assert await echo.read() == b"last"
+        await echo.done_writing()
+        assert await echo.code() is grpc.StatusCode.OK
+        await stopping
