@@ -127,7 +127,7 @@ class ReceivedCall:
         while not self._messages:
             if self._half_closed:
                 return grpc.aio.EOF
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._side.loop.create_future()
             self._allow()
             try:
                 await self._waiter
@@ -153,7 +153,7 @@ class ReceivedCall:
         self._begin()
         self._side.send(self)
         while self.unsent and not self.is_over:
-            self._room = asyncio.get_running_loop().create_future()
+            self._room = self._side.loop.create_future()
             try:
                 await self._room
             finally:
@@ -288,6 +288,7 @@ class ReceivedCalls(Http2Side):
             begin: Called with each new call.
         """
         super().__init__()
+        self.loop = asyncio.get_running_loop()
         self.peer = peer
         self.received = received
         self.has_begun = False

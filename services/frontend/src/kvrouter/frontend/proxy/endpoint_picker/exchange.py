@@ -23,7 +23,6 @@ from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayReque
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.endpoint_picker.responses import code_details, header_values, served_endpoint
 from kvrouter.frontend.proxy.engine_response import EngineResponse
-from kvrouter.net.budgets import loop_budget
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.texts import rank_text, text_of
@@ -57,8 +56,6 @@ _REQUEST_BODY_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFE
 """Modes in which the picker can change a response."""
 _SHORT_SECONDS = 0.25
 """Time for a choice after which the gateway is asked for more, which else soon goes on without a choice."""
-_MESSAGE_US = 80
-"""CPU time to process a part of a response, microseconds."""
 
 
 _HEADERS = "request_headers"
@@ -82,6 +79,8 @@ class Exchange:
         self._freed = False
         self._response = EngineResponse(is_stream=False)
         self._has_begun_response = False
+        self._response_goes_on = False
+        """Whether the response's headers have passed, and it is not refused."""
         self._full_duplex_response = False
         self._keeps_body = False
         self._reading: asyncio.Task[Any] | None = None
@@ -97,8 +96,10 @@ class Exchange:
         """
         try:
             while (message := await self._read()) is not None:
-                await loop_budget().turn(_MESSAGE_US)
                 kind = message.WhichOneof("request")
+                if kind == "response_body" and self._response_goes_on:  # A token is one, so nothing else is asked.
+                    await self._pass_on(message.response_body)
+                    continue
                 # A gateway may answer by itself, and show only the response.
                 if (kind == _HEADERS) == self._begun and kind in _OF_REQUEST:
                     raise BadRequest("expected the headers of one request before its body")
@@ -235,7 +236,7 @@ class Exchange:
         return added, sorted(self._request.removed_headers() - added.keys())
 
     async def _refuse(self, error: KvRouterError) -> None:
-        self._refused = True
+        self._refused, self._response_goes_on = True, False
         self._free()
         self._metrics.requests.labels(code=error.code.name).inc()
         await self._context.write(responses.refusal(error, self._request.id))
@@ -264,14 +265,15 @@ class Exchange:
                 added[KV_SOURCE_HEADER] = source
         removed = ("content-length",) if hides_internal else ()
         await self._context.write(responses.response_headers(added, removed))
+        self._response_goes_on = True
         if message.response_headers.end_of_stream:
             self._end()
 
     async def _pass_on(self, piece: HttpBody) -> None:
-        body, ends = piece.body, piece.end_of_stream
-        passed = self._response.take(body, ends=ends)
-        if self._request.pick is not None:
-            self._request.pick.responded(body, is_stream=self._response.is_stream)
+        body, ends, response, pick = piece.body, piece.end_of_stream, self._response, self._request.pick
+        passed = response.take(body, ends=ends)
+        if pick is not None:
+            pick.responded(body, is_stream=response.is_stream)
         if ends:
             self._end()
         await self._context.write(
