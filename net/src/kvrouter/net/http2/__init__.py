@@ -1,8 +1,8 @@
-"""A connection of its own for one bidirectional gRPC call, read and written on the event loop.
+"""Connections with gRPC calls, read and written on the event loop.
 
 grpc.aio reads in a thread and wakes the event loop for each message, which costs several times as much as the message
-itself. A call stream lasts for hours and has all calls between two processes, so it has a connection of its own here.
-The server is an ordinary gRPC server.
+itself. A call stream lasts for hours and has all calls between two processes, so it has a connection of its own here,
+to an ordinary gRPC server. ``kvrouter.net.rpc.loop_server`` serves gateways, each with all its calls on one connection.
 """
 
 from kvrouter.net.http2.connection import GrpcConnection
