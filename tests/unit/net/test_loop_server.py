@@ -136,6 +136,12 @@ async def test_messages_that_cannot_be_taken_end_their_call_only(monkeypatch: py
         packed = channel.stream_stream(ECHO)(compression=grpc.Compression.Gzip)
         await packed.write(bytes(10_000))
         assert await packed.code() is grpc.StatusCode.UNIMPLEMENTED
+        async with hostile_peer(running.address) as peer:
+            stream = peer.open(ECHO)
+            peer.data(stream, message_head(1000)[:3])
+            peer.data(stream, message_head(1000)[3:] + bytes(1000) + b"\1")
+            peer.data(stream, bytes(4))
+            await until(lambda: stream in peer.ended)
         large = call(channel)
         with suppress(grpc.aio.AioRpcError):
             await large.write(bytes(2 << 20))

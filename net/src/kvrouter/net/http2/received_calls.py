@@ -210,18 +210,18 @@ class ReceivedCall:
         """Takes data of the client; ``length`` is its size with padding."""
         self._unallowed += length
         received, held = self._side.received, len(self._reader)
+        self._half_closed = ends
+        refused: Http2Violation | None = None
         try:
             self._reader.take(payload, self._queue)
-        except MessageTooLong as error:
-            self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-            return
-        except Http2Violation as error:
-            self._fail(grpc.StatusCode.UNIMPLEMENTED, str(error))
-            return
-        finally:
-            received.bytes += len(self._reader) - held
-        self._half_closed = ends
-        if received.bytes > MAX_RECEIVED_BYTES:
+        except Http2Violation as violation:
+            refused = violation
+        received.bytes += len(self._reader) - held
+        if refused is not None:
+            is_long = isinstance(refused, MessageTooLong)
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.UNIMPLEMENTED
+            self._fail(code, str(refused))
+        elif received.bytes > MAX_RECEIVED_BYTES:
             self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages")
         elif self._waiter is not None:
             if (self._messages or ends) and not self._waiter.done():

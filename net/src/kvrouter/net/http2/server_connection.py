@@ -36,7 +36,7 @@ class ServerConnection(Endpoint):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implements asyncio.Protocol."""
         self._connections.add(self)
-        host, port = transport.get_extra_info("peername")[:2]
+        host, port = (transport.get_extra_info("peername") or ("", 0))[:2]  # It may have left already.
         self.calls.peer = f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
         super().connection_made(transport)
 
