@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from kvrouter.net.http2.options import MAX_PENDING_CALLS
-from kvrouter.net.http2.received_calls import MAX_RECEIVED_BYTES, Received, ReceivedCall
+from kvrouter.net.http2.received_calls import Received, ReceivedCall
 from kvrouter.net.http2.server_connection import ServerConnection
 from kvrouter.net.logs import get_logger
 from kvrouter.net.rpc.call_gate import CallGate
@@ -41,7 +41,7 @@ class LoopServer(Handlers):
     def __init__(self, gate: CallGate) -> None:
         """Creates a server without a port."""
         self.received = Received()
-        """What it holds of messages; see ``MAX_RECEIVED_BYTES``."""
+        """What it holds of messages, at most ``received_calls.MAX_RECEIVED_BYTES``."""
         self._gate = gate
         self._services: list[grpc.GenericRpcHandler] = []
         self._connections: set[ServerConnection] = set()
@@ -117,6 +117,3 @@ class LoopServer(Handlers):
     async def _find(self, details: Any) -> Any:
         found = (service.service(details) for service in self._services)
         return next((handler for handler in found if handler is not None), None)
-
-
-__all__ = ["MAX_RECEIVED_BYTES", "LoopServer"]

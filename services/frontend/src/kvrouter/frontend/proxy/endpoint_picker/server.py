@@ -16,8 +16,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from kvrouter.frontend.proxy.endpoint_picker.exchange import Context, Exchange, PickerMetrics
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
+from kvrouter.net.http2.received_calls import MAX_RECEIVED_BYTES
 from kvrouter.net.rpc.call_gate import CallGate
-from kvrouter.net.rpc.loop_server import MAX_RECEIVED_BYTES, LoopServer
+from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
 from kvrouter.net.rpc.server import HEALTH_SERVICE, HealthService, add_reflection
 from kvrouter.net.tls import Tls
