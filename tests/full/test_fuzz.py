@@ -1,4 +1,4 @@
-"""Minutes of random input for the client of HTTP/2 and both sides of call streams."""
+"""Minutes of random input for both sides of HTTP/2 and of call streams."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from ..unit.net.calls.test_over_grpc import connected
 from ..unit.net.fuzz.call_streams import fuzz_client_stream, fuzz_server_stream, random_response
 from ..unit.net.fuzz.http2_client import fuzz_client
 from ..unit.net.fuzz.http2_scripts import corpus, cut, random_script
+from ..unit.net.fuzz.http2_server import fuzz_server
 
 SECONDS = 60.0
 FIRST_SEED = int(os.environ.get("KVROUTER_SEED") or random.SystemRandom().randrange(1 << 48))
 
 
-@pytest.mark.parametrize("fuzz", [fuzz_client, fuzz_client_stream, fuzz_server_stream])
+@pytest.mark.parametrize("fuzz", [fuzz_client, fuzz_server, fuzz_client_stream, fuzz_server_stream])
 def test_random_seeds(fuzz: Callable[[int], None]) -> None:
     end, seed = time.monotonic() + SECONDS, FIRST_SEED
     while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""The client of HTTP/2 and both sides of call streams, with fixed seeds and the corpus."""
+"""Both sides of HTTP/2 and of call streams, with fixed seeds and the corpus."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from .call_streams import fuzz_client_stream, fuzz_server_stream
 from .http2_client import fuzz_client, run_script
 from .http2_scripts import corpus, cut
+from .http2_server import fuzz_server
 
 
-@pytest.mark.parametrize("fuzz", [fuzz_client, fuzz_client_stream, fuzz_server_stream])
+@pytest.mark.parametrize("fuzz", [fuzz_client, fuzz_server, fuzz_client_stream, fuzz_server_stream])
 def test_fixed_seeds(fuzz: Callable[[int], None]) -> None:
     for seed in range(200):
         try:
