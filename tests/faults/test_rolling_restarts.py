@@ -32,8 +32,8 @@ class LoadBalancer:
         return [*names[turn:], *names[:turn]]
 
     async def run(self, stopped: asyncio.Event) -> None:
-        """Runs one request after the other until stopped."""
-        while not stopped.is_set():
+        """Runs one request after the other until stopped, or until one fails."""
+        while not (stopped.is_set() or self.failures):
             await self._request(next(self._turns) % 64)
 
     async def _request(self, prompt: int) -> None:
