@@ -159,16 +159,12 @@ class GrpcConnection(Endpoint):
     def close(self) -> None:
         """Cancels the call and closes the connection."""
         self.end(ConnectionLost("the connection was closed"))
-        transport, self._transport = self._transport, None
-        if transport is None or transport.is_closing():
-            return
+        self._close(self._cancelled)
+
+    def _cancelled(self) -> bytes:
+        """Cancels the call, and returns the bytes that say so."""
         self._call.cancel()
-        transport.write(self._call.take())
-        if transport.get_write_buffer_size():
-            # The server does not read, so the rest would wait for good.
-            transport.abort()
-        else:
-            transport.close()
+        return self._call.take()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implements asyncio.Protocol."""

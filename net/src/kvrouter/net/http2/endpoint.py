@@ -6,6 +6,7 @@ import asyncio
 import socket
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from typing import cast
 
 from kvrouter.net.budgets import loop_budget
@@ -115,6 +116,18 @@ class Endpoint(asyncio.Protocol):
             self.end(self._lost)
         elif self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
+
+    def _close(self, last_bytes: Callable[[], bytes]) -> None:
+        """Writes the last bytes and closes the connection, unless it is closed."""
+        transport, self._transport = self._transport, None
+        if transport is None or transport.is_closing():
+            return
+        transport.write(last_bytes())
+        if transport.get_write_buffer_size():
+            # The peer does not read, so the rest would wait for good.
+            transport.abort()
+        else:
+            transport.close()
 
     def _check_heard(self) -> None:
         """Detects a vanished peer, as gRPC's keepalive does."""

@@ -47,16 +47,9 @@ class ServerConnection(Endpoint):
             self._check.cancel()
         for call in list(self.calls.calls.values()):
             call.cancelled()
-        transport, self._transport = self._transport, None
-        if transport is not None and not transport.is_closing():
-            if isinstance(error, Http2Violation):
-                self.calls.drain()
-            transport.write(self.calls.take())
-            if transport.get_write_buffer_size():
-                # The client does not read, so the rest would wait for good.
-                transport.abort()
-            else:
-                transport.close()
+        if isinstance(error, Http2Violation):
+            self.calls.drain()
+        self._close(self.calls.take)
 
     def _receive(self, data: bytes) -> None:
         if self._transport is not None:
