@@ -193,12 +193,8 @@ class Http2Call(Http2Side):
         elif last:
             self.ended = _status_of(headers)
 
-    def _take_window(self, stream: int, more: int) -> None:
-        if not more:
-            raise Http2Violation("received a window update of 0 bytes, which is not possible")
-        if stream == 0:
-            self._connection_window = widened(self._connection_window, more)
-        elif stream == _STREAM:
+    def _widen_stream(self, stream: int, more: int) -> None:
+        if stream == _STREAM:
             self._window = widened(self._window, more)
 
     def _widen(self, more: int) -> None:

@@ -44,9 +44,9 @@ _MAX_UNWRITTEN_BYTES: Final = 256 << 10
 MAX_RECEIVED_BYTES: Final = 256 << 20
 """Bytes of messages a server holds until their handlers read them. Beyond it, a call that receives more fails."""
 _ITEMS_OF_FIRST_MESSAGE: Final = 256
-"""Headers of a call, its windows and its end are items of a flood, which its first message makes up for."""
+"""Flood items that the first message of a call restores: about those of its headers, window updates and end."""
 _ITEMS_OF_MESSAGE: Final = 4
-"""A message, sent alone, comes in a read and a frame, with window updates of stream and connection."""
+"""The same of further messages: each may have a read, a frame and two window updates of its own."""
 _BEGINNING: Final = hpack.Encoder().encode(
     [hpack.NeverIndexedHeaderTuple(":status", "200"), hpack.NeverIndexedHeaderTuple("content-type", "application/grpc")]
 )
@@ -56,7 +56,7 @@ _Trailing = Sequence[tuple[str, str | bytes]]
 
 
 class Received:
-    """Bytes of messages all connections of a server hold."""
+    """Counts the bytes of unread messages on all connections of a server."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -188,8 +188,8 @@ class ReceivedCall:
         """Sends the status."""
         if self.is_over:
             return
-        self._side.drop(self)
         side = self._side
+        side.drop(self)
         side.append(frame(Kind.HEADERS, self._status(), flags=END_HEADERS | END_STREAM, stream=self.number))
         if not self._half_closed:
             side.append(frame(Kind.RST_STREAM, bytes(4), stream=self.number))
@@ -412,14 +412,13 @@ class ReceivedCalls(Http2Side):
             call.take(b"", 0, ends=True)
 
     def _take_window(self, stream: int, more: int) -> None:
-        if not more:
-            raise Http2Violation("received a window update of 0 bytes, which is not possible")
-        if stream == 0:
-            self._connection_window = widened(self._connection_window, more)
-        elif (call := self.calls.get(stream)) is not None:
-            call.window = widened(call.window, more)
+        super()._take_window(stream, more)
         if self._waiting:
             self._send_waiting()
+
+    def _widen_stream(self, stream: int, more: int) -> None:
+        if (call := self.calls.get(stream)) is not None:
+            call.window = widened(call.window, more)
 
     def _widen(self, more: int) -> None:
         for call in self.calls.values():

@@ -79,7 +79,7 @@ def prefixed(message: bytes) -> bytes:
 
 
 class MessageReader:
-    """Cuts the data of one call into its messages."""
+    """Splits the data of one call into messages."""
 
     __slots__ = ("_begun", "_max_bytes")
 
@@ -183,7 +183,7 @@ class Http2Side(ABC):
 
     @abstractmethod
     def _is_over(self) -> bool:
-        """Returns whether further frames have no meaning."""
+        """Returns whether further frames are ignored."""
 
     @abstractmethod
     def _takes_data(self, stream: int) -> bool:
@@ -202,12 +202,12 @@ class Http2Side(ABC):
         """Takes whole headers."""
 
     @abstractmethod
-    def _take_window(self, stream: int, more: int) -> None:
-        """Takes permission for more bytes on a stream, or on the connection."""
+    def _widen_stream(self, stream: int, more: int) -> None:
+        """Adds to the window of a stream."""
 
     @abstractmethod
     def _widen(self, more: int) -> None:
-        """Changes the windows of the streams since the initial one has changed."""
+        """Adds a change of the initial window to the windows of all streams."""
 
     @abstractmethod
     def _take_reset(self, stream: int, code: int) -> None:
@@ -216,6 +216,15 @@ class Http2Side(ABC):
     @abstractmethod
     def _take_goaway(self, payload: bytes) -> None:
         """Takes the peer's announcement that the connection will end."""
+
+    def _take_window(self, stream: int, more: int) -> None:
+        """Takes permission for more bytes on a stream, or on the connection (0)."""
+        if not more:
+            raise Http2Violation("received a window update of 0 bytes, which is not possible")
+        if stream == 0:
+            self._connection_window = widened(self._connection_window, more)
+        else:
+            self._widen_stream(stream, more)
 
     def _spend(self, items: int) -> None:
         if not self._flood.spend(items):
