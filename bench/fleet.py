@@ -125,6 +125,10 @@ class Fleet:
         servers = {each.name: cpu_ns(each.pid or 0) / 1e9 for each in (self.servers.nats, self.servers.etcd)}
         return services | {"workers": sum(spent.values())} | servers
 
+    def resident(self) -> str:
+        """Returns the resident memory of each service, for people."""
+        return _shown({name: resident_bytes(self.processes[name].pid) / 1e6 for name in SERVICES}, 0)
+
     async def messages(self) -> Counter[str]:
         """Returns how many messages there were so far, by kind."""
         counts: Counter[str] = Counter()
@@ -210,9 +214,8 @@ async def measure(workers: int, options: argparse.Namespace, directory: Path) ->
         seconds = time.monotonic() - began
         rest = {name: (after - before_cpu[name]) / seconds for name, after in fleet.cpu().items()}
         total = sum(rest[name] for name in SERVICES)
-        memory = {name: resident_bytes(fleet.processes[name].pid) / 1e6 for name in SERVICES}
         print(f"  at rest {total:.1%} of a core: {', '.join(f'{name} {each:.2%}' for name, each in rest.items())}")
-        print(f"  resident MB: {_shown(memory, 0)}", flush=True)
+        print(f"  resident MB: {fleet.resident()}", flush=True)
         if not options.requests:
             return {}
         await send(session, fleet.url, min(200, options.requests), options.rate, 0)
@@ -228,8 +231,7 @@ async def measure(workers: int, options: argparse.Namespace, directory: Path) ->
         for name, after in (await fleet.latencies()).items():
             bounds = (f"p{share} ≤ {1e3 * quantile(after - latencies[name], share / 100):.2f} ms" for share in (50, 99))
             print(f"  {name}: {', '.join(bounds)}", flush=True)
-        memory = {name: resident_bytes(fleet.processes[name].pid) / 1e6 for name in SERVICES}
-        print(f"  resident MB: {_shown(memory, 0)}", flush=True)
+        print(f"  resident MB: {fleet.resident()}", flush=True)
         return cost
 
 
