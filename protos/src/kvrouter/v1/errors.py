@@ -302,7 +302,7 @@ class NoWorkers(
 ):
     """The component has no worker that is eligible for the request.
 
-    The resource is the component if it has none for any request.
+    ``resource_name`` is the component if it has no worker for any request.
     """
 
 
