@@ -313,6 +313,23 @@ def test_nothing_is_written_to_a_transport_that_is_closed(loop: str) -> None:
     assert not reports
 
 
+def test_a_peer_whose_input_waits_for_its_turn_is_not_silent(run: Run) -> None:
+    async def main() -> None:
+        async with echoing() as target:
+            opened_to = await connect(target)
+            opened_to._unread.append(b"")
+            for _ in range(10):
+                opened_to._check_heard()
+            opened_to._unread.clear()
+            assert await opened_to.exchange(b"hello") == b"hello"
+            for _ in range(10):
+                opened_to._check_heard()
+            with pytest.raises(ConnectionLost, match="does not answer pings"):
+                await opened_to.wait_ended()
+
+    run(main())
+
+
 @asynccontextmanager
 async def silent_listener(address: str, port: int) -> AsyncIterator[None]:
     """Accepts connections and sends nothing, as a process does that is frozen."""

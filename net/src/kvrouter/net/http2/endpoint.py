@@ -131,7 +131,8 @@ class Endpoint(asyncio.Protocol):
 
     def _check_heard(self) -> None:
         """Detects a vanished peer, as gRPC's keepalive does."""
-        self._silent_checks = 0 if self._heard else self._silent_checks + 1
+        # Input in wait for its turn may hold the answer to a ping.
+        self._silent_checks = 0 if self._heard or self._unread else self._silent_checks + 1
         self._heard = False
         if self._silent_checks > _CHECKS_TO_PING:
             self.end(ConnectionLost("UNAVAILABLE: the peer does not answer pings"))
