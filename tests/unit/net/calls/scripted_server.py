@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-from kvrouter.net.http2.frames import HEADER_BYTES, PREFACE, Kind, frame, read_frame_header, settings
+from kvrouter.net.http2.frames import HEADER_BYTES, PREFACE, Kind, frame, read_frame_header, settings, window_update
 from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,
@@ -53,10 +53,11 @@ class Accepted:
         payload = self._payload
         while len(payload) < 5 or len(payload) < 5 + int.from_bytes(payload[1:5], "big"):
             header = await self._reader.readexactly(HEADER_BYTES)
-            length, kind, _, _ = read_frame_header(header, 0)
+            length, kind, _, stream = read_frame_header(header, 0)
             content = await self._reader.readexactly(length)
-            if kind == Kind.DATA:
+            if kind == Kind.DATA and length:
                 payload += content
+                self.send(window_update(0, length) + window_update(stream, length))
         end = 5 + int.from_bytes(payload[1:5], "big")
         message = bytes(payload[5:end])
         del payload[:end]
