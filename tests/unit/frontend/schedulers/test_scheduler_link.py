@@ -173,6 +173,25 @@ async def test_a_connection_that_is_lost_ends_the_session_at_once() -> None:
     assert scheduler.closed[0].opening_number == 1
 
 
+@pytest.mark.parametrize(("seconds", "stays_ready"), [(60.0, True), (0.0, False)])
+async def test_a_link_without_a_session_is_ready_for_the_time_of_a_failover(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, stays_ready: bool
+) -> None:
+    monkeypatch.setattr(scheduler_link, "_FAILOVER_SECONDS", seconds)
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        assert not link.ready
+        await link.wait_ready()
+        scheduler.at_work.clear()
+        scheduler.disconnected.set()
+        await until(lambda: len(scheduler.closed) == 1)
+        assert link.ready == stays_ready
+        scheduler.disconnected.clear()
+        scheduler.at_work.set()
+        await link.wait_ready()
+        assert link.ready
+
+
 async def test_a_scheduler_in_this_process_is_called_without_a_task() -> None:
     class Local(Answering):
         def update_bookings(self, request: UpdateBookingsRequest, *, deadline: Deadline) -> UpdateBookingsResponse:  # type: ignore[override]

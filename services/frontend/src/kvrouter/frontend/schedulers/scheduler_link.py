@@ -54,6 +54,9 @@ _RESELECT_SECONDS = 0.1
 """Pause before a selection is repeated at a Scheduler that may not have discovered the component yet."""
 _REFUSALS_LOGGED = 5
 """Consecutive refusals before they are logged, since a Scheduler that has just started may lack some workers."""
+_FAILOVER_SECONDS = 2.0
+"""Time without a session in which a link stays ready: selections wait, and the next session opens within milliseconds
+if there is another Scheduler."""
 _YOUNG_SECONDS = 2.0
 """Age of a link up to which its Scheduler may not have discovered the component: many times what discovery takes."""
 _LONGEST_SELECTION_SECONDS = 86_400.0
@@ -109,13 +112,14 @@ class SchedulerLink:
         self._sending: asyncio.Handle | None = None
         """Sends the updates of this step of the event loop."""
         self._is_open = asyncio.Event()
+        self._failover_until = 0.0
         self._refusal = asyncio.Event()
         """Set when the Scheduler has refused a re-assert."""
 
     @property
     def ready(self) -> bool:
-        """Whether a session is open."""
-        return self._is_open.is_set()
+        """Whether a session is open, or was until a moment ago."""
+        return self._is_open.is_set() or time.monotonic() < self._failover_until
 
     @property
     def live_bookings(self) -> int:
@@ -234,7 +238,7 @@ class SchedulerLink:
             return DependencyAway(
                 f"the only Scheduler of {self._component} has answered nothing for {self._heartbeat_timeout:g} s"
             )
-        if not self.ready:
+        if self._session is None:
             return DependencyAway(f"no session with a Scheduler of {self._component} is open: check that one is ready")
         return DeadlineExceeded("the Scheduler chose no worker before the deadline")
 
@@ -356,6 +360,7 @@ class SchedulerLink:
         if session is self._session:
             self._session = None
             self._is_open.clear()
+            self._failover_until = time.monotonic() + _FAILOVER_SECONDS
         session.end(cause)
 
     async def run(self) -> None:
