@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 COMMIT = "c4ef2da452b5da034188563f5997b7ef0d144a5b"
-"""Nothing is released yet: this commit is the last one that changed the contract."""
+"""Nothing is released yet: this commit, which has an older form of the contract, stands for a release."""
 _DISTRIBUTIONS = ("protos", "core", "net", "services/publisher_sdk", "services/engines", "client", ".", "devtools")
 
 
