@@ -57,8 +57,9 @@ def family(model_files: dict[str, bytes], **changes: Any) -> ModelTokenizer:
 @settings(max_examples=150, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=3))
 def test_tokens_with_the_cache_equal_those_without(model: ModelText, texts: list[str]) -> None:
-    # Texts with a common prefix, twice each, so that pieces come out of the cache.
-    for text in (*texts, texts[0] + texts[1], texts[0] + texts[-1], *texts):
+    # Texts with a common prefix, twice each, so that pieces come out of the cache; some have long pieces.
+    long = 8 * "".join(texts)
+    for text in (*texts, texts[0] + texts[1], texts[0] + texts[-1], *texts, long, long + texts[0]):
         found = encoded(model.tokenizer, text, special_tokens=False, limit=LIMIT)
         assert found == model.tokenizer.encode_whole(text)
 
@@ -121,7 +122,7 @@ def test_other_families_have_the_same_tokens_with_the_cache(
 @pytest.mark.parametrize("words", ["a shared prefix with many words ", "w123 w456 item 7 of line 89 "])
 def test_a_shared_prefix_is_tokenized_once(model_files: dict[str, bytes], words: str) -> None:
     tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
-    prefix = words * 100
+    prefix = words * 1000
     encoded(tokenizer, prefix + "first", special_tokens=False, limit=LIMIT)
     known = tokenizer._cache.size
     encoded(tokenizer, prefix + "second", special_tokens=False, limit=LIMIT)

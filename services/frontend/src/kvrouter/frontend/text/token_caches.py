@@ -16,6 +16,8 @@ from typing import cast
 
 PIECE_CHARACTERS = 256
 """Shortest piece. Longer pieces cost less to look up, but more tokens of a prefix lie after its last cut."""
+LONG_PIECE_CHARACTERS = 4 << 10
+"""Shortest piece that is looked up before its own pieces are."""
 _OVERHEAD_BYTES = 256
 """Memory of an entry besides its text and tokens."""
 
@@ -40,12 +42,12 @@ class Cutter:
             self.gap = re.compile(rf" (?=[!-~])(?<=[{re.escape(after)}] )")
         self._place = re.compile("|".join(places)) if places else None
 
-    def next_cut(self, text: str, start: int, end: int) -> int | None:
-        """Returns the first cut at least a piece after ``start`` and before ``end``; None if there is none."""
-        if self._place is None or start + PIECE_CHARACTERS >= end:
+    def next_cut(self, text: str, start: int, end: int, shortest: int = PIECE_CHARACTERS) -> int | None:
+        """Returns the first cut at least ``shortest`` characters after ``start`` and before ``end``, or None."""
+        if self._place is None or start + shortest >= end:
             return None
         # Python holds the GIL while it searches, so the part to search is bounded.
-        found = self._place.search(text, start + PIECE_CHARACTERS, end)
+        found = self._place.search(text, start + shortest, end)
         return None if found is None else found.start()
 
     def pieces(self, text: str) -> list[str]:

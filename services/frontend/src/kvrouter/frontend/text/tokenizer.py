@@ -12,7 +12,14 @@ from copy import copy
 from typing import Any
 
 from kvrouter.frontend.text.client_work import SLICE, Slices, completed
-from kvrouter.frontend.text.token_caches import Cutter, PieceCache, TooManyNewWords, WordBudget, WordCache
+from kvrouter.frontend.text.token_caches import (
+    LONG_PIECE_CHARACTERS,
+    Cutter,
+    PieceCache,
+    TooManyNewWords,
+    WordBudget,
+    WordCache,
+)
 from kvrouter.frontend.text.uncut_text import LOCAL_NORMALIZERS, UncutText, packed, types_of
 from kvrouter.v1.errors import PromptTooLong
 from tokenizers import Tokenizer, models
@@ -208,7 +215,10 @@ class ModelTokenizer:
         """
         start = 0
         while start < len(text):
-            cut = self._cutter.next_cut(text, start, min(start + SLICE, len(text)))
+            bound = min(start + SLICE, len(text))
+            cut = self._cutter.next_cut(text, start, bound, LONG_PIECE_CHARACTERS)
+            if cut is None:
+                cut = self._cutter.next_cut(text, start, bound)
             end = len(text) if cut is None else cut
             if end - start <= SLICE:
                 yield end - start, self._encode_piece(text[start:end], cut is not None, budget)
@@ -222,7 +232,11 @@ class ModelTokenizer:
         """Returns the tokens of a piece. One that does not end at a cut is not kept: it is rarely shared."""
         tokens = self._cache.get(piece)
         if tokens is None:
-            tokens = self._encode([piece])[0] if self._words is None else self._words.encode(piece, budget)
+            pieces = self._cutter.pieces(piece) if len(piece) >= LONG_PIECE_CHARACTERS else (piece,)
+            if len(pieces) > 1:
+                tokens = b"".join(self._encode_piece(each, True, budget) for each in pieces)
+            else:
+                tokens = self._encode([piece])[0] if self._words is None else self._words.encode(piece, budget)
             if is_cut:
                 self._cache.put(piece, tokens)
         return tokens
