@@ -18,9 +18,14 @@ after = after .. ',"max_tokens":' .. os.getenv("MAX_TOKENS") .. ',"stream":' .. 
 local headers = { ["Content-Type"] = "application/json" }
 local prefixes, chunks = {}, {}
 
+local function word()
+  local digits = tostring(math.random(100, 999))
+  return "w" .. digits:gsub("%d", function(digit) return string.char(97 + digit) end)
+end
+
 local function tokens(count)
   local ids = {}
-  for i = 1, count do ids[i] = kind == "ids" and math.random(300, 31000) or "w" .. math.random(100, 999) end
+  for i = 1, count do ids[i] = kind == "ids" and math.random(300, 31000) or word() end
   return table.concat(ids, separator)
 end
 

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 HERE = Path(__file__).parent
 MODEL = "m"
+WORDS = tuple(f"w{number}".translate(str.maketrans("0123456789", "abcdefghij")) for number in range(100, 1000))
+"""Words of texts and chats, as ``load.lua`` makes them."""
 _LATE_SECONDS = 120
 _seeds = itertools.count(time.time_ns() // 10**9)  # another seed in each run, so that no suffix is in any cache
 

@@ -17,7 +17,7 @@ from bars import ENVOY, FORWARDED, PICKED, PICKED_TOKENIZED, SGLANG, TOKENIZED, 
 from kvrouter.devtools.system.ports import free_port, free_ports
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from kvrouter.devtools.system.stack import service_environment
-from load import MODEL
+from load import MODEL, WORDS
 from systems import HERE, Processes, System, completion_missing, until
 
 WORKERS = 4
@@ -48,7 +48,7 @@ async def running_routers(names: Sequence[str], directory: Path) -> AsyncIterato
     """
     async with AsyncExitStack() as stack:
         processes = Processes(directory, stack)
-        write_small_tokenizer(directory)
+        write_small_tokenizer(directory, words=WORDS)
         starters: dict[str, Callable[[Processes, System, list[int]], Awaitable[None]]] = {
             **dict.fromkeys((FORWARDED, TOKENIZED), _forwarded),
             **dict.fromkeys((SGLANG, VLLM), _peer),

@@ -34,6 +34,7 @@ ROUTES = {
         for name, prefix, suffix in (("1k", 768, 256), ("8k", 6144, 2048))
         for kind in ("text", "chat")
     },
+    "chat of 8k, 7k shared": Work(7168, 1024, 16, kind="chat"),
     "streamed chat": Work(768, 256, 64, STREAMED_TOKENS, "chat"),
     "streamed chat, 1 token": Work(768, 256, 64, kind="chat"),
 }

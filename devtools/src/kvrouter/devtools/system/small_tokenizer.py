@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvrouter.net.model_files import OUTPUT_FORMAT, TOKENIZER
@@ -13,6 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 VOCABULARY_SIZE = 4096
 """Number of tokens at most, without those that mark parts of a chat."""
 
+_OFTEN = 100
+"""Repetitions of words, so that training merges their characters before those of rarer words."""
 _MODULES = (
     "argparse",
     "asyncio",
@@ -50,8 +53,13 @@ _TEMPLATE = """\
 {% endif %}{% endif %}"""
 
 
-def write_small_tokenizer(directory: Path) -> None:
-    """Trains a byte-level BPE tokenizer, within a second, and writes its files into a directory that exists."""
+def write_small_tokenizer(directory: Path, *, words: Sequence[str] = ()) -> None:
+    """Trains a byte-level BPE tokenizer, within a second, and writes its files into a directory that exists.
+
+    Args:
+        directory: Receives the files.
+        words: Words of letters that are tokens, with the space before them.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +69,7 @@ def write_small_tokenizer(directory: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_documentation(), trainer)
+    tokenizer.train_from_iterator([*_documentation(), *_OFTEN * [" ".join(("", *words))]], trainer)
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
     tokenizer.save(str(directory / TOKENIZER))
     config = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
