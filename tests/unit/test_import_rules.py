@@ -183,7 +183,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "served_engine": (),
         "supervisor": ("engine_options", "served_engine"),
         "metrics": ("supervisor",),
-        "local_system": (),
+        "local_workers": (),
         "followed_engines": ("engine_options", "kubernetes", "metrics", "settings", "supervisor"),
     },
     "mocker": {

@@ -35,7 +35,7 @@ from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.sidecar.engine_options import options_of_local_engine
 from kvrouter.sidecar.engines_file import engines_in
 from kvrouter.sidecar.followed_engines import FollowedEngines, following_engines
-from kvrouter.sidecar.local_system import LocalWorkers
+from kvrouter.sidecar.local_workers import LocalWorkers
 from kvrouter.sidecar.settings import LocalEnginesSettings
 from kvrouter.v1.message_limits import MessageLimits
 
