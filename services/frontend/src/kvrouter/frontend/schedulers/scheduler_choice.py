@@ -210,9 +210,10 @@ class SchedulerChoice:
         self._until = {each: until for each, until in self._until.items() if now < until and live(each)}
         return self._until.keys()
 
-    def avoid(self, scheduler_id: str) -> None:
+    def avoid(self, scheduler_id: str, cause: str) -> None:
         """Avoids a Scheduler for 15 s if there is another."""
         self._until[scheduler_id] = time.monotonic() + _AVOIDED_SECONDS
+        log.info("scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=cause)
 
     def pick(self) -> tuple[str, SchedulerConnection] | None:
         """Returns the Scheduler to open a session at: an avoided one if there is no other, None if none is live."""
@@ -233,10 +234,7 @@ class SchedulerChoice:
             deadline = Deadline.after(seconds)
             await connection.scheduler.list_busy_thresholds(pb.ListBusyThresholdsRequest(), deadline=deadline)
         except KvRouterError as error:
-            self.avoid(scheduler_id)
-            log.info(
-                "scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=error.message
-            )
+            self.avoid(scheduler_id, error.message)
             return False
         return True
 

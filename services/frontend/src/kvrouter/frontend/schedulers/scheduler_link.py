@@ -377,7 +377,7 @@ class SchedulerLink:
             await self._choice.changed()
         if not await self._keep_session(*picked):
             # A dead Scheduler stays registered until its lease expires; requests must not wait for that.
-            self._choice.avoid(picked[0])
+            self._choice.avoid(picked[0], "no session could be opened")
             raise _NotOpened
 
     async def _keep_session(self, scheduler_id: str, connection: SchedulerConnection) -> bool:
@@ -443,8 +443,9 @@ class SchedulerLink:
             await asyncio.sleep(self._heartbeat_timeout / MISSES)
             self._monitor.tick()
             if self._monitor.silent and self._choice.instead_of(scheduler_id) is not None:
-                self._choice.avoid(scheduler_id)
-                raise _SessionEnded(f"no answer for {self._heartbeat_timeout:g} s")
+                cause = f"no answer for {self._heartbeat_timeout:g} s"
+                self._choice.avoid(scheduler_id, cause)
+                raise _SessionEnded(cause)
             if session is self._session and not session.unanswered:
                 self._send_call(session, self._updates.heartbeat())
 
