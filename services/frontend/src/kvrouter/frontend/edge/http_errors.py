@@ -45,20 +45,20 @@ def shaped_error(path: str, body: dict[str, Any], status: int, request_id: str) 
     """
     if not path.startswith(MESSAGES):
         return body
-    return anthropic_error(body, status) | {"request_id": request_id}
+    return _anthropic_error(body, status) | {"request_id": request_id}
 
 
 def error_event(path: str, body: dict[str, Any]) -> bytes:
     """Returns an error as the last event of a stream of a path."""
     if path.startswith(MESSAGES):
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(anthropic_error(body))
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(_anthropic_error(body))
     if path.startswith(RESPONSES):
         error = {name: body["error"].get(name) for name in ("code", "message", "param")}
         return b"event: error\ndata: %b\n\n" % msgspec.json.encode({"type": "error", "sequence_number": 0} | error)
     return b"data: %b\n\n" % msgspec.json.encode(body)
 
 
-def anthropic_error(body: dict[str, Any], status: int = 0) -> dict[str, Any]:
+def _anthropic_error(body: dict[str, Any], status: int = 0) -> dict[str, Any]:
     """Returns an error as Anthropic's API has it. ``status`` is that of its response; 0 within a stream."""
     error = body["error"] if isinstance(body.get("error"), dict) else body
     kind, code = str(error.get("type")), str(error.get("code"))

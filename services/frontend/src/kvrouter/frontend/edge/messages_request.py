@@ -10,7 +10,7 @@ from kvrouter.engines.fields import MESSAGES
 from kvrouter.frontend.edge.choice import WholeSink
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import Piece, ResponseFrame
-from kvrouter.frontend.edge.http_errors import anthropic_error
+from kvrouter.frontend.edge.http_errors import error_event
 from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
 from kvrouter.frontend.edge.messages_chat import (
     Conversation,
@@ -103,7 +103,7 @@ class MessageEvents(NamedEvents):
         self._write_named("message_stop", {})
 
     def _failure(self, body: dict[str, Any]) -> list[bytes]:
-        return [named_event("error", anthropic_error(body))]
+        return [error_event(MESSAGES, body)]
 
     def _enter(self, kind: str, block: dict[str, Any]) -> None:
         """Begins a block."""
@@ -229,7 +229,7 @@ class MessagesRequest(TranslatedRequest):
 
     @classmethod
     def check_passed(cls, body: bytes | bytearray) -> None:
-        """Returns: every message has its whole conversation."""
+        """Accepts every body, because it has its whole conversation."""
 
     def whole(self, frame: ResponseFrame) -> WholeSink:
         """Returns the sink of a whole message."""
