@@ -1,58 +1,8 @@
 """Mode ``forecast``: the rank of least cost in time, without a weight to set.
 
-    cost(w)   = F(w) + batch(w) + work(w) + output(w) + shortage(w) + eviction(w) - copies(w)     [ms]
-
-    F(w)      = rest(w) + T(ahead(w) + new(w))  forecast of the time to first token               [ms]
-    batch(w)  = added time of the step in which the prompts ahead end * number of those prompts   [ms]
-    b         = BASE * z                        price of a ms of ``own``, for requests to come    [1]
-    own(w)    = T(new(w)) / r^(1 - z)           time to compute the prompt at the component's speed [ms]
-    work(w)   = (b + CROWD * n(w)) * own(w)     price of that time                                [ms]
-    output(w) = OUTPUT_TOKENS * c * (r^(1 - z) - 1) * decode(u)  decoding beyond the component's time [ms]
-    shortage(w) = SHORTAGE_MS * max(0, u'(w) + q(w) - ROOM)  price of lacking KV cache            [ms]
-    eviction(w) = blocks(new(w)) * block size * c * PREFILL_N1_MS * recomputations(w)             [ms]
-    copies(w) = (1 - z) * sum of (k - 1) / k over blocks lacking here * block size * c * PREFILL_N1_MS [ms]
-
-    rest      = time left for the prompt being computed; without one, half a decode step          [ms]
-    ahead     = prefill tokens booked and not computed, without the prompt being computed         [tokens]
-    new       = prompt tokens less the overlap: the greater of the index's and the active one     [tokens]
-                A block in a lower tier counts as min(1, time to load it / time to compute it) new blocks
-    u, u'     = distinct active blocks / total blocks, without and with this request; u at most 1 [share]
-    q         = blocks that the largest queued request will add / total blocks; 0 if this one was queued [share]
-    n         = requests in flight                                                                [requests]
-    c         = latency calibration: measured time over forecast time, of the component           [1]
-    r         = relative latency: measured time of the rank over the component's                  [1]
-    recomputations = min(chance / (1 - chance), MAX_RECOMPUTATIONS)  recomputations by eviction   [1]
-    chance    = mean chance over the rank's KV cache that a block is used again, 0 for an unused one [1]
-    k         = candidates that hold the block; 0 counts as 1                                     [1]
-    z         = (mean over all ranks of u)^4: 0 while there is KV cache for all, 1 without any left [1]
-    T(x)      = c * r^(1 - z) * sum of (prefill(step) + decode(u)) over the steps for x tokens    [ms]
-
-All terms are milliseconds of waiting: F of this request, ``batch`` of the requests whose first token comes from the
-same step, CROWD of the requests decoding there, b of requests to come, ``output`` of this request's output,
-``shortage`` of requests stopped for lack of KV blocks, ``eviction`` of requests that will compute evicted blocks again.
-A block that is computed again evicts another block: one eviction causes p + p^2 + ... = p / (1 - p) recomputations.
-``copies`` is the time for popular blocks that this rank will probably compute later in any case. A block on k ranks was
-computed k times, and k - 1 times although another rank held it, so the chance of a further copy is (k - 1) / k. The
-term shrinks to 0 as KV cache runs out, since a copy takes blocks that requests wait for.
-
-Speed counts where a request waits, not in the price of work: a fast rank computes a prompt in less time, but its time
-is worth more to the others in the same proportion. With KV cache running out it counts for nothing: then reuse and free
-blocks decide how many requests are served at all, on slow ranks as well.
-
-Ranks without a free slot, or whose room is kept for other tenants, are left out while another one has some. If none
-has, or if the cheapest one lacks KV cache for the request (u' > 1), the policy returns a Wait for the cheapest rank. In
-the engine's queue the request would block all requests behind it, of other tenants as well; for lack of KV cache,
-another rank would compute its prompt again.
-
-Missing signals:
-
-- no overlap: leading blocks of requests in flight still show shared prompts; otherwise load decides;
-- total blocks unknown (0): u and u' are 0, the rank never lacks KV cache;
-- slots unknown (infinite): the rank always has a free one;
-- token budget unknown (0): DEFAULT_BUDGET;
-- active blocks not tracked: u is 0 everywhere, prefill decides;
-- relative latency unknown: 1, the speed of the component;
-- contents of caches unknown: ``eviction`` is 0.
+``README.md`` beside this file has the formula, its terms with their reasons, and what missing signals count as. The
+native core computes the terms (``core/rust/src/load/forecast.rs``); ``weigh`` computes the same without it, and a
+property test compares the two.
 """
 
 from __future__ import annotations
