@@ -1,4 +1,4 @@
-"""``kvrouter serve``: runs any set of services in one process, without sockets between them."""
+"""``kvrouter serve``: runs services in one process, without sockets between them. Listed engines need no brokers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ ROLES: Mapping[str, type[ServiceSettings]] = {
 """The services that can share a process, in the order of their start: each may use those before it."""
 
 PROGRAM = "kvrouter serve"
-ABOUT = """Run several services in one process.
+ABOUT = """Run several services in one process. With --engine URL (below) it needs no
+other process than the engines.
 
   --roles NAMES         Services to run, separated by commas: indexer,
                         scheduler, frontend. Default: all. The options below

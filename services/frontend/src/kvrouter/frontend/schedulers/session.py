@@ -1,4 +1,4 @@
-"""One opening of a link's session, whose calls pay for their set-up only if they wait."""
+"""One session with a Scheduler. Its calls that are answered at once need no task and no timer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The Indexer's gRPC API: queries, status and operator calls."""
+"""The Indexer's APIs: queries, status and operator calls over gRPC, queries of other routers over HTTP."""

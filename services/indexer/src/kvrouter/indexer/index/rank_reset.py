@@ -48,7 +48,7 @@ class RankReset:
 def reset_after(summary: ApplySummary, *, was_partial: bool) -> RankReset | None:
     """Returns the reset of a rank that a batch calls for; None if it calls for none.
 
-    That for a gap is necessary only if the events after the gap cannot wait for the missing ones.
+    After a gap, the caller resets the rank only if the events behind the gap cannot wait for the missing ones.
 
     Args:
         summary: Result of applying the batch.

@@ -78,10 +78,10 @@ class AcquiredLock:
         self._revision = revision
 
     async def check(self) -> None:
-        """Checks the lock of this process.
+        """Checks that this process has the lock.
 
         Raises:
-            LockLost: it does not.
+            LockLost: it no longer does.
         """
         entry = await self.client.get(self._key)
         if entry is None or entry.create_revision != self._revision:

@@ -216,7 +216,7 @@ class BookingTable:
         is_remote: bool = False,
         is_expired: bool = False,
     ) -> Booking | None:
-        """Ends a booking. A key without one is remembered as freed all the same.
+        """Ends a booking. A key without one is remembered as freed too, so that no late re-assert begins it.
 
         Args:
             key: The booking.
@@ -230,13 +230,13 @@ class BookingTable:
         Returns:
             The booking; None if there was none.
         """
-        is_known = self.was_freed(key)
+        was_freed_before = self.was_freed(key)
         self._remember(key, None)
         booking = self._bookings.get(key)
         if booking is not None:
             self._unindex(booking)
             self._release(booking, prefilled=prefilled)
-        if booking is not None or not is_known:
+        if booking is not None or not was_freed_before:
             self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens, output_tokens))
         return booking
 

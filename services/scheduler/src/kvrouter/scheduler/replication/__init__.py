@@ -1,1 +1,1 @@
-"""Exchange of bookings with the other Schedulers of a component, over NATS."""
+"""Exchange of bookings with the other Schedulers of a component, over NATS or gRPC."""
