@@ -1,1 +1,1 @@
-"""The gateway: routes each request, runs it on a worker, and streams its output."""
+"""A Frontend: routes each request, runs it on a worker, and streams its output."""

@@ -1,4 +1,4 @@
-"""Entry point of ``kvrouter-frontend``, the gateway as a process of its own, or as several.
+"""Entry point of ``kvrouter-frontend``, a Frontend as a process of its own, or as several.
 
 Imports wait until more than its help is asked for.
 """

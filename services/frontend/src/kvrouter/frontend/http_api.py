@@ -1,4 +1,4 @@
-"""The HTTP API of the gateway: chats, completions, models, busy thresholds, health and metrics."""
+"""The HTTP API of a Frontend: chats, completions, models, busy thresholds, health and metrics."""
 
 from __future__ import annotations
 

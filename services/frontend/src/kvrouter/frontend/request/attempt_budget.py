@@ -88,7 +88,7 @@ class AttemptBudget:
         self._migration_blocker = "the request is pinned to its worker" if pinned else migration_blocker
         self._failed_attempts = 0
         """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
-        Scheduler may discover another worker later than this gateway does."""
+        Scheduler may discover another worker later than this Frontend does."""
         self._failed_migrations = 0
         """Migrations that count against the limit."""
         self._not_sent = 0

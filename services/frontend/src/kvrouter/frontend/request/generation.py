@@ -3,7 +3,7 @@
 An attempt books a rank and streams from its worker. A worker which fails or falls silent before the first token costs
 an attempt, and the request is retried on another worker. After the first token the request migrates: it continues on
 another worker, with its output so far at the end of its prompt. An error that is the client's fault is passed on and
-never counts against the worker. Workers this gateway found unhealthy are avoided unless no other is eligible.
+never counts against the worker. Workers this Frontend found unhealthy are avoided unless no other is eligible.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class SchedulerLinks:
             conversation_id: Conversation of the request; empty for none.
 
         Raises:
-            DependencyAway: ``run`` is not running, because the gateway is starting or stopping.
+            DependencyAway: ``run`` is not running, because this Frontend is starting or stopping.
         """
         component = self._component(name)
         shard = _WHOLE
@@ -177,7 +177,7 @@ class SchedulerLinks:
         link = component.links.get(shard)
         if link is None:
             if self._group is None:
-                raise DependencyAway(f"the gateway has no link to a Scheduler of {name}: it is starting or stopping")
+                raise DependencyAway(f"this Frontend has no link to a Scheduler of {name}: it is starting or stopping")
             link = component.links[shard] = SchedulerLink(
                 name,
                 self._source,

@@ -98,7 +98,7 @@ FAULTS: Mapping[grpc.StatusCode, Fault] = {
     grpc.StatusCode.UNIMPLEMENTED: Fault.WORKER,
     grpc.StatusCode.NOT_FOUND: Fault.WORKER,
     grpc.StatusCode.FAILED_PRECONDITION: Fault.WORKER,
-    # The gateway chooses the ids that workers receive, and passes no client credentials to workers.
+    # The Frontend chooses the ids that workers receive, and passes no client credentials to workers.
     grpc.StatusCode.ALREADY_EXISTS: Fault.WORKER,
     grpc.StatusCode.PERMISSION_DENIED: Fault.WORKER,
     grpc.StatusCode.UNAUTHENTICATED: Fault.WORKER,

@@ -1,4 +1,4 @@
-"""The health of every worker as this gateway observes it: whether it answers probes, and whether its requests fail.
+"""The health of every worker as this Frontend observes it: whether it answers probes, and whether its requests fail.
 
 An unhealthy worker gets a request only if no healthy one is eligible: a request is attempted rather than refused.
 Workers are identified by address, so a worker that restarts elsewhere has a clean record.

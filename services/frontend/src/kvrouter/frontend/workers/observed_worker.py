@@ -21,7 +21,7 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 _MAX_DOUBLINGS = 32
 _JITTER = 0.25
-"""Relative variation of a back-off, so gateways do not all try a worker again at the same moment."""
+"""Relative variation of a back-off, so Frontends do not all try a worker again at the same moment."""
 
 
 @dataclass(frozen=True, slots=True)

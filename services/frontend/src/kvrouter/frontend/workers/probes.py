@@ -164,7 +164,7 @@ class WorkerProbes:
         """Takes the turns of every interval.
 
         Each interval without the answer to a probe counts as missed. Intervals of this event loop are counted, not
-        clock time: a gateway that was frozen itself processes the answers that arrived meanwhile and suspects nobody.
+        clock time: a Frontend that was frozen itself processes the answers that arrived meanwhile and suspects nobody.
         """
         try:
             while True:
