@@ -159,6 +159,26 @@ impl Predicted {
         found.into_iter().filter_map(named).collect()
     }
 
+    /// Returns when a request with all these blocks was last recorded for the rank; `None` if one of them is not live.
+    pub fn last_use(&mut self, rank: Name, locals: &[u64], now: f64) -> Option<f64> {
+        self.pass(now);
+        let slot = *self.slots.get(&rank)?;
+        let mut hash = 0;
+        let mut at = None;
+        for (depth, local) in (0u32..).zip(locals) {
+            hash = sequence_hash(depth, hash, *local);
+            let entry = self.entries.at(self.places.at(self.find(hash)?).residents.get(slot)?);
+            at = (!self.expired(entry)).then_some(entry.at);
+            at?;
+        }
+        at
+    }
+
+    /// Drops a rank's entries that were last recorded at a time or before. Returns their number.
+    pub fn forget_until(&mut self, rank: Name, at: f64) -> usize {
+        self.drop_of(rank, |entry| entry.at <= at)
+    }
+
     /// Returns the number of a rank's entries.
     pub fn entries_of(&self, rank: Name) -> usize {
         let rank = self.slots.get(&rank).and_then(|slot| self.ranks.get(*slot as usize));
@@ -167,10 +187,15 @@ impl Predicted {
 
     /// Removes a rank. Returns the number of entries dropped.
     pub fn remove_rank(&mut self, rank: Name) -> usize {
+        self.drop_of(rank, |_| true)
+    }
+
+    /// Drops a rank's entries from the oldest to the first that is not meant. Returns their number.
+    fn drop_of(&mut self, rank: Name, is_meant: impl Fn(&Entry) -> bool) -> usize {
         let Some(&slot) = self.slots.get(&rank) else { return 0 };
         let mut dropped = 0;
         let mut id = self.oldest;
-        while id != 0 {
+        while id != 0 && is_meant(self.entries.at(id)) {
             let entry = self.entries.at(id);
             let newer = entry.newer;
             if entry.slot == slot {

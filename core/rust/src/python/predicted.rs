@@ -20,6 +20,13 @@ pub struct PredictedIndex {
 }
 
 impl PredictedIndex {
+    fn drop_of(&self, py: Python<'_>, rank: Name, drop: impl FnOnce(&mut Predicted) -> usize + Send) -> usize {
+        let known = self.index.with(py, false, |index| index.entries_of(rank)) > 0;
+        let dropped = if known { self.index.with(py, true, drop) } else { 0 };
+        self.trim_if_due(py);
+        dropped
+    }
+
     fn trim_if_due(&self, py: Python<'_>) {
         if self.index.with(py, false, |index| index.should_trim()) {
             py.detach(trim_heap);
@@ -69,11 +76,17 @@ impl PredictedIndex {
         Ok(overlaps)
     }
 
+    fn last_use(&self, py: Python<'_>, rank: Name, local_hashes: &Bound<'_, PyAny>, now: f64) -> PyResult<Option<f64>> {
+        let locals = words(local_hashes)?;
+        Ok(self.index.with(py, locals.len() > LONG, |index| index.last_use(rank, &locals, now)))
+    }
+
+    fn forget_until(&self, py: Python<'_>, rank: Name, at: f64) -> usize {
+        self.drop_of(py, rank, |index| index.forget_until(rank, at))
+    }
+
     fn remove_rank(&self, py: Python<'_>, rank: Name) -> usize {
-        let known = self.index.with(py, false, |index| index.entries_of(rank)) > 0;
-        let dropped = if known { self.index.with(py, true, |index| index.remove_rank(rank)) } else { 0 };
-        self.trim_if_due(py);
-        dropped
+        self.drop_of(py, rank, |index| index.remove_rank(rank))
     }
 
     fn expire(&self, py: Python<'_>, now: f64) -> usize {

@@ -90,6 +90,27 @@ def test_removing_a_rank(predicted_class: type) -> None:
     assert index.overlaps(packed([1, 2]), 0.0) == {TWO: 1}
 
 
+def test_what_was_last_used_until_a_time_is_forgotten(predicted_class: type) -> None:
+    index = predicted_class(ttl_seconds=10.0)
+    index.record(ONE, packed([1, 2]), 0.0)
+    index.record(TWO, packed([1, 2]), 1.0)
+    index.record(ONE, packed([1, 3]), 2.0)
+    assert [index.last_use(ONE, packed(local), 2.0) for local in ([1, 2], [1], [1, 3], [3], [])] == [
+        0.0,
+        2.0,
+        2.0,
+        None,
+        None,
+    ]
+    assert index.forget_until(ONE, 1.0) == 1
+    assert index.overlaps(packed([1, 2]), 2.0) == {ONE: 1, TWO: 2}
+    assert index.last_use(ONE, packed([1, 2]), 2.0) is None
+    assert index.forget_until(ONE, 2.0) == 2
+    assert index.forget_until(ONE, 9.0) == 0
+    assert index.overlaps(packed([1, 2]), 2.0) == {TWO: 2}
+    assert index.last_use(TWO, packed([1, 2]), 11.0) is None
+
+
 def test_the_least_recently_used_go_first(predicted_class: type) -> None:
     index = predicted_class(max_blocks=10, prune_ratio=0.5)
     for number in range(5):
@@ -156,7 +177,7 @@ def test_hashes_are_whole(predicted_class: type) -> None:
 
 _steps = st.lists(
     st.tuples(
-        st.sampled_from(["record"] * 6 + ["remove", "expire"]),
+        st.sampled_from(["record"] * 6 + ["remove", "expire", "forget"]),
         st.sampled_from([ONE, TWO, (2, 0)]),
         st.lists(st.integers(1, 3), min_size=1, max_size=6),
         st.integers(1, 3),
@@ -186,6 +207,14 @@ def test_random_use(predicted_class: type, steps: list[Any], max_blocks: int, pr
             index.expire(now)
             assert index.remove_rank(rank) == sum(1 for key in live if key[0] == rank)
             live = {key: at for key, at in live.items() if key[0] != rank}
+        elif kind == "forget":
+            until = live.get((rank, tuple(local)))
+            assert index.last_use(rank, packed(local), now) == until
+            if until is not None:
+                gone = {key for key, at in live.items() if key[0] == rank and at <= until}
+                index.expire(now)
+                assert index.forget_until(rank, until) == len(gone)
+                live = {key: at for key, at in live.items() if key not in gone}
         else:
             index.expire(now)
             assert len(index) == len(live)

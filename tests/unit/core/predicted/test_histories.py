@@ -50,6 +50,14 @@ class Histories(RuleBasedStateMachine):
         now = self.later(seconds)
         assert self.native.overlaps(packed(prompt), now) == self.reference.overlaps(packed(prompt), now)
 
+    @rule(rank=RANKS, prompt=PROMPTS, seconds=TIMES, forgets=st.booleans())
+    def last_use(self, rank: tuple[int, int], prompt: list[int], seconds: float, forgets: bool) -> None:
+        now = self.later(seconds)
+        at = self.native.last_use(rank, packed(prompt), now)
+        assert at == self.reference.last_use(rank, packed(prompt), now)
+        if at is not None and forgets:
+            assert self.native.forget_until(rank, at) == self.reference.forget_until(rank, at)
+
     @rule(rank=RANKS)
     def remove_rank(self, rank: tuple[int, int]) -> None:
         assert self.native.remove_rank(rank) == self.reference.remove_rank(rank)

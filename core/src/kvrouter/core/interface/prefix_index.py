@@ -187,6 +187,12 @@ class PredictedIndex(Protocol):
     def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
         """Returns the overlaps above 0 by rank, in blocks."""
 
+    def last_use(self, rank: Rank, local_hashes: bytes, now: float) -> float | None:
+        """Returns when the last of these blocks was last recorded for a rank; None if it has not all of them."""
+
+    def forget_until(self, rank: Rank, at: float) -> int:
+        """Drops a rank's entries that were last recorded at this time or before. Returns their number."""
+
     def remove_rank(self, rank: Rank) -> int:
         """Removes a rank. Returns the number of entries dropped."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvrouter.core.interface import Rank
@@ -61,9 +62,22 @@ class PredictedIndex:
             overlaps.update((rank, depth + 1) for rank in residents)
         return overlaps
 
+    def last_use(self, rank: Rank, local_hashes: bytes, now: float) -> float | None:
+        """Returns when the last of these blocks was last recorded for a rank; None if it has not all of them."""
+        if not local_hashes or self.overlaps(local_hashes, now).get(rank, 0) < len(unpack(local_hashes)):
+            return None
+        return self._uses[rank, unpack(sequence_hashes(local_hashes))[-1]].at
+
+    def forget_until(self, rank: Rank, at: float) -> int:
+        """Drops a rank's entries that were last recorded at this time or before."""
+        return self._drop_all(key for key, use in self._uses.items() if key[0] == rank and use.at <= at)
+
     def remove_rank(self, rank: Rank) -> int:
         """Removes a rank."""
-        keys = [key for key in self._uses if key[0] == rank]
+        return self._drop_all(key for key in self._uses if key[0] == rank)
+
+    def _drop_all(self, dropped: Iterable[tuple[Rank, int]]) -> int:
+        keys = list(dropped)
         for key in keys:
             self._drop(key)
         return len(keys)
